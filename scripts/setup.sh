@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Make .venv and install the pinned packages and this project into it.
+#   bash scripts/setup.sh          a CPU machine: requirements/cpu.lock
+#   bash scripts/setup.sh --gpu    an NVIDIA machine: requirements/gpu.lock (not exercised by the tests)
+# PYTHON names the interpreter (default: python3.11, else a python3 that is new enough). Safe to run again: when nothing
+# changed it returns at once, otherwise it installs what is missing.
+#
+# System packages: Python 3.11 with its venv module, and libnuma, which vLLM's CPU build links to. On Debian or Ubuntu:
+#   sudo apt-get install python3.11-venv libnuma1
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+cpu_wheels=https://download.pytorch.org/whl/cpu
+venv=.venv
+stamp=$venv/.installed
+
+fail() { echo "setup: error: $*" >&2; exit 1; }
+say() { echo "setup: $*"; }
+
+kind=cpu
+case "${1:-}" in
+  "") ;;
+  --gpu) kind=gpu ;;
+  --help | -h) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  *) fail "unknown option '$1'; usage: bash scripts/setup.sh [--gpu]" ;;
+esac
+lock=requirements/$kind.lock
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  if [[ -n "${PYTHON:-}" ]]; then
+    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer"
+    echo "$PYTHON"
+    return
+  fi
+  local candidate
+  for candidate in python3.11 python3; do
+    if new_enough "$candidate"; then echo "$candidate"; return; fi
+  done
+  fail "no Python 3.11 found; install it (Debian, Ubuntu: apt-get install python3.11 python3.11-venv) or set PYTHON"
+}
+
+# What the environment was built from. A change in any of it means: install again.
+fingerprint() { { echo "$kind"; "$venv/bin/python" -V; cat "$lock" requirements/dev.lock setup.py; } | sha256sum | cut -d' ' -f1; }
+
+pip_install() {
+  # pip's remarks about where it looked are not the user's concern; errors still are.
+  "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" 2>&1 |
+    { grep -v '^WARNING: Location .* is ignored' || true; }
+}
+
+require_disk() {
+  local free_gb
+  free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+  ((free_gb >= $1)) || fail "$PWD has $free_gb GB free, the installation needs $1 GB; free some, or clone elsewhere"
+}
+
+# The package index may hold a CUDA build under the same version, so the CPU build is asked for by its full name first.
+install_cpu_torch() {
+  local version
+  version=$(sed -n 's/^torch==//p' "$lock")
+  if is_cpu_torch "$version"; then return; fi
+  say "torch $version (CPU build)"
+  pip_install --no-deps "torch==$version+cpu" >/dev/null ||
+    pip_install --no-deps --timeout 30 --retries 2 --index-url "$cpu_wheels" "torch==$version+cpu" ||
+    pip_install --no-deps "torch==$version" || fail "torch $version could not be installed (see pip's message above)"
+  is_cpu_torch "$version" && return
+  pip_install --no-deps --force-reinstall --index-url "$cpu_wheels" "torch==$version" || true
+  is_cpu_torch "$version" || fail "the torch $version that was installed is not a CPU build; install one from $cpu_wheels"
+}
+
+# Reads torch's version file without importing torch: a CUDA build without its libraries cannot be imported.
+is_cpu_torch() {
+  "$venv/bin/python" - "$1" 2>/dev/null <<'PY'
+import importlib.util, pathlib, runpy, sys
+spec = importlib.util.find_spec("torch")
+values = runpy.run_path(str(pathlib.Path(spec.origin).with_name("version.py"))) if spec else {}
+version = str(values.get("__version__", ""))
+sys.exit(not (version.split("+")[0] == sys.argv[1] and values.get("cuda") is None))
+PY
+}
+
+check_libnuma() {
+  "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    fail "libnuma.so.1 is missing, which vLLM's CPU build links to (Debian, Ubuntu: apt-get install libnuma1)"
+}
+
+[[ $(uname -s) == Linux ]] || fail "this needs Linux; this machine is $(uname -s)"
+if [[ -f $stamp && $(cat "$stamp") == "$(fingerprint)" ]]; then
+  say "$venv is up to date"
+  exit 0
+fi
+
+started=$SECONDS
+if [[ ! -x $venv/bin/python ]]; then
+  python=$(find_python)
+  require_disk "$([[ $kind == gpu ]] && echo 25 || echo 5)"
+  say "$venv with $("$python" -V)"
+  "$python" -m venv "$venv" ||
+    { rm -rf "$venv"; fail "'$python -m venv' failed; on Debian or Ubuntu: apt-get install python3.11-venv"; }
+fi
+new_enough "$venv/bin/python" || fail "$venv has $("$venv/bin/python" -V 2>&1), 3.11 is needed; remove $venv and run this again"
+
+rm -f "$stamp"
+if [[ $kind == cpu ]]; then
+  check_libnuma
+  install_cpu_torch
+  say "$(grep -c == "$lock") packages of $lock"
+  pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
+else
+  say "$lock and what its packages need"
+  pip_install -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
+fi
+pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
+pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
+"$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"
+fingerprint >"$stamp"
+say "done in $((SECONDS - started)) s ($("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'))"

@@ -1,0 +1,214 @@
+"""The asynchronous client of the retrieval server.
+
+Searches made at about the same time travel in one request, a query in flight is asked once however many wait for it,
+and passing trouble is retried. What comes back is passages or a typed error, never an error in the shape of a result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from search_r1.search.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
+from search_r1.search.reply import parse_reply, retry_after_s, server_message
+
+Passages = list[dict[str, Any]]
+
+_GATHER_S = 0.001  # how long the first query of a batch waits for others
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_CHECK_DEADLINE_S = 5.0
+_SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
+_RETRIED = frozenset({500, 502, 503, 504})
+_BLAMES_A_QUERY = frozenset({400, 413, 422})
+
+
+class _Trouble(Exception):
+    """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
+
+    def __init__(self, cause: str, pause_s: float = 0.0) -> None:
+        super().__init__(cause)
+        self.pause_s = pause_s
+
+
+class _Question:
+    """A query and those who wait for it: `deadline` (monotonic seconds) is the latest of theirs."""
+
+    def __init__(self, query: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.query = query
+        self.deadline = 0.0
+        self.answer: asyncio.Future[Passages] = loop.create_future()
+        # an error nobody waits for any more is not worth a warning at exit
+        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+
+
+class RetrievalClient:
+    """Search by HTTP, from one event loop at a time; `close` it before another loop uses it."""
+
+    def __init__(
+        self, url: str, topk: int = 3, timeout_s: float = 10.0, deadline_s: float = 60.0, max_batch: int = 64
+    ) -> None:
+        """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries a request."""
+        self.url = url
+        self.topk = topk
+        self._timeout_s = timeout_s
+        self._deadline_s = deadline_s
+        self._max_batch = max_batch
+        self._forget()
+
+    async def search(self, query: str) -> Passages:
+        """The passages for `query`, best first: dicts with `id`, `contents`, `score` and the row's further keys.
+
+        `id` and `score` are None when the server does not send them. Raises `RetrieverUnavailable` (no answer within
+        the deadline), `RetrieverRejected` (HTTP 4xx) or `RetrieverReplyError` (an answer that is none).
+        """
+        self._attach()
+        question = self._question(query.encode("utf-8", "replace").decode())
+        question.deadline = max(question.deadline, time.monotonic() + self._deadline_s)
+        try:
+            # shielded: one who gives up leaves the question to the others
+            passages = await asyncio.wait_for(asyncio.shield(question.answer), self._deadline_s + _SLACK_S)
+        except TimeoutError as error:
+            raise self._unavailable(f"no answer in {self._deadline_s:.1f} s; last: {self._last_trouble}") from error
+        return [dict(passage) for passage in passages]
+
+    async def check(self) -> None:
+        """Ask one real query within 5 seconds.
+
+        Raises `RetrieverUnavailable`, which names the URL and the command that starts a server, for any failure.
+        """
+        self._attach()
+        deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
+        try:
+            await self._ask(["health check"], lambda: deadline)
+        except (RetrieverRejected, RetrieverReplyError) as error:
+            raise self._unavailable(str(error)) from error
+
+    async def close(self) -> None:
+        """Close the connections; searches that wait raise `RetrieverUnavailable`. The client may be used again."""
+        session, batches, questions = self._session, list(self._batches), list(self._open.values())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget()
+        for batch in batches:
+            batch.cancel()
+        await asyncio.gather(*batches, return_exceptions=True)
+        for question in questions:
+            if not question.answer.done():
+                question.answer.set_exception(self._unavailable("the client was closed"))
+        if session is not None:
+            await session.close()
+
+    def _forget(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._open: dict[str, _Question] = {}
+        self._waiting: list[_Question] = []
+        self._batches: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_trouble = "none"
+
+    def _attach(self) -> None:
+        """Belong to the running loop. A loop that was closed took its connections with it."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("this RetrievalClient belongs to another event loop; close() it there first")
+        self._forget()
+        self._loop = loop
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    def _question(self, query: str) -> _Question:
+        """The open question with this query, or a new one that leaves with the next batch."""
+        if query in self._open:
+            return self._open[query]
+        assert self._loop is not None
+        question = self._open[query] = _Question(query, self._loop)
+        self._waiting.append(question)
+        if len(self._waiting) >= self._max_batch:
+            self._send()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_GATHER_S, self._send)
+        return question
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch, self._waiting = self._waiting, []
+        if batch:
+            task = asyncio.ensure_future(self._answer(batch))
+            self._batches.add(task)
+            task.add_done_callback(self._batches.discard)
+
+    async def _answer(self, batch: list[_Question]) -> None:
+        """Settle every question of the batch. A refused batch is asked one by one: a bad query fails alone."""
+        try:
+            answers = await self._ask([q.query for q in batch], lambda: max(q.deadline for q in batch))
+        except Exception as error:  # whatever it is belongs to those who wait
+            if isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY and len(batch) > 1:
+                await asyncio.gather(*(self._answer([question]) for question in batch))
+                return
+            for question in batch:
+                self._open.pop(question.query, None)
+                question.answer.set_exception(error)
+            return
+        for question, passages in zip(batch, answers, strict=True):
+            self._open.pop(question.query, None)
+            question.answer.set_result(passages)
+
+    async def _ask(self, queries: Sequence[str], deadline: Callable[[], float]) -> list[Passages]:
+        """Attempt until it works or the deadline (which may move while we wait) would pass."""
+        start, attempts = time.monotonic(), 0
+        while True:
+            attempts += 1
+            left_s = max(deadline() - time.monotonic(), 0.001)
+            try:
+                return await self._attempt(queries, min(self._timeout_s, left_s))
+            except _Trouble as trouble:
+                self._last_trouble = str(trouble)
+                pause_s = max(trouble.pause_s, _backoff_s(attempts))
+                if time.monotonic() + pause_s >= deadline():
+                    elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
+                    raise self._unavailable(f"{elapsed}; last: {trouble}") from trouble
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, queries: Sequence[str], timeout_s: float) -> list[Passages]:
+        """One POST. Raises `_Trouble` for what may pass, else a `RetrieverError`."""
+        assert self._session is not None
+        body = {"queries": list(queries), "topk": self.topk, "return_scores": True}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(self.url, json=body, timeout=timeout) as response:
+                payload = await response.read()
+        except aiohttp.InvalidURL as error:
+            raise self._unavailable("retriever.url is not an http:// or https:// URL") from error
+        except TimeoutError as error:
+            raise _Trouble(f"no answer to one request in {timeout_s:.1f} s") from error
+        except aiohttp.ClientError as error:
+            raise _Trouble(f"{type(error).__name__}: {error}") from error
+        if response.status in _RETRIED:
+            pause_s = retry_after_s(response.headers.get("Retry-After"))
+            raise _Trouble(f"HTTP {response.status}: {server_message(payload)}", pause_s)
+        if response.status != 200:
+            rejected = RetrieverRejected(
+                f"retriever {self.url} refused the request with HTTP {response.status}: {server_message(payload)}"
+            )
+            rejected.status = response.status
+            raise rejected
+        return parse_reply(payload, len(queries), self.url)
+
+    def _unavailable(self, reason: str) -> RetrieverUnavailable:
+        return RetrieverUnavailable(
+            f"retriever {self.url} is not available ({reason}); start one with: bash retrieval_launch.sh"
+        )
+
+
+def _backoff_s(attempt: int) -> float:
+    """Exponential, capped, with jitter so that clients do not come back in step."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)

@@ -1,0 +1,115 @@
+"""A passage corpus on disk: one JSON object a line, read by row number without holding the text in memory.
+
+Row schema: `{"id": "0", "contents": "\\"Title\\"\\ntext", ...}`. A row without `contents` but with `text` (and perhaps
+`title`) is read as `"title"\\ntext`. Further keys are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from search_r1.search.compressed import plain_copy
+from search_r1.search.errors import CorpusError
+from search_r1.search.sanitize import strip_agent_tags
+
+_SCAN_BYTES = 1 << 24
+_SAMPLED_ROWS = 1024
+
+
+class Corpus:
+    """Random access to the passages of a `.jsonl` or `.jsonl.gz` file. Row r is line r + 1 of the file."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Map the file, find its lines and parse a sample of them. Raises `CorpusError`.
+
+        Costs 8 bytes of memory a row and one sequential read of the file.
+        """
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise CorpusError(f"corpus file {self.path} does not exist; pass the .jsonl file by --corpus_path")
+        plain = plain_copy(self.path) if self.path.suffix == ".gz" else self.path
+        if plain.stat().st_size == 0:
+            raise CorpusError(f"corpus file {self.path} is empty")
+        with plain.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._starts = _line_starts(self._bytes)
+        self.digest = self._sample_digest()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The passage of `row`: always with `id` and `contents`, agent tags stripped. Raises `CorpusError`."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is outside corpus {self.path} of {len(self)} rows")
+        return self._parse(row, self._line(row))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+    def _line(self, row: int) -> bytes:
+        return self._bytes[self._starts[row] : self._starts[row + 1]]
+
+    def _sample_digest(self) -> str:
+        """SHA-256 over the row count, the byte count and up to 1,024 evenly spaced rows.
+
+        Tells corpora apart without hashing all of a large file; a change inside a row that is not sampled and keeps
+        the file's size goes unseen.
+        """
+        digest = hashlib.sha256(f"{len(self)} {len(self._bytes)}".encode())
+        for row in np.unique(np.linspace(0, len(self) - 1, _SAMPLED_ROWS).astype(np.int64)):
+            line = self._line(int(row))
+            self._parse(int(row), line)
+            digest.update(line)
+        return digest.hexdigest()
+
+    def _parse(self, row: int, line: bytes) -> dict[str, Any]:
+        try:
+            return _passage(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            reason = f"{error}" if line.strip() else "blank line"
+            raise CorpusError(
+                f'{self.path}, line {row + 1}: {reason}; each line must be {{"id": "...", "contents": "..."}}'
+            ) from error
+
+
+def _passage(value: Any) -> dict[str, Any]:
+    """Check one decoded row. Raises `ValueError` with the reason."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    identifier = value.get("id")
+    if isinstance(identifier, bool) or not isinstance(identifier, str | int):
+        raise ValueError("no 'id' (a string)")
+    contents = strip_agent_tags(_contents(value))
+    contents.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
+    others = {key: strip_agent_tags(item) if isinstance(item, str) else item for key, item in value.items()}
+    return others | {"id": str(identifier), "contents": contents}
+
+
+def _contents(value: dict[str, Any]) -> str:
+    contents = value.get("contents")
+    if isinstance(contents, str):
+        return contents
+    if contents is not None:
+        raise ValueError(f"'contents' is a {type(contents).__name__}, not a string")
+    text, title = value.get("text"), value.get("title")
+    if not isinstance(text, str):
+        raise ValueError("no 'contents' (a string)")
+    return f'"{title}"\n{text}' if isinstance(title, str) else text
+
+
+def _line_starts(data: mmap.mmap) -> np.ndarray:
+    """Byte offsets of the lines, int64 [rows + 1]; the last one is the end of the last line."""
+    ends = []
+    for start in range(0, len(data), _SCAN_BYTES):
+        chunk = np.frombuffer(data[start : start + _SCAN_BYTES], dtype=np.uint8)
+        ends.append(np.flatnonzero(chunk == ord("\n")) + start + 1)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
+    return starts if starts[-1] == len(data) else np.append(starts, len(data))

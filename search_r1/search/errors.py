@@ -1,0 +1,39 @@
+"""Typed errors of the retrieval service. Each message says what was wrong, where, and what to do."""
+
+
+class SearchError(Exception):
+    """Base of every error the retrieval service and its client raise on purpose."""
+
+
+class CorpusError(SearchError):
+    """A corpus file that is missing, empty or has a malformed row (the message names file and line)."""
+
+
+class IndexMismatchError(SearchError):
+    """An index that is missing, unreadable, or was built from another corpus, encoder or analyzer."""
+
+
+class EncoderError(SearchError):
+    """A dense encoder that cannot be loaded, is not supported, or gives non-finite vectors."""
+
+
+class ServerError(SearchError):
+    """The server cannot be started: a bad argument or a port in use."""
+
+
+class RetrieverError(SearchError):
+    """Base of what a client raises: the query has no result, which is not the same as an empty result."""
+
+
+class RetrieverUnavailable(RetrieverError):
+    """No answer within the deadline, after retries."""
+
+
+class RetrieverRejected(RetrieverError):
+    """The server refused the request with HTTP `status` (a 4xx); asking again would not help."""
+
+    status: int = 0
+
+
+class RetrieverReplyError(RetrieverError):
+    """The server answered 200 with something that is not a retrieval reply."""

@@ -1,0 +1,37 @@
+"""What an index was built from, kept beside it, so that it is never searched with another corpus or encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from search_r1.search.errors import IndexMismatchError
+
+
+def write_manifest(path: Path, fields: dict[str, Any]) -> None:
+    """Save `fields` as JSON."""
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The saved fields, or None when there is no manifest. Raises `IndexMismatchError` when it is unreadable."""
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise IndexMismatchError(f"{path} is not a JSON manifest: {error}; build the index again") from error
+    if not isinstance(fields, dict):
+        raise IndexMismatchError(f"{path} is not a JSON object; build the index again")
+    return fields
+
+
+def check_manifest(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise `IndexMismatchError` naming every field of `expected` that differs in `found`."""
+    differing = [key for key, value in expected.items() if found.get(key) != value]
+    if differing:
+        wrong = [f"{key}: index has {found.get(key)!r}, now {expected[key]!r}" for key in differing]
+        raise IndexMismatchError(
+            f"the index of {path} does not fit ({'; '.join(wrong)}); use what it was built from or build it again"
+        )

@@ -1,0 +1,67 @@
+"""The client's reading of HTTP answers. Anything that is not a retrieval reply is an error, never an empty result."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from search_r1.search.errors import RetrieverReplyError
+
+_SHOWN_CHARS = 300
+
+
+def parse_reply(payload: bytes, num_queries: int, url: str) -> list[list[dict[str, Any]]]:
+    """The passages of each query. Raises `RetrieverReplyError`.
+
+    Read are `{"document": {...}, "score": x}`, a document that is a string (the published reranking server), and bare
+    documents. Each passage has `contents`; a missing `id` or `score` becomes None.
+    """
+    try:
+        result = json.loads(payload)["result"]
+        if len(result) != num_queries:
+            raise ValueError(f"{len(result)} results for {num_queries} queries")
+        return [[_passage(item) for item in _listed(items)] for items in result]
+    except (ValueError, KeyError, TypeError) as error:
+        shown = payload[:_SHOWN_CHARS].decode("utf-8", "replace")
+        raise RetrieverReplyError(
+            f"{url} answered 200 but not with a retrieval reply ({type(error).__name__}: {error}): {shown!r}; "
+            "check that retriever.url is the /retrieve route of a retrieval server"
+        ) from error
+
+
+def _listed(items: Any) -> list[Any]:
+    if not isinstance(items, list):
+        raise TypeError(f"the result of a query is a {type(items).__name__}, not a list")
+    return items
+
+
+def _passage(item: Any) -> dict[str, Any]:
+    document = item.get("document", item) if isinstance(item, dict) else item
+    passage = {"contents": document} if isinstance(document, str) else dict(document)
+    if not isinstance(passage.get("contents"), str):
+        raise TypeError("a document without 'contents'")
+    score = item.get("score") if isinstance(item, dict) else None
+    return passage | {"id": passage.get("id"), "score": score}
+
+
+def server_message(payload: bytes) -> str:
+    """What the server said in an error answer: its `detail` or the start of its text."""
+    text = payload.decode("utf-8", "replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["detail"])
+    return text[:_SHOWN_CHARS].strip() or "no message"
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds that a Retry-After header (seconds or an HTTP date) asks to wait; 0 without a readable one."""
+    if not header:
+        return 0.0
+    with suppress(ValueError):
+        return max(0.0, float(header))
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

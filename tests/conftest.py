@@ -1,0 +1,70 @@
+"""Shared by all tests: a small real tokenizer, a small real model, a Ray session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+EOS = "<|endoftext|>"
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, 300 entries: any text survives, and one character is often several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[EOS, "<|pad|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    corpus = ["<search> the river </search>\n\n<information>Doc 1(Title: x) text</information>\n\n<answer> a </answer>"]
+    tokenizer.train_from_iterator(corpus * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token="<|pad|>")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """An untrained Qwen2 of 0.3 million parameters in Hugging Face format, with `byte_tokenizer`.
+
+    Its weights are five times larger than usual, so that its distributions are far from uniform.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(byte_tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=byte_tokenizer.eos_token_id,
+        pad_token_id=byte_tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    path = tmp_path_factory.mktemp("tiny_model")
+    model.save_pretrained(path)
+    byte_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[Any]:
+    """Ray on this machine, for all tests that need it."""
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield ray
+    ray.shutdown()

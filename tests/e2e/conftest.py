@@ -1,0 +1,82 @@
+"""A small TinyWiki, a briefly warmed-up policy and a retrieval server, shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(*command: str, timeout: float = 600) -> str:
+    """Run a Python module or script of the project; its output, or an assertion error that shows it."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def tinywiki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tinywiki")
+    run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", "--num_passages", "600")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def policy(tinywiki: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that has seen the tag grammar: enough to search, far from enough to be right."""
+    folder = tmp_path_factory.mktemp("sft")
+    run(
+        *("-m", "verl.trainer.sft", "--config-name", "tinywiki_sft", f"data.train_files={tinywiki / 'sft.parquet'}"),
+        *(f"model.path={tinywiki / 'policy_init'}", f"trainer.default_local_dir={folder}"),
+        "trainer.total_training_steps=60",
+    )
+    return folder / "global_step_60"
+
+
+@pytest.fixture(scope="session")
+def start_retriever() -> Iterator[Callable[..., str]]:
+    """Starts a server on a free port and returns its /retrieve URL."""
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def start(corpus: Path, *arguments: str) -> str:
+        port = free_port()
+        environment = ENV | {"CORPUS_PATH": str(corpus), "PORT": str(port)}
+        server = subprocess.Popen(["bash", "retrieval_launch.sh", *arguments], cwd=ROOT, env=environment)
+        servers.append(server)
+        for _ in range(600):
+            assert server.poll() is None, f"the retrieval server ended with {server.returncode}"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2):
+                    return f"http://127.0.0.1:{port}/retrieve"
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise AssertionError("the retrieval server did not become healthy within two minutes")
+
+    yield start
+    for server in servers:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def tinywiki_url(tinywiki: Path, start_retriever: Callable[..., str]) -> str:
+    return start_retriever(tinywiki / "corpus.jsonl")

@@ -1,0 +1,92 @@
+"""What a user sees when something is wrong: one clear error, no traceback, no process left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ENV, ROOT, free_port
+
+
+def command(tinywiki: Path, policy: Path, url: str, run_dir: Path, *overrides: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "tinywiki"),
+        *(f"data.train_files={tinywiki / 'train.parquet'}", f"data.val_files={tinywiki / 'validation.parquet'}"),
+        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={run_dir}"),
+        *("data.train_batch_size=4", "data.val_data_num=4", "trainer.logger=[]", *overrides),
+    ]
+
+
+def refusal(arguments: list[str]) -> str:
+    """The error of a command that must end with status 1, without a traceback."""
+    done = subprocess.run(arguments, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_retriever_not_reachable_at_start(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}/retrieve"
+    error = refusal(command(tinywiki, policy, url, tmp_path))
+    assert url in error and "retrieval_launch.sh" in error
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_prompt_file_missing(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "absent.parquet"
+    assert str(missing) in refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={missing}"))
+
+
+def test_prompt_file_without_its_column(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"question": ["Who?"]}), file)
+    error = refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={file}"))
+    assert str(file) in error and "prompt" in error
+
+
+def test_prompt_longer_than_the_limit(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
+    error = refusal(command(tinywiki, policy, tinywiki_url, tmp_path, "data.max_start_length=8"))
+    assert "row" in error and "train.parquet" in error
+
+
+@pytest.mark.parametrize("override", ["actor_rollout_ref.actor.optim.lrr=1", "algorithm.adv_estimator=gae"])
+def test_config_that_cannot_train(override: str, tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+    error = refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, override))
+    assert "optim.lr" in error or "critic" in error
+
+
+def test_ctrl_c_stops_everything(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    arguments = command(
+        tinywiki, policy, tinywiki_url, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1000"
+    )
+    trainer = subprocess.Popen(arguments, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
+    checkpoint = tmp_path / "actor" / "global_step_1"
+    while trainer.poll() is None and not checkpoint.is_dir():
+        time.sleep(0.2)
+    trainer.send_signal(signal.SIGINT)
+    _, error = trainer.communicate(timeout=120)
+    assert trainer.returncode == 130 and "interrupted" in error
+    assert (checkpoint / "model.safetensors").is_file()
+    deadline = time.monotonic() + 30
+    while (left := _born_since(before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left == []
+
+
+def _born_since(before: set[int]) -> list[str]:
+    """Command lines of Ray, vLLM or trainer processes that did not exist before."""
+    marks = ("ray::", "raylet", "gcs_server", "EngineCore", "VLLM", "verl.trainer")
+    lines = []
+    for process in psutil.process_iter(["pid", "cmdline", "name"]):
+        line = " ".join(process.info["cmdline"] or []) or process.info["name"]
+        if process.info["pid"] not in before and any(mark in line for mark in marks):
+            lines.append(line)
+    return lines

@@ -1,0 +1,57 @@
+"""The published command on real questions and real Wikipedia passages, one step, then the same with a dense index."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT, run
+from transformers import AutoConfig
+
+from verl.tracking.trajectory_store import read_trajectories
+
+DATA = ROOT.parent / "shared" / "data"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real questions and passages is absent")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    inputs = (f"nq={DATA / 'qa/nq/test.jsonl'}", f"hotpotqa={DATA / 'qa/hotpotqa/dev.jsonl'}")
+    for name, limit in (("train", "64"), ("test", "8")):
+        run("-m", "search_r1.data.qa_jsonl", "--input", *inputs, "--output", str(folder / f"{name}.parquet"), "--limit", limit)
+    return folder
+
+
+def test_published_command_on_real_text(
+    questions: Path, policy: Path, start_retriever: Callable[..., str], tmp_path: Path
+) -> None:
+    url = start_retriever(DATA / "wiki-mini.jsonl.gz")
+    environment = ENV | {"DATA_DIR": str(questions), "BASE_MODEL": str(policy), "EXPERIMENT_NAME": "real_text"}
+    overrides = {
+        "retriever.url": url,
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.rollout.n_agent": 2,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.actor.kl_topk_tokens": "null",
+        "actor_rollout_ref.actor.use_kl_iw": "false",
+        "trainer.total_training_steps": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "[console]",
+        "trainer.default_local_dir": tmp_path / "run",
+    }
+    command = ["bash", "train_grpo_ema_pg.sh", *(f"{key}={value}" for key, value in overrides.items())]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    (ROOT / "real_text.log").unlink(missing_ok=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    rows = read_trajectories(tmp_path / "run" / "trajectories" / "train_step_1.parquet")
+    assert len(rows) == 16 and all(row["status"] != "failed" for row in rows)
+    vocabulary = AutoConfig.from_pretrained(policy).vocab_size
+    assert all(0 <= token < vocabulary for row in rows for token in row["ids"])
+    observations = [s["text"] for row in rows for s in row["segments"] if s["source"] == "environment"]
+    assert all(text.count("<information>") == text.count("</information>") for text in observations)
+    assert (tmp_path / "run" / "report.md").is_file()

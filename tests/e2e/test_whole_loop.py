@@ -1,0 +1,104 @@
+"""The entire loop for three steps: Ray, vLLM, retrieval server, FSDP2, sync, validation, checkpoint, report, infer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.tracking.trajectory_store import read_trajectories
+
+
+@pytest.fixture(scope="module")
+def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run(
+        *("-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", f"data.train_files={tinywiki / 'train.parquet'}"),
+        *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
+        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={tinywiki_url}", "+trainer.val_before_train=true"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
+        *("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2", f"trainer.default_local_dir={folder}"),
+        "trainer.logger=[console,tensorboard,wandb]",
+    )
+    return folder
+
+
+def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
+
+
+def test_metrics_of_every_step(run_dir: Path) -> None:
+    steps = metrics_by_step(run_dir)
+    assert sorted(steps) == [0, 1, 2, 3]
+    for name in ("val/test_score/mean", "val/num_questions"):
+        assert [step for step in steps if name in steps[step]] == [0, 2, 3], name
+    for step in (1, 2, 3):
+        for name in (
+            *("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "env/finish_ratio"),
+            *("response_length/mean", "state_tokens/coverage", "timing_s/gen", "timing_s/update_actor", "timing_s/step"),
+            *("env/number_of_valid_search", "ref_policy/ema_tau", "timing_s/update_ref_policy_ema", "global_seqlen/mean"),
+        ):
+            assert math.isfinite(steps[step][name]), name
+        assert steps[step]["env/failed_ratio"] == 0
+
+
+def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    rows = read_trajectories(run_dir / "trajectories" / "train_step_2.parquet")
+    assert len(rows) == 24 and len({row["group_id"] for row in rows}) == 6
+    assert sum(row["num_searches"] for row in rows) > 0
+    for row in rows:
+        lengths = {source: 0 for source in ("prompt", "policy", "environment")}
+        position = 0
+        for segment in row["segments"]:
+            span = slice(position, position := position + segment["num_tokens"])
+            lengths[segment["source"]] += segment["num_tokens"]
+            assert set(row["loss_mask"][span]) <= {segment["source"] == "policy"}
+            assert tokenizer.decode(row["ids"][span]) == segment["text"]
+        assert position == len(row["ids"]) and sum(row["loss_mask"]) == lengths["policy"] > 0
+        assert all(value < 0 for value, trained in zip(row["log_probs"], row["loss_mask"], strict=True) if trained)
+        observations = [s["text"] for s in row["segments"] if s["source"] == "environment"]
+        assert all(text.count("<information>") == text.count("</information>") for text in observations)
+        assert row["weight_version"] == 1
+
+
+def test_checkpoint_is_a_model_like_any_other(run_dir: Path, policy: Path) -> None:
+    assert sorted(path.name for path in (run_dir / "actor").iterdir()) == ["global_step_2", "global_step_3"]
+    before = AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run_dir / "actor" / "global_step_3").state_dict()
+    anchor = AutoModelForCausalLM.from_pretrained(run_dir / "ref" / "global_step_3").state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved, followed = (after[name] - before[name]).norm(), (anchor[name] - before[name]).norm()
+    assert moved > 0 and 0 < followed < moved
+
+
+def test_report_can_be_read(run_dir: Path) -> None:
+    report = (run_dir / "report.md").read_text()
+    assert "tinywiki_2hop" in report and "report.png" in report
+    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_infer_answers_with_the_same_settings(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
+    output = run(
+        *("infer.py", "--model", str(run_dir / "actor" / "global_step_3"), "--retriever_url", tinywiki_url),
+        *("--question", "Who is the author of Fenlum Galsto?"),
+    )
+    assert "search" in output or "answer" in output
+
+
+def test_no_process_is_left_behind(run_dir: Path) -> None:
+    ours = [p.cmdline() for p in psutil.process_iter() if str(run_dir) in " ".join(_cmdline(p))]
+    assert ours == []
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,178 @@
+"""The search environment in front of a real retrieval server, alone and in whole episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from search_r1.llm_agent.environment import SearchEnvironment
+from search_r1.rewards.exact_match import ExactMatchReward
+from search_r1.search.client import RetrievalClient
+from verl.agent.environment import Generation, Outcome, Sampling
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.text import decode_turn, encode_text
+from verl.config import load_config
+from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.protocol import Prompt, Status, Trajectory
+
+FEEDBACK = "That was no action."
+LIMITS = EpisodeLimits(max_turns=3, max_response_length=128, max_context_length=2000)
+
+
+class Script:
+    """A policy that writes its lines one after the other."""
+
+    def __init__(self, tokenizer, lines: list[str]) -> None:
+        self.turns = iter([encode_text(tokenizer, line) for line in lines])
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        turn = next(self.turns)[: sampling.max_tokens]
+        return Generation(turn, (-1.0,) * len(turn), "stop")
+
+
+def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=5.0) -> SearchEnvironment:
+    client = RetrievalClient(url, topk=topk, timeout_s=2.0, deadline_s=deadline_s) if url else None
+    return SearchEnvironment(client, tokenizer, max_obs_length, FEEDBACK)
+
+
+def step(environment: SearchEnvironment, text: str, tools_allowed: bool = True) -> Outcome:
+    async def once() -> Outcome:
+        try:
+            return await environment.step(Prompt((1,), "test", {}), text, tools_allowed)
+        finally:
+            await environment.close()
+
+    return asyncio.run(once())
+
+
+def play(environment: SearchEnvironment, tokenizer, lines: list[str], gold="Sael") -> Trajectory:
+    async def once() -> Trajectory:
+        row = {"reward_model": {"ground_truth": {"target": [gold]}}}
+        prompt = Prompt(encode_text(tokenizer, "For example, <answer> Beijing </answer>. Question: ?\n"), "test", row)
+        try:
+            return await run_episode(
+                prompt, "g", Script(tokenizer, lines), environment, tokenizer, Sampling(), LIMITS, 0
+            )
+        finally:
+            await environment.close()
+
+    return asyncio.run(once())
+
+
+def dead_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}/retrieve"
+
+
+def test_two_hops_to_the_answer(search_url, byte_tokenizer):
+    lines = [
+        "<think>a river</think><search> Ildra river </search>",
+        "<search> Vonmark city </search>\n",
+        "<answer> the Sael. </answer><|endoftext|>",
+    ]
+    trajectory = play(environment_at(search_url, byte_tokenizer), byte_tokenizer, lines)
+    assert trajectory.status is Status.ANSWERED
+    assert [event.get("document_ids") for event in trajectory.events] == [["river"], ["city"], None]
+    assert trajectory.events[0]["query"] == "Ildra river" and trajectory.events[0]["milliseconds"] > 0
+    assert trajectory.events[2]["answer"] == "the Sael."
+    assert (trajectory.num_searches, trajectory.num_valid_actions) == (2, 3)
+    assert ExactMatchReward().score(trajectory, byte_tokenizer)[0] == 1.0
+    text = decode_turn(byte_tokenizer, trajectory.ids)
+    assert '</search>\n\n<information>Doc 1(Title: "Ildra") The Ildra is a river.' in text
+    observed = [seg.ids for seg in trajectory.segments if seg.source == "environment"]
+    assert observed[0] == encode_text(byte_tokenizer, trajectory.events[0]["observation"])
+
+
+def test_a_retrieved_answer_is_not_the_policys(search_url, byte_tokenizer):
+    lines = ["<search> trap text says </search>", "hm", "hm", "hm"]
+    trajectory = play(environment_at(search_url, byte_tokenizer), byte_tokenizer, lines, gold="Sael")
+    assert trajectory.events[0]["document_ids"] == ["hostile"]
+    assert trajectory.status is Status.TURN_LIMIT
+    assert ExactMatchReward().score(trajectory, byte_tokenizer) == (0.0, {"exact_match": 0.0, "has_answer": 0.0})
+    assert byte_tokenizer.eos_token_id not in trajectory.ids
+
+
+def test_long_passage_keeps_its_closing_tag(search_url, byte_tokenizer):
+    outcome = step(environment_at(search_url, byte_tokenizer, max_obs_length=90), "<search>chronicle winter</search>")
+    assert outcome.event["document_ids"] == ["long"]
+    assert len(outcome.ids) <= 90
+    assert decode_turn(byte_tokenizer, outcome.ids).endswith("</information>\n\n")
+
+
+def test_ids_of_documents_that_were_left_out_are_not_reported(search_url, byte_tokenizer):
+    environment = environment_at(search_url, byte_tokenizer, max_obs_length=150, topk=3)
+    outcome = step(environment, "<search> Vonmark city mayor river winter </search>")
+    assert outcome.event["num_found"] == 3
+    assert len(outcome.event["document_ids"]) == outcome.event["observation"].count("Doc ") < 3
+
+
+def test_invalid_turn_gets_the_feedback(search_url, byte_tokenizer):
+    environment = environment_at(search_url, byte_tokenizer)
+    outcome = step(environment, "<search> </search>")
+    assert (outcome.action, outcome.valid, outcome.done) == ("invalid", False, False)
+    assert decode_turn(byte_tokenizer, outcome.ids) == f"\n{FEEDBACK}\n"
+    assert step(environment, "no tags", tools_allowed=False).ids == ()
+
+
+def test_last_turn_does_not_search(byte_tokenizer):
+    outcome = step(environment_at(dead_url(), byte_tokenizer), "<search> a </search>", tools_allowed=False)
+    assert (outcome.action, outcome.valid, outcome.done, outcome.ids) == ("search", True, False, ())
+
+
+def test_without_search_there_is_no_tool(byte_tokenizer):
+    environment = environment_at(None, byte_tokenizer)
+    assert environment.stop_strings == ("</answer>",)
+    assert step(environment, "<search> a </search>").action == "invalid"
+    asyncio.run(environment.check())
+
+
+def test_no_server_fails_the_episode(byte_tokenizer):
+    url = dead_url()
+    environment = environment_at(url, byte_tokenizer, deadline_s=0.5)
+    trajectory = play(environment, byte_tokenizer, ["<search> a </search>", "<answer> Sael </answer>"])
+    assert trajectory.status is Status.FAILED
+    assert url in (trajectory.failure or "")
+    assert len(trajectory.segments) == 2  # prompt and the policy's turn: the failure is no text for the policy
+
+
+def test_check_names_the_address_and_the_command(search_url, byte_tokenizer):
+    url = dead_url()
+    with pytest.raises(EnvironmentUnavailable, match="retrieval_launch.sh") as caught:
+        asyncio.run(environment_at(url, byte_tokenizer, deadline_s=0.5).check())
+    assert url in str(caught.value)
+
+    async def check_and_close() -> None:
+        environment = environment_at(search_url, byte_tokenizer)
+        await environment.check()
+        await environment.close()
+
+    asyncio.run(check_and_close())
+
+
+def test_a_refused_request_fails_the_episode(search_url, byte_tokenizer):
+    environment = environment_at(search_url.replace("/retrieve", "/nothing"), byte_tokenizer)
+    trajectory = play(environment, byte_tokenizer, ["<search> a </search>"])
+    assert trajectory.status is Status.FAILED
+
+
+def test_settings_that_cannot_work(byte_tokenizer):
+    with pytest.raises(ConfigError, match="max_obs_length=5"):
+        environment_at(None, byte_tokenizer, max_obs_length=5)
+    with pytest.raises(ConfigError, match="tag"):
+        SearchEnvironment(None, byte_tokenizer, 500, "use <search> please")
+
+
+def test_from_config(byte_tokenizer):
+    with_search = SearchEnvironment.from_config(load_config("ppo_trainer", []), byte_tokenizer)
+    assert with_search.stop_strings == ("</search>", "</answer>")
+    feedback = decode_turn(byte_tokenizer, step(with_search, "no tags").ids)
+    assert feedback == f"\n{load_config('ppo_trainer', []).agent.feedback.strip()}\n"
+    without = SearchEnvironment.from_config(load_config("ppo_trainer", ["do_search=false"]), byte_tokenizer)
+    assert without.stop_strings == ("</answer>",)
+    assert EpisodeLimits.from_config(load_config("ppo_trainer", ["do_search=false"])).max_turns == 0
+    limits = EpisodeLimits.from_config(load_config("ppo_trainer", ["max_turns=4", "data.max_prompt_length=4096"]))
+    assert (limits.max_turns, limits.max_context_length, limits.window) == (4, 4096, 4096 + 512)

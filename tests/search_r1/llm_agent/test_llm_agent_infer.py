@@ -1,0 +1,138 @@
+"""infer.py without its engine: which settings it takes, what it refuses, and what it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+from transformers import Qwen2Config
+
+from verl.agent.text import encode_text
+from verl.errors import ConfigError
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def infer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("infer_under_test", ROOT / "infer.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model_folder(byte_tokenizer, tmp_path: Path) -> str:
+    """What a model folder has besides its weights."""
+    byte_tokenizer.save_pretrained(tmp_path)
+    Qwen2Config(max_position_embeddings=256, vocab_size=300).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def config_of(infer: ModuleType, *arguments: str):
+    return infer.build_config(infer.parse_arguments(list(arguments)))
+
+
+def test_defaults_are_the_published_ones(infer):
+    config = config_of(infer)
+    assert config.retriever.url == "http://127.0.0.1:8000/retrieve" and config.retriever.topk == 3
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (4096, 500)
+    assert (config.data.max_obs_length, config.max_turns, config.agent.template) == (500, 4, "search_r1")
+
+
+def test_flags_and_texts_with_special_characters(infer):
+    url = "http://host:1/a=b,c[d]{e}'$f\\g?h=i"
+    config = config_of(infer, "--retriever_url", url, "--topk", "5", "--max_turns", "0", "--template", "a b")
+    assert (config.retriever.url, config.retriever.topk, config.max_turns) == (url, 5, 0)
+    assert config.agent.template == "a b"
+
+
+def test_a_training_config_brings_its_settings(infer):
+    config, flagged = (
+        config_of(infer, "--config-name", "tinywiki"),
+        config_of(infer, "--config-name", "tinywiki", "--max_turns", "1"),
+    )
+    assert config.agent.template == "tinywiki" and config.max_turns > 1
+    assert flagged.max_turns == 1 and flagged.data == config.data
+
+
+def test_value_out_of_range(infer):
+    with pytest.raises(ConfigError, match="topk"):
+        config_of(infer, "--topk", "0")
+
+
+def test_window_of_the_model_bounds_the_episode(infer, model_folder):
+    _, window = infer.load_tokenizer(model_folder)
+    assert window == 256
+    assert infer.limits_within(config_of(infer), window).window == 256
+    assert infer.limits_within(config_of(infer), None).window == 4596
+
+
+def test_unreachable_retriever_is_told_before_a_model_loads(model_folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}/retrieve"
+    command = [sys.executable, "infer.py", "--model", model_folder, "--question", "who", "--retriever_url", url]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert url in done.stderr and "retrieval_launch.sh" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_model_that_is_not_there(infer, tmp_path, capsys):
+    assert infer.main(["--model", str(tmp_path / "absent"), "--question", "who"]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+def episode(tokenizer) -> Trajectory:
+    turns = [
+        (Source.PROMPT, "the prompt"),
+        (Source.POLICY, "<think>hm</think> so <search> a river </search>"),
+        (Source.ENVIRONMENT, "\n\n<information>Doc 1(Title: [bold]x) " + "w " * 100 + "</information>\n\n"),
+        (Source.POLICY, "<answer> Sael </answer><|endoftext|>"),
+    ]
+    trajectory = Trajectory("g", Prompt((), "infer", {}), status=Status.ANSWERED, num_turns=2, num_searches=1)
+    for source, text in turns:
+        ids = encode_text(tokenizer, text)
+        log_probs = (0.0,) * len(ids) if source is Source.POLICY else None
+        trajectory.segments.append(Segment(source, ids, log_probs))
+    return trajectory
+
+
+def printed(infer: ModuleType, tokenizer, trajectory: Trajectory, terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=60, color_system="standard" if terminal else None)
+    infer.show(console, "Where?", trajectory, tokenizer, 1.5)
+    return output.getvalue()
+
+
+def test_plain_text_when_piped(infer, byte_tokenizer):
+    text = printed(infer, byte_tokenizer, episode(byte_tokenizer), terminal=False)
+    assert "\x1b" not in text and "the prompt" not in text and "endoftext" not in text
+    assert "<search> a river </search>\n\n<information>Doc 1(Title: [bold]x) w w" in text
+    assert "w " * 100 in text  # not wrapped
+    assert text.endswith("Answer: Sael\n(answered, 1 search, 2 turns, 1.5 s)\n")
+
+
+def test_colours_on_a_terminal(infer, byte_tokenizer):
+    text = printed(infer, byte_tokenizer, episode(byte_tokenizer), terminal=True)
+    assert "\x1b[2m<think>hm</think>" in text
+    assert "\x1b[1;36m<search> a river </search>" in text
+    assert "\x1b[1;33m<answer> Sael </answer>" in text
+
+
+def test_failure_and_no_answer_are_said(infer, byte_tokenizer):
+    trajectory = episode(byte_tokenizer)
+    trajectory.segments.pop()
+    trajectory.status, trajectory.failure = Status.FAILED, "no answer from http://x"
+    text = printed(infer, byte_tokenizer, trajectory, terminal=False)
+    assert "The retriever failed: no answer from http://x" in text and "Answer: (none)" in text

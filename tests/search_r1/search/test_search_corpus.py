@@ -1,0 +1,120 @@
+"""The corpus on disk: random access, bad rows, compressed files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import CorpusError
+from search_r1.search.sanitize import strip_agent_tags
+
+
+def _write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "c.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_reads_any_row_with_its_own_id(corpus_file: Path) -> None:
+    corpus = Corpus(corpus_file)
+    assert len(corpus) == 5
+    assert [corpus[row]["id"] for row in (4, 0, 2)] == ["p50", "p10", "p30"]
+    assert corpus[2]["contents"].startswith('"Beyoncé"\n') and "東京" in corpus[2]["contents"]
+    assert corpus[2]["url"] == "w/30"
+    with pytest.raises(IndexError, match="row -1 is outside"):
+        corpus[-1]
+
+
+def test_last_line_needs_no_newline(tmp_path: Path) -> None:
+    corpus = Corpus(_write(tmp_path, '{"id": 7, "contents": "a"}\n{"id": "8", "text": "b", "title": "T"}'))
+    assert [passage["id"] for passage in corpus] == ["7", "8"]
+    assert corpus[1]["contents"] == '"T"\nb'
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"id": "1", "contents": ', "Expecting value"),
+        (b"[1, 2]", "a JSON list, not an object"),
+        (b'{"contents": "x"}', "no 'id'"),
+        (b'{"id": "1"}', "no 'contents'"),
+        (b'{"id": "1", "contents": 3}', "'contents' is a int"),
+        (b'{"id": "1", "contents": "\\ud800"}', "surrogate"),
+        (b'{"id": "1", "contents": "\xff"}', "codec can't decode"),
+        (b"", "blank line"),
+    ],
+)
+def test_malformed_row_names_file_and_line(tmp_path: Path, bad: bytes, reason: str) -> None:
+    path = _write(tmp_path, b'{"id": "0", "contents": "fine"}\n' + bad + b'\n{"id": "2", "contents": "fine"}\n')
+    with pytest.raises(CorpusError) as caught:
+        Corpus(path)
+    assert f"{path}, line 2" in str(caught.value) and reason in str(caught.value)
+
+
+def test_malformed_row_among_many_is_found_when_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": str(row), "contents": f"passage {row}"}) for row in range(5000)]
+    lines[2] = "{}"  # opening parses a sample, which skips this one
+    corpus = Corpus(_write(tmp_path, "\n".join(lines)))
+    assert corpus[4999]["contents"] == "passage 4999"
+    with pytest.raises(CorpusError, match="line 3: no 'id'"):
+        list(corpus)
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="does not exist"):
+        Corpus(tmp_path / "none.jsonl")
+    with pytest.raises(CorpusError, match="is empty"):
+        Corpus(_write(tmp_path, ""))
+
+
+def test_compressed_corpus_is_the_same_corpus(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(cache))
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
+    plain, first, second = Corpus(corpus_file), Corpus(packed), Corpus(packed)
+    assert list(first) == list(plain) == list(second)
+    assert first.digest == plain.digest
+    assert len(list(cache.rglob("*.jsonl"))) == 1
+
+    packed.write_bytes(gzip.compress(b'{"id": "new", "contents": "changed"}\n'))
+    assert [passage["id"] for passage in Corpus(packed)] == ["new"]
+
+
+def test_cut_gzip_is_an_error_and_leaves_nothing(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(cache))
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus_file.read_bytes())[:-20])
+    with pytest.raises(CorpusError, match="cannot decompress"):
+        Corpus(packed)
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_digest_tells_corpora_apart(tmp_path: Path) -> None:
+    first = Corpus(_write(tmp_path, '{"id": "0", "contents": "ab"}\n')).digest
+    assert Corpus(_write(tmp_path, '{"id": "0", "contents": "ac"}\n')).digest != first
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("a <answer>b</answer> c", "a b c"),
+        ("<SEARCH>x</ Search >", "x"),
+        ("<ans<answer>wer>Paris</answer>", "Paris"),
+        ("<information><think><result>x</result></think></information>", "x"),
+        ("1 < 2 > 0, <b>bold</b>, <answers>", "1 < 2 > 0, <b>bold</b>, <answers>"),
+    ],
+)
+def test_agent_tags_are_stripped_and_nothing_else(text: str, clean: str) -> None:
+    assert strip_agent_tags(text) == clean

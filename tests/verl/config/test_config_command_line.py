@@ -1,0 +1,79 @@
+"""The command line: options, what they print, and that a mistake is told before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.config import Config, load_config, load_config_from_argv
+from verl.config.docs import PAGE, page
+from verl.config.keys import leaves
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def test_overrides_and_options_may_be_mixed(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("defaults: [ppo_trainer, _self_]\nmax_turns: 3\n")
+    argv = ["+trainer.val_only=true", "--config-name", "small", "--config-dir", str(tmp_path), "data.max_obs_length=9"]
+    config = load_config_from_argv(argv)
+    assert (config.max_turns, config.trainer.val_only, config.data.max_obs_length) == (3, True, 9)
+
+
+def test_without_arguments_the_default_name_is_loaded() -> None:
+    assert load_config_from_argv([], default_name="ppo_trainer") == load_config("ppo_trainer")
+
+
+def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config_from_argv(["--help"])
+    printed = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert not [key for key in leaves(Config) if f"  {key} = " not in printed]
+    words = " ".join(printed.split())
+    assert not [key.path for key in leaves(Config).values() if not key.meaning or key.meaning not in words]
+
+
+def test_cfg_job_prints_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config_from_argv(["--cfg", "job", "max_turns=7"])
+    assert exit_.value.code == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_config("printed", [], str(tmp_path)) == load_config("ppo_trainer", ["max_turns=7"])
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config_from_argv(["--multirun"])
+    assert exit_.value.code == 2
+    assert "--multirun" in capsys.readouterr().err
+
+
+HEAVY = ("torch", "vllm", "ray", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("argument", "status", "words"),
+    [
+        ("actor_rollout_ref.actor.optim.lrr=1", 1, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("algorithm.adv_estimator=gae", 1, "critic: not yet"),
+        ("--help", 0, "actor_rollout_ref.actor.optim.lr = "),
+    ],
+)
+def test_the_entry_point_answers_before_anything_heavy_is_imported(argument: str, status: int, words: str) -> None:
+    program = f"""
+import atexit, sys
+atexit.register(lambda: print("heavy:", [name for name in {HEAVY!r} if name in sys.modules]))
+from verl.trainer.main_ppo import main
+sys.exit(main([{argument!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert words in done.stdout + done.stderr
+    assert "heavy: []" in done.stdout
+
+
+def test_the_documentation_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl.config.docs"

@@ -1,0 +1,175 @@
+"""Composing: overrides, recipe files, and errors that name the key."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.config import CONFIG_DIR, Config, load, load_config, to_yaml
+from verl.config.fields import section, setting
+from verl.config.keys import leaves, value_at
+from verl.errors import ConfigError
+
+
+def test_defaults_of_the_tree_are_those_of_the_schema() -> None:
+    config = load(Config, "ppo_trainer")
+    expanded = {k: value_at(Config(), k) for k in leaves(Config)}
+    expanded = {k: os.path.expanduser(v) if isinstance(v, str) else v for k, v in expanded.items()}
+    assert {k: value_at(config, k) for k in leaves(Config)} == expanded
+
+
+def test_the_tree_has_every_key_of_the_schema_and_no_other() -> None:
+    tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
+    missing = [key for key in leaves(Config) if OmegaConf.is_missing(tree, key) or not _has(tree, key)]
+    assert not missing
+    load_config("ppo_trainer")  # an extra key would raise
+
+
+def _has(tree: object, key: str) -> bool:
+    for name in key.split("."):
+        if name not in tree:  # type: ignore[operator]
+            return False
+        tree = tree._get_node(name)  # type: ignore[attr-defined]
+    return True
+
+
+def test_every_interpolated_default_is_documented_as_the_tree_has_it() -> None:
+    tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
+    raw = OmegaConf.to_container(tree, resolve=False)
+    interpolated = {k: value_at(raw, k) for k in leaves(Config)}
+    interpolated = {k: v for k, v in interpolated.items() if isinstance(v, str) and "${" in v}
+    assert interpolated == {k: key.shown for k, key in leaves(Config).items() if key.shown}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_plus_before_an_existing_key_changes_nothing(prefix: str) -> None:
+    config = load_config("ppo_trainer", [f"{prefix}trainer.val_only=true", f"{prefix}max_turns=4"])
+    assert (config.trainer.val_only, config.max_turns) == (True, 4)
+
+
+def test_the_last_of_several_overrides_wins() -> None:
+    config = load_config("ppo_trainer", ["max_turns=4", "+max_turns=5", "data.max_obs_length=7", "max_turns=6"])
+    assert (config.max_turns, config.data.max_obs_length) == (6, 7)
+
+
+def test_interpolated_keys_follow_and_can_be_set() -> None:
+    config = load_config("ppo_trainer", ["data.max_prompt_length=900", "critic.ppo_micro_batch_size=8"])
+    assert config.actor_rollout_ref.rollout.prompt_length == 900
+    assert config.critic.forward_micro_batch_size == 8
+    config = load_config("ppo_trainer", ["critic.forward_micro_batch_size=3"])
+    assert (config.critic.forward_micro_batch_size, config.critic.ppo_micro_batch_size) == (3, 64)
+
+
+def test_values_take_the_type_of_their_key() -> None:
+    config = load_config(
+        "ppo_trainer",
+        [
+            "actor_rollout_ref.actor.optim.betas=[0.9,0.95]",
+            "actor_rollout_ref.rollout.temperature=1",
+            "trainer.experiment_name=2024",
+            "data.train_files=[a.parquet,'~/b.parquet']",
+            "actor_rollout_ref.model.override_config.num_hidden_layers=2",
+            "reward.kwargs={threshold: 0.5}",
+        ],
+    )
+    assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
+    assert isinstance(config.actor_rollout_ref.rollout.temperature, float)
+    assert config.trainer.experiment_name == "2024"
+    assert config.data.train_files == ["a.parquet", os.path.expanduser("~/b.parquet")]
+    assert config.actor_rollout_ref.model.override_config == {"num_hidden_layers": 2}
+    assert config.reward.kwargs == {"threshold": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.actor.optim.lrr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("+actor_rollout_ref.actor.optim.lrr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("++trainer.val_befor_train=true", "did you mean 'trainer.val_before_train'"),
+        ("actor.optim.lr=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("actor_rollout_ref.n_agent=5", "did you mean 'actor_rollout_ref.rollout.n_agent'"),
+        ("actor_rollout_ref.actor.optim={lrr: 1}", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("qqqqqq=1", "unknown key 'qqqqqq': --help lists all keys"),
+        ("max_turns=abc", "max_turns: expected int, got 'abc'"),
+        ("max_turns=2.5", "max_turns: expected int, got 2.5"),
+        ("max_turns=true", "max_turns: expected int, got True"),
+        ("max_turns=null", "max_turns: expected int, got None"),
+        ("max_turns=-1", "max_turns: must be at least 0, got -1"),
+        ("do_search=1", "do_search: expected bool, got 1"),
+        ("actor_rollout_ref.actor.optim.lr=nan", "actor_rollout_ref.actor.optim.lr: expected float, got nan"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "expected list of 2 float"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas: must be less than 1"),
+        ("actor_rollout_ref.actor.kl_loss_type=k6", "expected one of kl, k1, abs"),
+        ("trainer.logger=[nothing]", "trainer.logger: expected list of one of console, wandb"),
+        ("trainer.device=tpu", "trainer.device: expected one of auto, cpu, cuda, got 'tpu'"),
+        ("trainer.experiment_name=true", "trainer.experiment_name: expected str, got True"),
+        ("actor_rollout_ref.actor=5", "'actor_rollout_ref.actor' is a section"),
+        ("reward.kwargs=5", "reward.kwargs: expected mapping"),
+        ("data.tokenizer=${nowhere}", "nowhere"),
+        ("max_turns", "override 'max_turns' cannot be read (missing EQUAL"),
+        ("data.prompt_key=a<b", "quote a value with special characters"),
+        ("~max_turns", "keys cannot be deleted"),
+        ("max_turns=1,2", "holds several values"),
+        ("hydra.run.dir=x", "unknown key 'hydra.run.dir'"),
+        ("data/max_turns=1", "unknown key 'data/max_turns'"),
+    ],
+)
+def test_a_bad_override_is_an_error_that_names_the_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", [override])
+    assert message in str(caught.value)
+
+
+def test_a_recipe_anywhere_starts_from_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("defaults: [ppo_trainer, _self_]\nmax_turns: 3\ndata: {max_obs_length: 9}\n")
+    config = load_config("small", ["data.max_start_length=8"], str(tmp_path))
+    assert (config.max_turns, config.data.max_obs_length, config.data.max_start_length) == (3, 9, 8)
+    assert config.data.train_batch_size == 1024
+
+
+def test_an_unknown_key_in_a_recipe_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seeed: 3}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'trainer.seeed': did you mean 'trainer.seed'"):
+        load_config("wrong", [], str(tmp_path))
+
+
+def test_a_missing_config_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no config 'ppo_trainr.yaml' in .*ppo_trainer"):
+        load_config("ppo_trainr")
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if "ppo_trainer" in p.read_text()))
+def test_every_recipe_loads(name: str) -> None:
+    load_config(name)
+
+
+def test_a_config_survives_pickle_and_yaml(tmp_path: Path) -> None:
+    config = load_config("ppo_trainer", ["actor_rollout_ref.actor.optim.betas=[0.9,0.95]", "trainer.logger=[]"])
+    assert pickle.loads(pickle.dumps(config)) == config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config("config", [], str(tmp_path)) == config
+
+
+@dataclass
+class Inner:
+    width: int = setting(3, "Width in tokens.", gt=0)
+
+
+@dataclass
+class Small:
+    inner: Inner = section(Inner)
+    name: str | None = setting(None, "A name.")
+
+
+def test_any_schema_can_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("inner: {width: 4}\nname: null\n")
+    assert load(Small, "small", ["name=x"], str(tmp_path)) == Small(Inner(4), "x")
+    with pytest.raises(ConfigError, match=r"did you mean 'inner.width'"):
+        load(Small, "small", ["inner.widht=2"], str(tmp_path))
+    with pytest.raises(ConfigError, match=r"inner.width: must be greater than 0"):
+        load(Small, "small", ["inner.width=0"], str(tmp_path))

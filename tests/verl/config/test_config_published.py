@@ -1,0 +1,148 @@
+"""Every published command line composes, validates, and puts each value where it belongs.
+
+The commands are data: published_overrides.tsv says which override stands with which value in which of the 14 scripts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.config import check_supported, load_config
+from verl.config.keys import value_at
+from verl.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SPECIFICATION = REPOSITORY.parent / "shared" / "spec" / "search_r1_interface.md"
+TABLE = Path(__file__).with_name("published_overrides.tsv")
+ALL_SCRIPTS = ("rG", "rP", "1G", "1P", "2G", "2P", "3G", "3P", "mnG32", "mnG72", "mnP32", "eval", "E", "E2")
+
+# What the shell variables of the scripts stand for here.
+SAMPLE_VALUES = {
+    "$DATA_DIR": "data/nq_hotpotqa_train",
+    "$TRAIN_DATA_DIR": "data/train",
+    "$TEST_DATA_DIR": "data/test",
+    "$BASE_MODEL": "Qwen/Qwen2.5-3B",
+    "$EXPERIMENT_NAME": "nq_hotpotqa_train-search-r1-grpo-qwen2.5-3b-em",
+    "$WAND_PROJECT": "Search-R1",
+    "$N_NODES": "4",
+    "<author's home>": "/home/author",
+}
+
+# What this version answers where it cannot train a published command yet.
+NOT_YET = {
+    "rP": "critic: not yet",
+    "1P": "critic: not yet",
+    "2P": "critic: not yet",
+    "3P": "critic: not yet",
+    "mnP32": "critic: not yet",
+    "3G": "reward_model.structure_format_score",
+    "E": "kl_topk_tokens=32 is not available",
+    "E2": "kl_topk_tokens=32 is not available",
+}
+
+
+@dataclass(frozen=True)
+class PublishedOverride:
+    """One value of one key, and the scripts that give it. `key` keeps its `+`."""
+
+    key: str
+    value: str
+    scripts: tuple[str, ...]
+
+    @property
+    def sample(self) -> str:
+        """The value with the shell variables replaced."""
+        text = self.value
+        for name, sample in SAMPLE_VALUES.items():
+            text = text.replace(name, sample)
+        return text
+
+    @property
+    def argument(self) -> str:
+        return f"{self.key}={self.sample}"
+
+
+def scripts_of(text: str) -> tuple[str, ...]:
+    return ALL_SCRIPTS if text == "ALL" else tuple(text.split(","))
+
+
+def read_table() -> list[PublishedOverride]:
+    rows = (line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines()[1:])
+    return [PublishedOverride(key, value, scripts_of(scripts)) for key, value, scripts in rows]
+
+
+def parse_specification(text: str) -> list[PublishedOverride]:
+    """The rows of the section 'Every override key used by a shipped script' of the interface description."""
+    section = text.split("## 2.3 ", 1)[1].split("\n# ", 1)[0]
+    found = []
+    for key, cell in re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, flags=re.MULTILINE):
+        uses = re.findall(r"`([^`]*)`: ([A-Za-z0-9,]+)", cell)
+        found += [PublishedOverride(key, value, scripts_of(scripts)) for value, scripts in uses]
+    return found
+
+
+def overrides_of(script: str) -> list[PublishedOverride]:
+    return [row for row in read_table() if script in row.scripts]
+
+
+def command_line(script: str) -> list[str]:
+    """The arguments of a script, in which `trainer.default_hdfs_dir=null` stands twice, as published."""
+    arguments = [row.argument for row in overrides_of(script)]
+    return [*arguments, "trainer.default_hdfs_dir=null"]
+
+
+def parsed(text: str) -> Any:
+    """What a value on the command line means."""
+    if text.startswith("["):
+        return [parsed(part) for part in text[1:-1].split(",") if part]
+    if text.lower() in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[text.lower()]
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@pytest.mark.parametrize("script", ALL_SCRIPTS)
+def test_published_command_validates_and_every_value_arrives(script: str) -> None:
+    config = load_config("ppo_trainer", command_line(script))
+    wrong = {}
+    for row in overrides_of(script):
+        arrived = value_at(config, row.key.lstrip("+"))
+        arrived = list(arrived) if isinstance(arrived, tuple) else arrived
+        if arrived != parsed(row.sample):
+            wrong[row.key] = (row.sample, arrived)
+    assert not wrong
+
+
+def test_the_table_has_every_script_at_its_published_size() -> None:
+    sizes = {script: len(overrides_of(script)) for script in ALL_SCRIPTS}
+    assert min(sizes.values()) > 50
+    assert {row.key for script in ALL_SCRIPTS for row in overrides_of(script)} == {row.key for row in read_table()}
+    assert all(len({row.key for row in overrides_of(script)}) == size for script, size in sizes.items())
+
+
+@pytest.mark.parametrize("script", ALL_SCRIPTS)
+def test_what_this_version_trains(script: str) -> None:
+    config = load_config("ppo_trainer", command_line(script))
+    if script not in NOT_YET:
+        check_supported(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(NOT_YET[script])):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("script", ["rP", "1P", "2P", "3P", "mnP32", "rG", "E"])
+def test_published_ppo_commands_put_the_kl_into_the_reward_and_grpo_ones_do_not(script: str) -> None:
+    config = load_config("ppo_trainer", command_line(script))
+    assert config.algorithm.use_kl_in_reward is (config.algorithm.adv_estimator == "gae")
+
+
+@pytest.mark.skipif(not SPECIFICATION.is_file(), reason="the interface description is not beside this checkout")
+def test_the_table_equals_the_interface_description() -> None:
+    assert read_table() == parse_specification(SPECIFICATION.read_text(encoding="utf-8"))

@@ -1,0 +1,137 @@
+"""Relations between keys, keys without effect, and what this version cannot train."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from verl.config import check_supported, load_config
+from verl.config.inert import INERT_KEYS
+from verl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.max_start_length=600"], "data.max_start_length (600) is larger than data.max_prompt_length (512)"),
+        (["data.max_obs_length=600"], "data.max_obs_length (600) is larger"),
+        (["data.max_response_length=600"], "data.max_response_length (600) is larger"),
+        ([f"{ROLLOUT}.n=2"], f"{ROLLOUT}.n must be 1 with do_search=true: set {ROLLOUT}.n_agent=2"),
+        (["do_search=false", f"{ROLLOUT}.n_agent=2"], f"{ROLLOUT}.n_agent has no effect with do_search=false"),
+        (["algorithm.adv_estimator=grpo"], f"set {ROLLOUT}.n_agent to 2 or more"),
+        (["algorithm.adv_estimator=grpo", "do_search=false"], f"set {ROLLOUT}.n to 2 or more"),
+        (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size (256) is larger than the 100 trajectories"),
+        (["trainer.n_gpus_per_node=1"], f"{ROLLOUT}.tensor_model_parallel_size (2) must divide"),
+        ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron is not available"),
+        (["critic.strategy=megatron"], "critic.strategy=megatron is not available"),
+        (["algorithm.norm_adv_by_batch_std=true"], "exclude each other"),
+        (["algorithm.use_kl_in_reward=false", "algorithm.apply_kl_after_advantage=true"], "needs algorithm.use_kl_in"),
+        (["algorithm.use_future_kl_as_reward=true"], "needs algorithm.apply_kl_after_advantage=True"),
+        (["algorithm.kl_ctrl.type=adaptive"], "needs algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"),
+        ([*GRPO, "algorithm.gamma=0.9"], "algorithm.gamma has no effect with adv_estimator=grpo"),
+        ([*GRPO, "algorithm.lam=0.9"], "algorithm.lam has no effect with adv_estimator=grpo"),
+        ([*GRPO, "trainer.critic_warmup=5"], "there is no critic with adv_estimator=grpo"),
+        ([f"{ACTOR}.kl_topk_tokens=8"], "has no effect with kl_loss_type=low_var_kl"),
+        ([f"{ACTOR}.kl_iw_clip_lower=2", f"{ACTOR}.kl_iw_clip_upper=1"], "kl_iw_clip_lower (2.0) is larger than"),
+        ([*GRPO, "algorithm.ref_policy_ema_tau=0.9"], "moves an anchor that nothing uses"),
+        ([f"{ACTOR}.optim.min_lr_ratio=0.1"], f"{ACTOR}.optim.min_lr_ratio has no effect with warmup_style=constant"),
+        (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio has no effect"),
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        (["trainer.resume_from_path=x"], "trainer.resume_from_path has no effect with resume_mode=disable"),
+        (["retriever.timeout_s=90"], "retriever.deadline_s (all attempts) is shorter"),
+        (["agent.feedback='write <search> now'"], "agent.feedback contains <search>"),
+        ([f"{ROLLOUT}.val_kwargs.temperature=0.5"], "val_kwargs.temperature has no effect with do_sample=False"),
+        (["trainer.save_freq=0"], "trainer.save_freq must be a number of steps, or -1"),
+        ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k must be a number of tokens, or -1"),
+        ([f"{ROLLOUT}.load_format=dummy_dtensor"], "names a loader that vLLM no longer has"),
+    ],
+)
+def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GRPO, "algorithm.norm_adv_by_std_in_grpo=false", "algorithm.norm_adv_by_batch_std=true"],
+        [f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1"],
+        ["algorithm.adv_estimator=grpo", "trainer.val_only=true"],
+        [*GRPO, f"{ACTOR}.use_kl_loss=true", "algorithm.ref_policy_ema_tau=0.9"],
+        [*GRPO, "data.train_batch_size=64"],
+        [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.5"],
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=10000"],
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x"],
+    ],
+)
+def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:
+    load_config("ppo_trainer", overrides)
+
+
+def test_all_contradictions_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", ["data.max_start_length=600", f"{ROLLOUT}.n=2", "trainer.test_freq=0"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+OTHER_VALUES = {
+    "data.return_raw_input_ids": "True",
+    "data.return_raw_chat": "True",
+    "actor_rollout_ref.hybrid_engine": "False",
+    f"{ROLLOUT}.do_sample": "False",
+    "algorithm.no_think_rl": "True",
+    "algorithm.state_masking.start_state_marker": "<doc>",
+    "algorithm.state_masking.end_state_marker": "</doc>",
+    "trainer.default_hdfs_dir": "hdfs://somewhere",
+}
+
+
+@pytest.mark.parametrize("key", INERT_KEYS)
+def test_a_key_without_effect_says_so(key: str) -> None:
+    value = OTHER_VALUES[key]
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", [f"{key}='{value}'" if "<" in value else f"{key}={value}"])
+    assert str(caught.value).startswith(f"{key}={value} has no effect here: {INERT_KEYS[key]}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "algorithm.adv_estimator=gae is not available in this version: critic: not yet"),
+        ([*GRPO, "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward=True is not available"),
+        ([*GRPO, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k5"], "kl_loss_type=k5 is not available"),
+        ([*GRPO, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_forward"], "full_forward is not available"),
+        ([*GRPO, f"{ACTOR}.state_masking=false"], f"{ACTOR}.state_masking=False is not available"),
+        ([*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2 is not"),
+        ([*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=4"], f"{ACTOR}.fsdp_config.fsdp_size=4 is not available"),
+        ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
+        ([*GRPO, "trainer.resume_mode=auto"], "trainer.resume_mode=auto is not available"),
+        ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
+        ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
+        ([*GRPO, "reward_model.retrieval_score=0.1"], "reward_model.retrieval_score=0.1 is not available"),
+    ],
+)
+def test_what_this_version_cannot_train_is_an_error(overrides: list[str], message: str) -> None:
+    config = load_config("ppo_trainer", overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full_reverse"])
+def test_the_kl_losses_of_this_version_are_accepted(name: str) -> None:
+    check_supported(load_config("ppo_trainer", [*GRPO, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={name}"]))
+
+
+def test_truncated_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_supported(load_config("ppo_trainer", GRPO))
+        assert not caplog.records
+        check_supported(load_config("ppo_trainer", [*GRPO, f"{ROLLOUT}.top_p=0.95"]))
+    assert "the update is biased" in caplog.text

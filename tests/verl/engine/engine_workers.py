@@ -1,0 +1,72 @@
+"""What two FSDP workers do in the tests: run in processes of their own, results left in files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from engine_cases import CPU, make_batch, make_engine
+
+from verl.engine.device import init_process_group
+from verl.errors import NumericalError
+
+ACTOR = "actor_rollout_ref.actor"
+KL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_loss_coef=0.3")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "all_at_once": (12, ()),
+    "token_budget": (12, (f"{ACTOR}.ppo_max_token_len_per_gpu=40",)),
+    "fixed_rows": (11, (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=4")),
+    "one_row_for_two_workers": (1, ()),
+    "gradient_checkpointing": (12, ("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
+    "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
+}
+MINI_BATCHES = (f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.ppo_epochs=2")
+
+
+def run(folder: Path, model_path: str, other_model_path: str, num_workers: int) -> dict[str, Any]:
+    """All cases with `num_workers` processes; rank 0's results, and the log-prob parts of every rank."""
+    torch.multiprocessing.spawn(_worker, (num_workers, str(folder), model_path, other_model_path), num_workers)
+    results = torch.load(folder / "rank_0.pt")
+    results["parts"] = [torch.load(folder / f"rank_{rank}.pt")["part"] for rank in range(num_workers)]
+    results["messages"] = [torch.load(folder / f"rank_{rank}.pt")["message"] for rank in range(num_workers)]
+    return results
+
+
+def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """The cases in the process group there is."""
+    results: dict[str, Any] = {"gradients": {}}
+    options = {"with_anchor": True, "anchor_path": other_model_path}
+    for name, (num_rows, overrides) in CASES.items():
+        engine = make_engine(model_path, folder, *KL, *overrides, **options)
+        results["gradients"][name] = engine.gradients(make_batch(num_rows))
+    engine = make_engine(model_path, folder, *KL, *MINI_BATCHES, **options)
+    batch = make_batch(12)
+    results["metrics"] = []
+    for _ in range(3):
+        results["metrics"].append(engine.update(batch))
+        engine.follow_anchor(0.9)
+    results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
+    engine.save_pretrained(folder / "saved", None)
+    results["part"] = engine.log_probs(batch, 1.0)
+    batch.tokens["advantages"].fill_(float("nan"))
+    try:
+        engine.update(batch)
+    except NumericalError as error:
+        results["message"] = str(error)
+    return results
+
+
+def _worker(rank: int, num_workers: int, folder: str, model_path: str, other_model_path: str) -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    init_process_group(rank, num_workers, f"file://{folder}/store", CPU)
+    results = evaluate(Path(folder), model_path, other_model_path)
+    if rank:
+        assert results["policy"] == {}
+    results["part"] = tuple(results["part"])
+    torch.save(results, Path(folder) / f"rank_{rank}.pt")
+    dist.destroy_process_group()

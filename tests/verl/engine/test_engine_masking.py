@@ -1,0 +1,66 @@
+"""What lies at prompt and environment positions reaches no gradient; only context does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import VOCABULARY, make_batch, make_engine
+
+from verl.protocol import TrainBatch
+
+ACTOR = "actor_rollout_ref.actor"
+PERTURBATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "labels": lambda value: (value + 7) % VOCABULARY,
+    "old_log_probs": lambda value: value - 3.0,
+    "ref_log_probs": lambda value: value + 2.0,
+    "advantages": lambda value: value * -5.0 + 1.0,
+}
+
+
+def labelled_batch() -> TrainBatch:
+    batch = make_batch()
+    batch.tokens["labels"] = batch.tokens["ids"].clone()
+    return batch
+
+
+def perturbed(batch: TrainBatch, name: str, where_T: torch.Tensor) -> TrainBatch:
+    changed = torch.where(where_T, PERTURBATIONS[name](batch.tokens[name]), batch.tokens[name])
+    return TrainBatch(batch.lengths_B, batch.tokens | {name: changed}, batch.rows)
+
+
+def gradients_are_equal(model_path: str, run_dir: Path, kind: str, first: TrainBatch, second: TrainBatch) -> bool:
+    kl = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kind}", f"{ACTOR}.kl_loss_coef=0.3"]
+    engine = make_engine(model_path, run_dir, *kl, with_anchor=True)
+    engine.follow_anchor(1.0)
+    one, two = engine.gradients(first), engine.gradients(second)
+    assert any(gradient.any() for gradient in one.values())
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", PERTURBATIONS)
+@pytest.mark.parametrize("kind", ["k3", "full_reverse"])
+def test_masked_positions_change_no_bit_of_the_gradient(model_path: str, run_dir: Path, name: str, kind: str) -> None:
+    batch = labelled_batch()
+    changed = perturbed(batch, name, ~batch.tokens["loss_mask"])
+    assert not torch.equal(batch.tokens[name], changed.tokens[name])
+    assert gradients_are_equal(model_path, run_dir, kind, batch, changed)
+
+
+@pytest.mark.parametrize("name", PERTURBATIONS)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_mask_shifted_by_one_position_is_noticed(model_path: str, run_dir: Path, name: str, shift: int) -> None:
+    batch = labelled_batch()
+    masked_T = ~batch.tokens["loss_mask"]
+    rows = [mask.roll(shift) for mask in batch.tokens["loss_mask"].split(batch.lengths_B.tolist())]
+    shifted = TrainBatch(batch.lengths_B, batch.tokens | {"loss_mask": torch.cat(rows)}, batch.rows)
+    assert not gradients_are_equal(model_path, run_dir, "k3", shifted, perturbed(shifted, name, masked_T))
+
+
+def test_context_does_reach_the_gradient(model_path: str, run_dir: Path) -> None:
+    batch = labelled_batch()
+    ids_T = torch.where(batch.tokens["loss_mask"], batch.tokens["ids"], (batch.tokens["ids"] + 7) % VOCABULARY)
+    changed = TrainBatch(batch.lengths_B, batch.tokens | {"ids": ids_T}, batch.rows)
+    assert not gradients_are_equal(model_path, run_dir, "k3", batch, changed)

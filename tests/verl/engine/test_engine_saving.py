@@ -1,0 +1,96 @@
+"""Checkpoints: a round trip, several files, replacing, and a disk that is full."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import make_batch, make_engine
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl.engine.saving import save_model
+from verl.errors import CheckpointError
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "<unk>": 1}, "<unk>")))
+
+
+def test_round_trip(model_path: str, run_dir: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = make_engine(model_path, run_dir, with_anchor=True)
+    batch = make_batch()
+    engine.update(batch)
+    target = run_dir / "actor" / "global_step_1"
+    engine.save_pretrained(target, tokenizer)
+    state = engine.full_state_dict()
+    assert "lm_head.weight" not in state
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, state[name])
+    again = make_engine(str(target), run_dir)
+    assert torch.equal(again.log_probs(batch, 1.0).log_prob_T, engine.log_probs(batch, 1.0).log_prob_T)
+    assert PreTrainedTokenizerFast.from_pretrained(target).get_vocab() == {"a": 0, "<unk>": 1}
+    engine.save_pretrained(run_dir / "ref" / "global_step_1", tokenizer, of="anchor")
+    anchor = AutoModelForCausalLM.from_pretrained(run_dir / "ref" / "global_step_1", dtype=torch.float32)
+    assert torch.equal(anchor.model.norm.weight, engine.full_state_dict("anchor")["model.norm.weight"])
+    assert not torch.equal(anchor.model.norm.weight, loaded.model.norm.weight)
+
+
+def test_state_is_a_copy(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir)
+    state = engine.full_state_dict()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    engine.update(make_batch())
+    assert all(torch.equal(state[name], kept[name]) for name in state)
+    assert any(not torch.equal(state[name], tensor) for name, tensor in engine.full_state_dict().items())
+
+
+def test_several_files(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir)
+    save_model(engine.policy, run_dir / "model", None, max_file_bytes=20_000)
+    files = sorted(run_dir.glob("model/model-*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    state = engine.full_state_dict()
+    assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_an_older_checkpoint_of_that_name_is_replaced(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir)
+    target = run_dir / "model"
+    engine.save_pretrained(target, None)
+    (target / "left_over").write_text("old")
+    engine.update(make_batch())
+    engine.save_pretrained(target, None)
+    assert not (target / "left_over").exists()
+    assert [path.name for path in run_dir.iterdir()] == ["model"]
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert torch.equal(loaded.model.norm.weight, engine.full_state_dict()["model.norm.weight"])
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir)
+    target = run_dir / "model"
+    engine.save_pretrained(target, None)
+    before = (target / "model.safetensors").read_bytes()
+    engine.update(make_batch())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))  # no file may grow beyond this
+    try:
+        with pytest.raises(CheckpointError, match="could not save to .*model"):
+            engine.save_pretrained(target, None)
+        with pytest.raises(CheckpointError):
+            engine.save_pretrained(run_dir / "new", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert [path.name for path in run_dir.iterdir()] == ["model"]
+    engine.save_pretrained(run_dir / "new", None)
+    AutoModelForCausalLM.from_pretrained(run_dir / "new")

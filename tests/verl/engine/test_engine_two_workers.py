@@ -1,0 +1,68 @@
+"""One and two FSDP workers give the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_workers
+import pytest
+import torch
+from engine_cases import make_batch, relative_error
+from transformers import AutoModelForCausalLM
+
+from verl.engine.batching import merge_rows
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_path: str) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("two_workers")
+    return engine_workers.run(folder, model_path, other_model_path, 2) | {"folder": folder}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_path: str) -> dict[str, Any]:
+    return engine_workers.evaluate(tmp_path_factory.mktemp("one_worker"), model_path, other_model_path)
+
+
+@pytest.mark.parametrize("case", engine_workers.CASES)
+def test_gradient(one: dict[str, Any], two: dict[str, Any], case: str) -> None:
+    assert relative_error(two["gradients"][case], one["gradients"][case]) < 1e-5
+    reference = "all_at_once"
+    if engine_workers.CASES[case][0] == engine_workers.CASES[reference][0]:
+        assert relative_error(two["gradients"][case], one["gradients"][reference]) < 1e-5
+
+
+def test_metrics_cover_all_ranks(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for mine, theirs in zip(one["metrics"], two["metrics"], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-4)
+    assert two["metrics"][0]["actor/num_updates"] == 6.0
+
+
+def test_weights_and_anchor_after_updates(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert relative_error(two["policy"], one["policy"]) < 1e-3  # AdamW divides tiny gradients by their own size
+    assert relative_error(two["anchor"], one["anchor"]) < 1e-3
+    assert relative_error(two["anchor"], two["policy"]) > 1e-2
+
+
+def test_saved_model_is_the_gathered_policy(two: dict[str, Any]) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(two["folder"] / "saved", dtype=torch.float32)
+    assert all(torch.equal(parameter, two["policy"][name]) for name, parameter in loaded.named_parameters())
+
+
+def test_log_probs_of_both_ranks_make_the_batch(one: dict[str, Any], two: dict[str, Any]) -> None:
+    batch = make_batch(12)
+    rows = [part[0] for part in two["parts"]]
+    assert sorted(rows[0] + rows[1]) == list(range(12)) and rows[0] and rows[1]
+    for index in (1, 2):
+        merged = merge_rows(batch.lengths_B, [(part[0], part[index]) for part in two["parts"]])
+        expected = merge_rows(batch.lengths_B, [(one["part"][0], one["part"][index])])
+        torch.testing.assert_close(merged, expected, atol=2e-2, rtol=0)
+    difference = merged - expected
+    assert difference.abs().mean() < 1e-3
+
+
+def test_numerical_error_reaches_every_rank(two: dict[str, Any]) -> None:
+    assert all("step 3" in message for message in two["messages"])
+    assert (two["folder"] / "failures" / "not_finite_step_3.pt").is_file()

@@ -1,0 +1,209 @@
+"""Gradients against autograd on the definition, and what an update does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+
+from verl.engine.batching import selected_tokens
+from verl.errors import ConfigError, NumericalError
+from verl.protocol import TrainBatch
+
+ACTOR = "actor_rollout_ref.actor"
+SAMPLED = {
+    "k1": lambda d: d,
+    "abs": lambda d: d.abs(),
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: ((-d).exp() + d - 1).clamp(-10, 10),
+}
+
+
+def kl_overrides(kind: str, coefficient: float = 0.5) -> list[str]:
+    return [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kind}", f"{ACTOR}.kl_loss_coef={coefficient}"]
+
+
+def defined_gradient(
+    model_path: str, anchor_path: str, batch: TrainBatch, kind: str | None, coefficient: float = 0.5
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Autograd in float64 on the loss as the papers write it, with all logits at once."""
+    model, logits = full_logits(model_path, batch)
+    mask_T = batch.tokens["loss_mask"]
+    log_p_TV = log_softmax_rows(logits, 1.0)
+    log_p_T = log_p_TV.gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
+    ratio_T = (log_p_T - batch.tokens["old_log_probs"].double()).exp()
+    advantage_T = batch.tokens["advantages"].double()
+    pg_T = torch.maximum(-advantage_T * ratio_T, -advantage_T * ratio_T.clamp(0.8, 1.28))
+    entropy_T = -(log_p_TV.exp() * log_p_TV).sum(-1)
+    if kind is None:
+        kl_T = torch.zeros_like(pg_T)
+    elif kind == "full_reverse":
+        with torch.no_grad():
+            log_q_TV = log_softmax_rows(full_logits(anchor_path, batch)[1], 1.0)
+        kl_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
+    else:
+        kl_T = SAMPLED[kind](log_p_T - batch.tokens["ref_log_probs"].double())
+    loss_T = pg_T - 0.01 * entropy_T + coefficient * kl_T
+    loss_T[mask_T].mean().backward()
+    means = {"pg_loss": pg_T, "entropy_loss": entropy_T, "kl_loss": kl_T}
+    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradient, {name: float(value.detach()[mask_T].mean()) for name, value in means.items()}
+
+
+@pytest.mark.parametrize("kind", [None, "k1", "abs", "k2", "k3", "full_reverse"])
+def test_gradient_is_autograd_on_the_definition(
+    model_path: str, other_model_path: str, run_dir: Path, kind: str | None
+) -> None:
+    batch = make_batch()
+    overrides = kl_overrides(kind) if kind else []
+    engine = make_engine(
+        model_path,
+        run_dir,
+        *overrides,
+        f"{ACTOR}.clip_ratio_high=0.28",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=60",
+        f"{ACTOR}.head_chunk_tokens=5",
+        with_anchor=True,
+        anchor_path=other_model_path,
+    )
+    expected, means = defined_gradient(model_path, other_model_path, batch, kind)
+    assert relative_error(engine.gradients(batch), expected) < 1e-5
+    metrics = engine.update(batch)
+    assert metrics["actor/pg_loss"] == pytest.approx(means["pg_loss"], rel=1e-5)
+    assert metrics["actor/entropy_loss"] == pytest.approx(means["entropy_loss"], rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(
+        math.sqrt(sum(float(g.square().sum()) for g in expected.values())), rel=1e-5
+    )
+    if kind:
+        assert metrics["actor/kl_loss"] == pytest.approx(means["kl_loss"], rel=1e-5)
+        assert metrics["actor/kl_coef"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=40",),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=80",),
+        (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=2"),
+        (f"{ACTOR}.head_chunk_tokens=1",),
+        (f"{ACTOR}.head_chunk_tokens=11",),
+        (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",),
+    ],
+)
+def test_gradient_does_not_depend_on_the_plumbing(model_path: str, run_dir: Path, overrides: tuple[str, ...]) -> None:
+    batch = make_batch(12)
+    kl = kl_overrides("full_reverse")
+    reference = make_engine(model_path, run_dir, *kl, with_anchor=True).gradients(batch)
+    gradient = make_engine(model_path, run_dir, *kl, *overrides, with_anchor=True).gradients(batch)
+    assert relative_error(gradient, reference) < 1e-5
+
+
+def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: Path) -> None:
+    batch = make_batch()
+    batch.rows["adv_batch_std"] = torch.full((len(batch),), 0.25)
+    halved = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)).gradients(batch)
+    del batch.rows["adv_batch_std"]
+    plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))).gradients(batch)
+    assert relative_error(halved, plain) < 1e-5
+
+
+def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -> None:
+    batch = make_batch(7)
+    settings = [f"{ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true"]
+    metrics = make_engine(model_path, run_dir, *settings).update(batch)
+    assert metrics["actor/num_updates"] == 6.0  # ceil(7 / 3) mini-batches, twice
+    log_p_TV = log_softmax_rows(full_logits(model_path, batch)[1], 1.0)
+    log_p_T = log_p_TV.gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
+    metrics = make_engine(model_path, run_dir).update(batch)
+    ratio_T = (log_p_T - batch.tokens["old_log_probs"]).exp()
+    advantage_T = batch.tokens["advantages"]
+    clipped_T = ((ratio_T > 1.2) & (advantage_T > 0)) | ((ratio_T < 0.8) & (advantage_T < 0))
+    mask_T = batch.tokens["loss_mask"]
+    assert 0.1 < metrics["actor/pg_clipfrac"] < 0.9
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(float(clipped_T[mask_T].double().mean()), abs=1e-6)
+    difference_T = batch.tokens["old_log_probs"] - log_p_T
+    assert metrics["actor/ppo_kl"] == pytest.approx(float(difference_T[mask_T].mean()), rel=1e-5)
+
+
+def test_shuffle_is_seeded_and_given_order_is_kept(model_path: str, run_dir: Path) -> None:
+    size = f"{ACTOR}.ppo_mini_batch_size=4"
+    plain = make_engine(model_path, run_dir, size)
+    assert list(plain._mini_batches(6)) == [[0, 1, 2, 3], [4, 5]]
+    shuffled = [make_engine(model_path, run_dir, size, f"{ACTOR}.shuffle=true", "trainer.seed=3") for _ in range(2)]
+    first, second = (list(engine._mini_batches(50)) for engine in shuffled)
+    assert first == second != list(plain._mini_batches(50))
+    shuffled[0].step = 1
+    assert list(shuffled[0]._mini_batches(50)) != first
+
+
+def test_update_moves_weights_at_the_scheduled_rate(model_path: str, run_dir: Path) -> None:
+    batch = make_batch()
+    settings = [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.4", f"{ACTOR}.optim.weight_decay=0"]
+    engine = make_engine(model_path, run_dir, *settings, total_training_steps=10)
+    before = engine.full_state_dict()
+    rates = [engine.update(batch)["actor/lr"]]
+    moved = max(float((engine.full_state_dict()[n] - before[n]).abs().max()) for n in before)
+    assert moved == pytest.approx(2.5e-3, rel=1e-2)  # AdamW's first step is the learning rate: 1e-2 / 4
+    rates += [engine.update(batch)["actor/lr"] for _ in range(4)]
+    assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
+
+
+def test_adamw_step_equals_the_formula(model_path: str, run_dir: Path) -> None:
+    batch = make_batch()
+    optim = [f"{ACTOR}.optim.{item}" for item in ("lr=0.01", "betas=[0.8,0.9]", "eps=1e-4", "weight_decay=0.1")]
+    engine = make_engine(model_path, run_dir, *optim, f"{ACTOR}.grad_clip=0.05")
+    before, gradient = engine.full_state_dict(), engine.gradients(batch)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+    assert norm > 0.05
+    engine.update(batch)
+    for name, after in engine.full_state_dict().items():
+        g = gradient[name].double() * 0.05 / norm
+        # one step from zero moments: bias-corrected moments are g and g^2
+        expected = before[name].double() * (1 - 0.01 * 0.1) - 0.01 * g / (g.abs() + 1e-4)
+        torch.testing.assert_close(after.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_mini_batch_without_policy_tokens_is_skipped(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir)
+    batch = make_batch()
+    batch.tokens["loss_mask"] = torch.zeros_like(batch.tokens["loss_mask"])
+    before = engine.full_state_dict()
+    metrics = engine.update(batch)
+    assert metrics["actor/num_updates"] == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_saves_the_mini_batch(model_path: str, run_dir: Path, value: float) -> None:
+    engine = make_engine(model_path, run_dir)
+    batch = make_batch()
+    position = int(selected_tokens(batch)[3])
+    batch.tokens["advantages"][position] = value
+    before = engine.full_state_dict()
+    with pytest.raises(NumericalError, match="step 0: loss") as caught:
+        engine.update(batch)
+    saved = torch.load(run_dir / "failures" / "not_finite_step_0.pt")
+    assert str(run_dir / "failures" / "not_finite_step_0.pt") in str(caught.value)
+    assert not saved["tokens"]["advantages"][position].isfinite()
+    assert torch.equal(saved["tokens"]["ids"], batch.tokens["ids"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_state_dict().items())
+    batch.tokens["advantages"][position] = 1.0
+    assert math.isfinite(engine.update(batch)["actor/grad_norm"])
+
+
+def test_settings_that_cannot_work_are_named(model_path: str, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="'full_reverse' needs the anchor"):
+        make_engine(model_path, run_dir, *kl_overrides("full_reverse"))
+    with pytest.raises(ConfigError, match="policy_loss 'nothing' is unknown"):
+        make_engine(model_path, run_dir, f"{ACTOR}.policy_loss=nothing")
+    with pytest.raises(ConfigError, match="fsdp_size is 3"):
+        make_engine(model_path, run_dir, f"{ACTOR}.fsdp_config.fsdp_size=3")
+    with pytest.raises(ConfigError, match="no config.json"):
+        make_engine(str(run_dir / "absent"), run_dir)
+    batch = make_batch()
+    del batch.tokens["ref_log_probs"]
+    with pytest.raises(ValueError, match="no tokens\\['ref_log_probs'\\]"):
+        make_engine(model_path, run_dir, *kl_overrides("k3")).update(batch)

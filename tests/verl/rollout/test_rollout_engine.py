@@ -1,0 +1,196 @@
+"""The sampler against a Hugging Face forward pass, and its promises about ids, stops and seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl.agent.environment import Generation, Sampling
+from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError
+from verl.rollout.weight_file import publish_weights
+
+MAX_ERROR = 2e-5
+MEAN_ERROR = 2e-6
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_dir: Path) -> Any:
+    """The same weights, run by Hugging Face in float32."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def prompts(byte_tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    source = random.Random(3)
+    return [[source.randrange(2, len(byte_tokenizer)) for _ in range(source.randrange(3, 90))] for _ in range(24)]
+
+
+async def sample_all(engine: Any, prompts: list[list[int]], sampling: list[Sampling]) -> list[Generation]:
+    calls = [engine.generate(ids, how) for ids, how in zip(prompts, sampling, strict=True)]
+    return await asyncio.gather(*calls)
+
+
+def seeded(prompts: list[list[int]], **changes: Any) -> list[Sampling]:
+    return [Sampling(max_tokens=24, seed=100 + index, **changes) for index in range(len(prompts))]
+
+
+@torch.no_grad()
+def log_probs_of(model: Any, context: list[int], ids: tuple[int, ...], temperature: float) -> torch.Tensor:
+    logits = model(torch.tensor([context + list(ids)])).logits[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def errors(model: Any, prompts: list[list[int]], generations: list[Generation], temperature: float) -> torch.Tensor:
+    """[T] absolute differences between the sampler's log-probs and the model's."""
+    return torch.cat(
+        [
+            (log_probs_of(model, context, generation.ids, temperature) - torch.tensor(generation.log_probs)).abs()
+            for context, generation in zip(prompts, generations, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_model_at_the_temperature(
+    session: Any, reference: Any, prompts: list[list[int]], temperature: float
+) -> None:
+    how = seeded(prompts, temperature=temperature)
+    generations = session.run(sample_all(session.engine, prompts, how))
+    error_T = errors(reference, prompts, generations, temperature)
+    assert len(error_T) > 300
+    assert error_T.max() < MAX_ERROR
+    assert error_T.mean() < MEAN_ERROR
+
+
+def test_greedy_takes_the_most_likely_and_reports_log_probs_at_temperature_one(
+    session: Any, reference: Any, prompts: list[list[int]]
+) -> None:
+    generations = session.run(sample_all(session.engine, prompts, seeded(prompts, temperature=0.0)))
+    assert errors(reference, prompts, generations, 1.0).max() < MAX_ERROR
+    with torch.no_grad():
+        logits_TV = reference(torch.tensor([prompts[0] + list(generations[0].ids)])).logits[0, len(prompts[0]) - 1 : -1]
+    assert tuple(logits_TV.argmax(-1).tolist()) == generations[0].ids
+
+
+def test_after_a_sync_the_engine_samples_from_the_new_weights(
+    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
+) -> None:
+    changed = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
+    changed.load_state_dict(reference.state_dict())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    original = publish_weights(reference.named_parameters(), 8, weight_dir / "original")
+    handle = publish_weights(changed.named_parameters(), 7, weight_dir / "changed")
+    how = seeded(prompts)
+    before = session.run(sample_all(session.engine, prompts, how))
+    try:
+        session.run(session.engine.load_weights(handle.path, handle.version, handle.checksum))
+        assert session.engine.weight_version == 7
+        after = session.run(sample_all(session.engine, prompts, how))
+    finally:
+        session.run(session.engine.load_weights(original.path, original.version, original.checksum))
+    error_T = errors(changed, prompts, after, 1.0)
+    assert error_T.max() < MAX_ERROR
+    assert error_T.mean() < MEAN_ERROR
+    assert errors(reference, prompts, after, 1.0).mean() > 0.01
+    assert session.run(sample_all(session.engine, prompts, how)) == before
+
+
+def test_wrong_checksum_is_refused_and_the_old_weights_stay(
+    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
+) -> None:
+    version = session.engine.weight_version
+    handle = publish_weights(((name, 2 * value) for name, value in reference.named_parameters()), 99, weight_dir)
+    with pytest.raises(WeightSyncError, match="version 99 .* the trainer wrote 000000"):
+        session.run(session.engine.load_weights(handle.path, handle.version, "0" * 64))
+    assert session.engine.weight_version == version
+    generations = session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4])))
+    assert errors(reference, prompts[:4], generations, 1.0).max() < MAX_ERROR
+
+
+def test_same_seed_gives_the_same_bits_alone_and_among_others(session: Any, prompts: list[list[int]]) -> None:
+    how = seeded(prompts)
+    together = session.run(sample_all(session.engine, prompts, how))
+    for index in (0, 5, 23):
+        assert session.run(session.engine.generate(prompts[index], how[index])) == together[index]
+    other = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=7)))
+    assert other.ids != together[0].ids
+
+
+def test_stop_string_ends_the_turn_and_is_part_of_it(
+    session: Any, prompts: list[list[int]], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    free = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=5, ignore_eos=True)))
+    text = byte_tokenizer.decode(free.ids)
+    stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isascii())
+    stopped = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=5, stop=(stop,))))
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.ids) < len(free.ids)
+    # As sampled: the first ids and bits of the run without a stop, the last one completing the stop string.
+    assert stopped.ids == free.ids[: len(stopped.ids)]
+    assert stopped.log_probs == free.log_probs[: len(stopped.ids)]
+    assert stop in byte_tokenizer.decode(stopped.ids)
+    assert stop not in byte_tokenizer.decode(stopped.ids[:-1])
+
+
+def test_token_that_reaches_past_a_stop_string_is_kept_whole(
+    session: Any, prompts: list[list[int]], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    long_tokens = {i for i in range(len(byte_tokenizer)) if len(byte_tokenizer.decode([i])) > 2 and i > 1}
+    for seed in range(400):
+        free = session.run(session.engine.generate(prompts[1], Sampling(max_tokens=24, seed=seed, ignore_eos=True)))
+        found = next((i for i, token in enumerate(free.ids) if token in long_tokens), None)
+        if found is not None:
+            break
+    assert found is not None, "no token of several characters was sampled"
+    stop = byte_tokenizer.decode([free.ids[found]])[:-1]
+    stopped = session.run(session.engine.generate(prompts[1], Sampling(max_tokens=24, seed=seed, stop=(stop,))))
+    assert stopped.ids == free.ids[: len(stopped.ids)]
+    assert len(stopped.ids) <= found + 1
+
+
+def test_end_of_sequence_is_part_of_the_turn(
+    session: Any, prompts: list[list[int]], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    eos = byte_tokenizer.eos_token_id
+    for seed in range(300):
+        how = Sampling(max_tokens=24, seed=seed, temperature=2.0)
+        generation = session.run(session.engine.generate(prompts[2], how))
+        if generation.finish_reason == "stop":
+            break
+    assert generation.ids[-1] == eos
+    assert eos not in generation.ids[:-1]
+    assert len(generation.log_probs) == len(generation.ids)
+
+
+def test_max_tokens_ends_the_turn_by_length(session: Any, prompts: list[list[int]]) -> None:
+    generation = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=5, seed=0, ignore_eos=True)))
+    assert (generation.finish_reason, len(generation.ids)) == ("length", 5)
+
+
+def test_context_longer_than_the_model_is_an_error_that_says_so(session: Any) -> None:
+    with pytest.raises(RolloutError, match="context of 600 tokens failed"):
+        session.run(session.engine.generate([5] * 600, Sampling(max_tokens=5)))
+
+
+def test_weights_with_nan_are_not_published(reference: Any, weight_dir: Path) -> None:
+    broken = [("model.norm.weight", torch.tensor([1.0, float("nan")]))]
+    with pytest.raises(NumericalError, match="model.norm.weight"):
+        publish_weights(broken, 1, weight_dir)
+
+
+def test_device_that_the_installed_engine_was_not_built_for(tiny_model_dir: Path) -> None:
+    from vllm.platforms import current_platform
+
+    from verl.rollout.engine import VLLMEngine
+
+    with pytest.raises(ConfigError, match=r"trainer.device=auto"):
+        VLLMEngine(str(tiny_model_dir), max_model_len=64, device="cuda" if current_platform.is_cpu() else "cpu")

@@ -1,0 +1,136 @@
+"""Each back end through the Tracker, read back from what it wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from verl.errors import ConfigError
+from verl.tracking.backend import Run
+from verl.tracking.console_backend import ConsoleBackend, compact_line
+from verl.tracking.secrets import mask_secrets
+from verl.tracking.tracker import Tracker
+
+
+def run_tracker(loggers: list[str], run_dir: Path, config: dict[str, Any] | None = None) -> None:
+    with Tracker(loggers, "project", "experiment", run_dir, config or {}) as tracker:
+        tracker.log({"critic/score/mean": 0.25}, step=1)
+        tracker.log({"critic/score/mean": torch.tensor(0.5)}, step=2)
+
+
+def test_jsonl_is_always_on_and_flushed(tmp_path: Path) -> None:
+    tracker = Tracker([], "project", "experiment", tmp_path / "new" / "run", {})
+    tracker.log({"critic/score/mean": 0.25, "actor/pg_loss": float("nan")}, step=7)
+    lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()  # before finish
+    tracker.finish()
+    assert len(lines) == 1
+    record = json.loads(lines[0])
+    assert record.pop("time") > 1.7e9
+    assert record == {"step": 7, "critic/score/mean": 0.25, "actor/pg_loss": None}
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    run_tracker([], tmp_path)
+    run_tracker(["jsonl"], tmp_path)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_tracker(["tensorboard"], tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_without_an_account_writes_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-such-netrc"))
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        run_tracker(["wandb"], tmp_path, {"trainer": {"seed": 3}, "api_key": "very-secret"})
+    said = [record for record in caplog.records if record.name == "verl.tracking.wandb_backend"]
+    assert len(said) == 1 and "offline" in said[0].getMessage()
+    (run_file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = run_file.read_bytes()
+    assert b"critic/score/mean" in content
+    assert b"very-secret" not in content
+
+
+def test_an_explicit_wandb_mode_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run_tracker(["wandb"], tmp_path)
+    assert not list(tmp_path.glob("wandb/*run-*"))
+
+
+@pytest.mark.parametrize(("name", "said"), [("mlflow", "not available"), ("wandbb", "unknown")])
+def test_other_loggers_are_errors_before_anything_is_written(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is {said}.*tensorboard"):
+        Tracker(["console", name], "project", "experiment", tmp_path / "run", {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_config_on_disk_has_no_secrets(tmp_path: Path) -> None:
+    config = {
+        "retriever": {"url": "http://user:hunter2@127.0.0.1:8000/retrieve", "api_key": "hunter2", "topk": 3},
+        "wandb_token": "hunter2",
+        "judges": [{"openai_api_key": "hunter2", "password": None}],
+        "credentials": {"user": "hunter2"},
+        "data": {"max_tokens": 500, "tokenizer": "gpt2"},
+    }
+    run_tracker([], tmp_path, config)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "hunter2" not in text
+    loaded = yaml.safe_load(text)
+    assert loaded["retriever"] == {"url": "http://***@127.0.0.1:8000/retrieve", "api_key": "***", "topk": 3}
+    assert loaded["data"] == config["data"]
+    assert loaded["judges"][0]["password"] is None
+    assert config["wandb_token"] == "hunter2"  # the caller's copy is left alone
+
+
+def test_mask_keeps_plain_urls() -> None:
+    assert mask_secrets({"url": "http://127.0.0.1:8000/a@b"}) == {"url": "http://127.0.0.1:8000/a@b"}
+
+
+def test_compact_line() -> None:
+    metrics = {
+        "critic/score/mean": 0.4123,
+        "actor/kl_loss": 0.00312,
+        "val/test_score/two": 0.25,
+        "env/failed_ratio": 0.0,
+        "val/failed_ratio": 0.125,
+        "critic/advantages/max": 3.0,
+    }
+    line = compact_line(metrics, step=3, total_steps=80)
+    assert line == "step 3/80 | reward 0.412 | kl 0.0031 | val two 0.250 | val/failed_ratio 0.125"
+
+
+def log_to(console: Console, run_dir: Path) -> None:
+    backend = ConsoleBackend(Run("project", "experiment", run_dir, {}, total_steps=2), console)
+    backend.log({"critic/score/mean": 0.5} | {f"val/test_score/a_long_source_{i}": 0.5 for i in range(9)}, step=1)
+    backend.log({"critic/score/mean": 0.75}, step=2)
+    backend.finish()
+
+
+def test_a_log_file_holds_one_line_a_step_and_no_bar(tmp_path: Path) -> None:
+    file = io.StringIO()
+    log_to(Console(file=file, force_terminal=False), tmp_path)
+    lines = file.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 1/2", "step 2/2"]
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_shows_the_bar(tmp_path: Path) -> None:
+    file = io.StringIO()
+    log_to(Console(file=file, force_terminal=True, width=100), tmp_path)
+    assert "experiment" in file.getvalue() and "2/2" in file.getvalue()

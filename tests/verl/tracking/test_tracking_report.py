@@ -1,0 +1,229 @@
+"""The report of a run directory that was made by the Tracker and the store themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from verl.errors import DataError
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.tracking.report import main, write_report
+from verl.tracking.run_data import load_run
+from verl.tracking.tracker import Tracker
+from verl.tracking.trajectory_store import write_trajectories
+from verl.tracking.trajectory_text import choose_three, render_trajectory
+from verl.trainer.metrics import step_metrics, validation_metrics
+
+REPO = Path(__file__).resolve().parents[3]
+CONFIG = {
+    "max_turns": 3,
+    "trainer": {"project_name": "search", "experiment_name": "tiny", "seed": 1},
+    "algorithm": {"adv_estimator": "grpo"},
+}
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in ids)
+
+
+def codes(text: str) -> tuple[int, ...]:
+    return tuple(ord(letter) for letter in text)
+
+
+def policy(text: str) -> Segment:
+    return Segment(Source.POLICY, codes(text), (-0.5,) * len(text))
+
+
+def episode(source: str, num_searches: int, reward: float) -> Trajectory:
+    question = f"Question of {source}?"
+    segments = [Segment(Source.PROMPT, codes(question))]
+    for hop in range(num_searches):
+        segments.append(policy(f"<think>look up {hop}</think>\n<search>entity {hop}</search>"))
+        segments.append(Segment(Source.ENVIRONMENT, codes(f"\n\n<information>Doc 1(Title: x) {hop}</information>\n\n")))
+    segments.append(policy(f"<answer>{'right' if reward else 'wrong'}</answer>"))
+    row = {"reward_model": {"ground_truth": {"target": ["right"]}}}
+    return Trajectory(
+        source,
+        Prompt(codes(question), source, row),
+        segments,
+        Status.ANSWERED,
+        num_turns=num_searches + 1,
+        num_valid_actions=num_searches + 1,
+        num_searches=num_searches,
+        reward=reward,
+    )
+
+
+def failed(source: str) -> Trajectory:
+    prompt = Prompt(codes("Lost?"), source, {})
+    return Trajectory(source, prompt, [Segment(Source.PROMPT, codes("Lost?"))], Status.FAILED, failure="no retriever")
+
+
+def validation(num_right_of_4: int) -> list[Trajectory]:
+    two_hop = [episode("tinywiki_2hop", 2, float(i < num_right_of_4)) for i in range(4)]
+    return [episode("tinywiki_1hop", 1, 1.0), *two_hop]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Steps 0 (validation only) to 4; step 2 has a failed trajectory and a NaN; validations at 0 and 4."""
+    with Tracker([], "search", "tiny", tmp_path, CONFIG) as tracker:
+        tracker.log(validation_metrics(validation(0)) | {"timing_s/testing": 5.0}, step=0)
+        tracker.log(validation_metrics(validation(1), "test"), step=0)
+        for step in range(1, 5):
+            rollouts = [episode("tinywiki_2hop", 2, float(i < step)) for i in range(4)]
+            rollouts += [failed("tinywiki_2hop")] if step == 2 else []
+            seconds = {"gen": 6.0, "update_actor": 3.0, "step": 10.0}
+            loss = float("nan") if step == 2 else 0.1
+            tracker.log(step_metrics(rollouts, None, seconds=seconds) | {"actor/pg_loss": loss}, step)
+            write_trajectories(tmp_path, "train", step, rollouts, decode)
+        tracker.log(validation_metrics(validation(3)) | {"timing_s/testing": 5.0}, step=4)
+        tracker.log(validation_metrics(validation(4), "test"), step=4)
+    for step, num_right in ((0, 0), (4, 3)):
+        write_trajectories(tmp_path, "val", step, validation(num_right), decode)
+    return tmp_path
+
+
+def section(report: str, title: str) -> str:
+    return report.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_scores_before_and_after(run_dir: Path) -> None:
+    report = write_report(run_dir).read_text()
+    assert report.startswith("# Run tiny\n\nSteps 0 to 4. Mean training reward: 0.625 over")
+    rows = cells(section(report, "Before and after: validation"))[2:]
+    assert rows == [
+        ["tinywiki_1hop", "1", "1.000", "0", "1.000", "4", "+0.000", "1.00 to 1.00", "1.00 to 1.00"],
+        ["tinywiki_2hop", "4", "0.000", "0", "0.750", "4", "+0.750", "2.00 to 2.00", "1.00 to 1.00"],
+        ["**all**", "5", "0.200", "0", "0.800", "4", "+0.600", "1.80 to 1.80", "1.00 to 1.00"],
+    ]
+    test_rows = cells(section(report, "Before and after: test"))[2:]
+    assert test_rows[-1][2:7] == ["0.400", "0", "1.000", "4", "+0.600"]
+    assert "anchor" not in report  # no such validation was run
+
+
+def test_time_by_phase(run_dir: Path) -> None:
+    """Whole: 5 s at step 0, 10 s at steps 1 to 3, and 14 s at step 4, where gen + update + testing exceed the step."""
+    rows = cells(section(write_report(run_dir).read_text(), "Time"))[2:]
+    assert rows == [
+        ["gen", "24.0", f"{24 / 49:.1%}"],
+        ["update_actor", "12.0", f"{12 / 49:.1%}"],
+        ["testing", "10.0", f"{10 / 49:.1%}"],
+        ["rest", "3.0", f"{3 / 49:.1%}"],
+        ["**all**", "49.0", "100.0%"],
+    ]
+
+
+def test_anomalies_are_named(run_dir: Path) -> None:
+    lines = section(write_report(run_dir).read_text(), "Anomalies").strip().splitlines()
+    assert lines == [
+        "- Failed trajectories (`env/failed_ratio`) in 1 step (2); most in step 2: 20.0%.",
+        "- `actor/pg_loss` was NaN or infinite in 1 step (2).",
+    ]
+
+
+def test_a_clean_run_has_no_anomalies(tmp_path: Path) -> None:
+    with Tracker([], "search", "tiny", tmp_path, CONFIG) as tracker:
+        tracker.log(step_metrics([episode("a", 1, 1.0)], None), 1)
+        tracker.log(step_metrics([episode("a", 1, 1.0)], None), 2)
+    assert section(write_report(tmp_path).read_text(), "Anomalies").strip() == "- None found."
+
+
+def test_missing_steps_and_no_signal_are_named(tmp_path: Path) -> None:
+    with Tracker([], "search", "tiny", tmp_path, CONFIG) as tracker:
+        for step in (1, 4):
+            metrics = {"critic/score/mean": 0.5, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+            tracker.log(metrics, step)
+    anomalies = section(write_report(tmp_path).read_text(), "Anomalies")
+    assert "All advantages were zero, so nothing could be learned, in 2 steps (1, 4)." in anomalies
+    assert "No training reward was logged in 2 steps (2, 3)." in anomalies
+
+
+def test_settings_come_from_the_config(run_dir: Path) -> None:
+    rows = cells(section(write_report(run_dir).read_text(), "Settings"))[2:]
+    assert rows == [["`max_turns`", "`3`"], ["`algorithm.adv_estimator`", "`grpo`"], ["`trainer.seed`", "`1`"]]
+
+
+def test_three_trajectories_from_the_last_validation(run_dir: Path) -> None:
+    text = write_report(run_dir).read_text().split("## Trajectories to read (val, step 4)", 1)[1]
+    titles = [line for line in text.splitlines() if line.startswith("### ")]
+    assert titles == ["### Solved with several searches", "### Not solved", "### Drawn at random"]
+    solved = text.split("### ")[1]
+    assert "status answered, reward 1.000, 3 turns, 2 searches, expected `right`." in solved
+    assert "\n<think>look up 1</think>\n<search>entity 1</search>\n" in solved
+    assert "> <information>Doc 1(Title: x) 1</information>\n" in solved  # what the policy did not write is quoted
+    assert "\n<answer>right</answer>\n" in solved
+    assert "\n<answer>wrong</answer>\n" in text.split("### ")[2]
+
+
+def test_the_picture_is_a_picture(run_dir: Path) -> None:
+    write_report(run_dir)
+    with Image.open(run_dir / "report.png") as image:
+        assert image.width >= 1000 and image.height >= 600
+        colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=2**24) or []}
+    assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= colours  # a line for each of the two sources
+
+
+def row(reward: float | None, num_searches: int, status: str = "answered") -> dict[str, object]:
+    return {"reward": reward, "num_searches": num_searches, "status": status}
+
+
+def test_choice_of_three() -> None:
+    rows = [row(1.0, 1), row(0.5, 2), row(None, 0, "failed"), row(0.0, 1)]
+    assert choose_three(rows)[:2] == [("Solved with several searches", rows[1]), ("Not solved", rows[3])]
+    assert choose_three([row(1.0, 1)]) == [("Solved", row(1.0, 1))]
+    assert choose_three([row(None, 0, "failed")]) == [("Not solved", row(None, 0, "failed"))]
+    assert choose_three([]) == []
+
+
+def test_backquotes_in_text_do_not_end_the_block(tmp_path: Path) -> None:
+    stored = {
+        "data_source": "a",
+        "status": "answered",
+        "reward": None,
+        "num_turns": 1,
+        "num_searches": 0,
+        "ground_truth": None,
+        "failure": None,
+        "prompt_text": "p",
+        "segments": [{"source": "policy", "num_tokens": 1, "text": "```\n# heading"}],
+    }
+    assert "````text\n```\n# heading\n````" in render_trajectory(stored)
+
+
+def test_a_resumed_step_counts_once_and_a_cut_last_line_is_ignored(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "time": 1, "critic/score/mean": 0.125}\n{"step": 5, "tim')
+    run = load_run(run_dir)
+    assert run.curve("critic/score/mean") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.125}
+
+
+def test_broken_or_missing_metrics(run_dir: Path, tmp_path: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text("oops\n" + path.read_text())
+    with pytest.raises(DataError, match="line 1"):
+        write_report(run_dir)
+    path.write_text("")
+    with pytest.raises(DataError, match="no step"):
+        write_report(run_dir)
+    with pytest.raises(DataError, match="default_local_dir"):
+        write_report(tmp_path / "elsewhere")
+
+
+def test_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "verl.tracking.report", str(run_dir)]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(run_dir / "report.md")
+    assert main([str(tmp_path / "elsewhere")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,72 @@
+"""The two sides of an episode: what samples policy turns, and what answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.protocol import Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one policy turn is sampled. `temperature` 0 means greedy; `max_tokens` is set per turn by the episode."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled turn, as sampled: stop strings and EOS are part of `ids`; `log_probs` are after temperature."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str  # "stop" (a stop string or EOS) or "length"
+
+
+class Sampler(Protocol):
+    """A language model that continues token ids."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The environment's reply to one policy turn.
+
+    `ids` are appended to the context (empty when `done`). `action` names what the turn was ("search", "answer",
+    "invalid"), `valid` says whether it followed the grammar, `event` is kept in the trajectory for people to read.
+    """
+
+    action: str
+    valid: bool
+    done: bool
+    ids: tuple[int, ...] = ()
+    event: dict[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What answers the policy. One object serves all concurrent episodes, so it keeps no state of an episode."""
+
+    stop_strings: tuple[str, ...]
+
+    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+        """Answer the policy's turn `text` (decoded for reading only).
+
+        With `tools_allowed` false (the last turn), a tool call is not executed and gets no observation.
+        Raises `EnvironmentUnavailable` when infrastructure fails: the episode then ends `failed`.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Raise `EnvironmentUnavailable` (naming the address and the command that starts it) when not reachable."""
+        ...
+
+    async def close(self) -> None: ...

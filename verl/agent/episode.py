@@ -1,0 +1,156 @@
+"""One episode: policy turns and environment turns in alternation, in token ids only.
+
+The context is append-only. What the policy was shown when it sampled a turn is exactly what a loss sees in front of
+that turn: nothing is cut from the left, nothing goes through text and back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from verl.agent.environment import Environment, Generation, Outcome, Sampler, Sampling
+from verl.agent.text import decode_turn
+from verl.errors import EnvironmentUnavailable, RolloutError
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import Config
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Budgets of one episode, in turns and tokens."""
+
+    max_turns: int  # turns in which tools may be used; one last turn without tools follows
+    max_response_length: int  # sampled tokens of one turn
+    max_context_length: int  # tokens in context when a turn starts
+    max_model_length: int | None = None  # the sampler's window; None: max_context_length + max_response_length
+
+    @classmethod
+    def from_config(cls, config: Config) -> EpisodeLimits:
+        """Without `do_search` an episode is one turn without tools."""
+        data, rollout = config.data, config.actor_rollout_ref.rollout
+        return cls(
+            max_turns=config.max_turns if config.do_search else 0,
+            max_response_length=data.max_response_length,
+            max_context_length=data.max_prompt_length,
+            max_model_length=rollout.prompt_length + rollout.response_length,
+        )
+
+    @property
+    def window(self) -> int:
+        """No sequence is longer than this many tokens."""
+        return self.max_model_length or self.max_context_length + self.max_response_length
+
+
+async def run_episode(
+    prompt: Prompt,
+    group_id: str,
+    sampler: Sampler,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    limits: EpisodeLimits,
+    seed: int | None,
+) -> Trajectory:
+    """Play one episode to its end.
+
+    `sampling` gives the distribution; its `max_tokens`, `stop` and `seed` are set here for each turn. With a `seed`,
+    turn k samples with `turn_seed(seed, k)`. `EnvironmentUnavailable` ends the episode `FAILED` with the error's text
+    in `failure`; the sampler's errors propagate. Raises `RolloutError` if a context does not start with the one before.
+    """
+    trajectory = Trajectory(group_id, prompt, [Segment(Source.PROMPT, tuple(prompt.ids))])
+    episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed)
+    try:
+        trajectory.status = await episode.play()
+    except EnvironmentUnavailable as error:
+        trajectory.status, trajectory.failure = Status.FAILED, str(error)
+    return trajectory
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """A seed in [0, 2^63) for one turn: equal for equal arguments on any machine, unrelated for others."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass
+class _Episode:
+    trajectory: Trajectory
+    sampler: Sampler
+    environment: Environment
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    limits: EpisodeLimits
+    seed: int | None
+    context: list[int] = field(default_factory=list)  # what the latest turn was sampled from
+
+    async def play(self) -> Status:
+        for turn in range(self.limits.max_turns + 1):
+            self._extend_context()
+            max_tokens = min(self.limits.max_response_length, self._room())
+            if len(self.context) > self.limits.max_context_length or max_tokens <= 0:
+                return Status.LENGTH_LIMIT
+            last = turn == self.limits.max_turns
+            generation = await self._sample(turn, max_tokens)
+            cut = generation.finish_reason == "length" and max_tokens < self.limits.max_response_length
+            outcome = await self._ask(turn, generation, tools_allowed=not (last or cut))
+            if outcome.done:
+                return Status.ANSWERED
+            if cut:
+                return Status.LENGTH_LIMIT
+            if last:
+                return Status.TURN_LIMIT
+            if not self._fits(outcome.ids):
+                self.trajectory.events[-1]["observation_dropped"] = True
+                return Status.LENGTH_LIMIT
+            self._append(Segment(Source.ENVIRONMENT, outcome.ids))
+        raise AssertionError("unreachable: the last turn returns")
+
+    def _extend_context(self) -> None:
+        """Check, on the record itself, that this turn's context begins with the previous turn's."""
+        context = self.trajectory.ids
+        if context[: len(self.context)] != self.context:
+            raise RolloutError(
+                f"group {self.trajectory.group_id}: the context of turn {self.trajectory.num_turns} does not start "
+                f"with the context of the turn before it; segments of a trajectory may only be appended"
+            )
+        self.context = context
+
+    def _room(self) -> int:
+        return self.limits.window - len(self.context)
+
+    async def _sample(self, turn: int, max_tokens: int) -> Generation:
+        sampling = replace(
+            self.sampling,
+            max_tokens=max_tokens,
+            stop=self.environment.stop_strings,
+            seed=None if self.seed is None else turn_seed(self.seed, turn),
+        )
+        generation = await self.sampler.generate(self.context, sampling)
+        self._append(Segment(Source.POLICY, tuple(generation.ids), tuple(generation.log_probs)))
+        self.trajectory.num_turns += 1
+        return generation
+
+    async def _ask(self, turn: int, generation: Generation, tools_allowed: bool) -> Outcome:
+        text = decode_turn(self.tokenizer, generation.ids)
+        event: dict[str, Any] = {"turn": turn, "text": text}
+        self.trajectory.events.append(event)
+        outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)
+        event |= outcome.event | {"action": outcome.action, "valid": outcome.valid}
+        self.trajectory.num_valid_actions += outcome.valid
+        self.trajectory.num_searches += outcome.action == "search" and tools_allowed
+        return outcome
+
+    def _fits(self, observation_ids: Sequence[int]) -> bool:
+        """Whether a turn could start after this observation."""
+        length = len(self.trajectory.ids) + len(observation_ids)
+        return length <= self.limits.max_context_length and length < self.limits.window
+
+    def _append(self, segment: Segment) -> None:
+        if segment.ids:
+            self.trajectory.segments.append(segment)

@@ -1,0 +1,104 @@
+"""Settings of the actor (the trained policy) and of its reference, the anchor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.config.fields import section, setting
+from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
+from verl.config.rollout import RolloutConfig
+
+KlLossType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3plusplus", "k4", "k5", "full_forward", "full_reverse"
+]
+
+
+@dataclass
+class ActorConfig:
+    """The policy update. Batch sizes count trajectories over all workers."""
+
+    strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
+    ppo_mini_batch_size: int = setting(256, "Trajectories per optimiser step, over all workers.", ge=1)
+    ppo_micro_batch_size: int = setting(
+        64, "Most trajectories per forward and backward pass, over all workers (no influence on the result).", ge=1
+    )
+    use_dynamic_bsz: bool = setting(
+        False, "Bound a forward and backward pass by ppo_max_token_len_per_gpu instead of by trajectories."
+    )
+    ppo_max_token_len_per_gpu: int = setting(16384, "Most tokens per worker in one forward and backward pass.", ge=1)
+    grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
+    state_masking: bool = setting(
+        True,
+        "Leave retrieved and feedback text out of every loss. True here (published: False, and true in every "
+        "published command); false is not available.",
+    )
+    clip_ratio: float = setting(0.2, "PPO clip range of the probability ratio.", ge=0)
+    clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", ge=0)
+    clip_ratio_high: float | None = setting(None, "Upper clip range; null: clip_ratio.", ge=0)
+    entropy_coeff: float = setting(0.001, "Weight of the entropy bonus.")
+    use_kl_loss: bool = setting(False, "Add the KL to the reference to the loss.")
+    kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
+    kl_loss_type: KlLossType = setting(
+        "low_var_kl", "KL estimator in the loss (kl = k1, mse = k2, low_var_kl = k3; full_*: over the vocabulary)."
+    )
+    kl_topk_tokens: int | None = setting(
+        None, "Tokens summed exactly by full_*; the rest is estimated from the sample. null or <= 0: all tokens."
+    )
+    kl_use_tail_sampling: bool = setting(True, "Top-k KL: add the sampled estimate of the tail.")
+    use_kl_iw: bool = setting(
+        False, "Weight sampled KL terms by pi_theta / pi_old. The exact KL has no sampled term, so nothing changes."
+    )
+    kl_iw_clip_upper: float | None = setting(None, "Upper bound of that weight; null: none.", gt=0)
+    kl_iw_clip_lower: float | None = setting(None, "Lower bound of that weight; null: none.", ge=0)
+    ppo_epochs: int = setting(1, "Passes over a step's trajectories.", ge=1)
+    shuffle: bool = setting(False, "Draw the mini-batches of a pass in random order (seeded by trainer.seed).")
+    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
+    head_chunk_tokens: int = setting(
+        1024, "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result.", ge=1
+    )
+    use_rollout_log_probs: bool = setting(
+        False, "Take the sampler's log-probs as those of the old policy instead of recomputing them."
+    )
+    policy_loss: str = setting("ppo", "Registered name of the policy loss.")
+
+
+@dataclass
+class RefConfig:
+    """The reference policy (the anchor), which lives beside the actor."""
+
+    log_prob_micro_batch_size: int = setting(
+        128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = setting(
+        False,
+        "Bound a forward pass by tokens instead of by trajectories.",
+        shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
+    )
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384,
+        "Most tokens per worker in one forward pass.",
+        ge=1,
+        shown="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
+    )
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Workers that share one sequence.",
+        ge=1,
+        shown="${actor_rollout_ref.actor.ulysses_sequence_parallel_size}",
+    )
+    fsdp_config: FrozenFsdpConfig = section(FrozenFsdpConfig)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """The policy in its three roles: trained, sampled, and kept as the reference."""
+
+    hybrid_engine: bool = setting(True, "Actor, sampler and reference share the same devices; must be True.")
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)

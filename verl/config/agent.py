@@ -1,0 +1,47 @@
+"""Settings of the episode: the environment, the reward and the retriever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.fields import setting
+
+FEEDBACK = (
+    "This turn held neither a search nor an answer. Write one query between search tags, "
+    "or the final answer between answer tags."
+)
+
+
+@dataclass
+class AgentConfig:
+    """The environment that answers the policy's turns."""
+
+    environment: str = setting(
+        "search_r1.llm_agent.environment.SearchEnvironment", "Dotted name of the environment class."
+    )
+    template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
+    feedback: str = setting(FEEDBACK, "Sentence that answers an invalid turn; it must not contain tags.")
+    max_failed_ratio: float = setting(
+        0.2, "Share of a step's trajectories that may fail (infrastructure) before the run stops.", ge=0, le=1
+    )
+    max_redraws: int = setting(2, "Times a prompt is drawn again when its trajectory failed.", ge=0)
+
+
+@dataclass
+class RewardConfig:
+    """The rule that scores a trajectory."""
+
+    function: str = setting("search_r1.rewards.exact_match.ExactMatchReward", "Dotted name of the reward class.")
+    kwargs: dict[str, Any] = setting({}, "Keyword arguments of the reward class.")
+
+
+@dataclass
+class RetrieverConfig:
+    """The retrieval service."""
+
+    url: str = setting("http://127.0.0.1:8000/retrieve", "Address of the retrieval service.")
+    topk: int = setting(3, "Passages per query.", ge=1)
+    timeout_s: float = setting(10.0, "Time limit of one HTTP attempt, in seconds.", gt=0)
+    deadline_s: float = setting(60.0, "Time limit of all attempts of one query, in seconds.", gt=0)
+    max_batch: int = setting(64, "Most queries in one HTTP request.", ge=1)

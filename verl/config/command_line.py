@@ -1,0 +1,52 @@
+"""The command line of an entry point: `key=value ... [--config-name NAME] [--config-dir DIR] [--help] [--cfg job]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from verl.config.compose import to_yaml
+from verl.config.listing import key_list
+from verl.config.run import load_config
+from verl.config.schema import Config
+
+T = TypeVar("T")
+
+
+def load_config_from_argv(argv: Sequence[str], default_name: str = "ppo_trainer") -> Config:
+    """The configuration of an RL run from its arguments (without the program's name).
+
+    `--help` and `--cfg job` print and exit with status 0, a malformed option exits with status 2. Raises ConfigError.
+    """
+    return load_from_argv(Config, load_config, argv, default_name)
+
+
+def load_from_argv(
+    schema: type[T], loader: Callable[[str, list[str], str | None], T], argv: Sequence[str], default_name: str
+) -> T:
+    """The same for any schema; `loader(config_name, overrides, config_dir)` composes and checks it."""
+    arguments = _parser(default_name).parse_intermixed_args(list(argv))
+    if arguments.help:
+        sys.stdout.write(f"{_parser(default_name).format_help()}\nKeys:\n{key_list(schema)}")
+        sys.exit(0)
+    config = loader(arguments.config_name, arguments.overrides, arguments.config_dir)
+    if arguments.cfg:
+        sys.stdout.write(to_yaml(config))
+        sys.exit(0)
+    return config
+
+
+def _parser(default_name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        description="Settings are keys of a YAML tree; each may be overridden as key=value.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides; the last one of a key wins")
+    parser.add_argument("--config-name", "-cn", default=default_name, help="YAML file to start from (%(default)s)")
+    parser.add_argument("--config-dir", "-cd", help="folder that is searched for it first")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed settings as YAML, and exit")
+    parser.add_argument("--help", "-h", action="store_true", help="print this and all keys, and exit")
+    return parser

@@ -1,0 +1,107 @@
+"""Settings of the critic (value model) and of a reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.fields import section, setting
+from verl.config.model import FrozenFsdpConfig, FsdpConfig, OptimConfig, Strategy
+
+
+@dataclass
+class CriticModelConfig:
+    """The value model: a language model with one output per token."""
+
+    path: str = setting(
+        "~/models/deepseek-llm-7b-chat", "Folder in Hugging Face format, or hub name, to start from.", path=True
+    )
+    tokenizer_path: str = setting(
+        "~/models/deepseek-llm-7b-chat",
+        "Folder or hub name of the tokenizer.",
+        path=True,
+        shown="${actor_rollout_ref.model.path}",
+    )
+    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
+    external_lib: str | list[str] | None = setting(
+        None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
+    )
+    enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
+    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value update. Batch sizes count trajectories over all workers."""
+
+    strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
+    optim: OptimConfig = section(OptimConfig, lr=1e-5)
+    model: CriticModelConfig = section(CriticModelConfig)
+    ppo_mini_batch_size: int = setting(
+        256,
+        "Trajectories per optimiser step, over all workers.",
+        ge=1,
+        shown="${actor_rollout_ref.actor.ppo_mini_batch_size}",
+    )
+    ppo_micro_batch_size: int = setting(64, "Most trajectories per forward and backward pass.", ge=1)
+    forward_micro_batch_size: int = setting(
+        64, "Most trajectories per forward pass.", ge=1, shown="${critic.ppo_micro_batch_size}"
+    )
+    use_dynamic_bsz: bool = setting(
+        False,
+        "Bound a pass by tokens instead of by trajectories.",
+        shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
+    )
+    ppo_max_token_len_per_gpu: int = setting(32768, "Most tokens per worker in one forward and backward pass.", ge=1)
+    forward_max_token_len_per_gpu: int = setting(
+        32768, "Most tokens per worker in one forward pass.", ge=1, shown="${critic.ppo_max_token_len_per_gpu}"
+    )
+    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    ppo_epochs: int = setting(
+        1, "Passes over a step's trajectories.", ge=1, shown="${actor_rollout_ref.actor.ppo_epochs}"
+    )
+    shuffle: bool = setting(
+        False, "Draw the mini-batches of a pass in random order.", shown="${actor_rollout_ref.actor.shuffle}"
+    )
+    grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
+    cliprange_value: float = setting(0.5, "Clip range of the value around its old value.", gt=0)
+
+
+@dataclass
+class RewardModelNetConfig:
+    """The network of a reward model."""
+
+    input_tokenizer: str | None = setting(
+        "~/models/deepseek-llm-7b-chat",
+        "Tokenizer of the policy's text; null: same as the reward model's.",
+        path=True,
+        shown="${actor_rollout_ref.model.path}",
+    )
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.", path=True)
+    external_lib: str | list[str] | None = setting(
+        None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
+    )
+    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    fsdp_config: FrozenFsdpConfig = section(FrozenFsdpConfig)
+
+
+@dataclass
+class RewardModelConfig:
+    """A learned reward, and the coefficients of the format reward (main_ppo_format)."""
+
+    enable: bool = setting(False, "Score trajectories with a reward model.")
+    strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
+    model: RewardModelNetConfig = section(RewardModelNetConfig)
+    micro_batch_size: int = setting(64, "Most trajectories per forward pass.", ge=1)
+    max_length: int | None = setting(None, "Longest text scored, in tokens; null: no limit.", ge=1)
+    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    use_dynamic_bsz: bool = setting(
+        False, "Bound a pass by tokens instead of by trajectories.", shown="${critic.use_dynamic_bsz}"
+    )
+    forward_max_token_len_per_gpu: int = setting(
+        32768, "Most tokens per worker in one pass.", ge=1, shown="${critic.forward_max_token_len_per_gpu}"
+    )
+    structure_format_score: float = setting(0.0, "Reward of a well-formed trajectory with a wrong answer.")
+    final_format_score: float = setting(0.0, "Reward of a malformed trajectory that has an answer.")
+    retrieval_score: float = setting(0.0, "Further reward when a retrieved passage holds the answer.")

@@ -1,0 +1,48 @@
+"""Settings of the prompts: files, lengths, batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.fields import setting
+
+
+@dataclass
+class DataConfig:
+    """Prompts for training and validation. Lengths are in tokens, batch sizes in prompts."""
+
+    tokenizer: str | None = setting(
+        None, "Folder or hub name of the tokenizer; null: the one in actor_rollout_ref.model.path.", path=True
+    )
+    train_files: str | list[str] = setting(
+        "~/data/rlhf/gsm8k/train.parquet", "Parquet file of training prompts, or a list of them.", path=True
+    )
+    val_files: str | list[str] = setting(
+        "~/data/rlhf/gsm8k/test.parquet", "Parquet file of validation prompts, or a list of them.", path=True
+    )
+    test_files: str | list[str] | None = setting(
+        None, "Parquet file (or list) of held-out prompts, scored before and after training; null: none.", path=True
+    )
+    train_data_num: int | None = setting(
+        None, "Number of training prompts drawn from the files; null: all of them.", ge=1
+    )
+    val_data_num: int | None = setting(
+        None, "Number of validation prompts drawn from the files; null: all of them.", ge=1
+    )
+    prompt_key: str = setting("prompt", "Column that holds the chat messages of a prompt.")
+    max_prompt_length: int = setting(
+        512, "Longest context (prompt, turns and observations) a turn is sampled from, in tokens.", ge=1
+    )
+    max_response_length: int = setting(512, "Most tokens sampled in one policy turn.", ge=1)
+    max_start_length: int = setting(256, "Longest initial prompt, in tokens.", ge=1)
+    max_obs_length: int = setting(512, "Longest observation (retrieved passages and their tags), in tokens.", ge=1)
+    train_batch_size: int = setting(1024, "Prompts per RL step, before they are repeated n_agent times.", ge=1)
+    val_batch_size: int = setting(1312, "Prompts per validation batch.", ge=1)
+    return_raw_input_ids: bool = setting(False, "Has no effect; see the error it gives.")
+    return_raw_chat: bool = setting(False, "Has no effect; see the error it gives.")
+    shuffle_train_dataloader: bool = setting(
+        True, "Draw the training prompts in a new order each epoch (seeded by trainer.seed)."
+    )
+    filter_overlong_prompts: bool = setting(
+        False, "Leave out prompts longer than max_start_length and log how many; false: such a prompt is an error."
+    )

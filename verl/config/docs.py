@@ -1,0 +1,90 @@
+"""The settings as a page: `python -m verl.config.docs` writes docs/configuration.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from verl.config.inert import INERT_KEYS
+from verl.config.keys import Key, leaves
+from verl.config.listing import default_text, type_text
+from verl.config.schema import Config
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m verl.config.docs` from the typed schema in verl/config; do not edit. -->
+
+A run is defined by one YAML tree, `configs/ppo_trainer.yaml`. Any key is overridden on the command line:
+
+```bash
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n_agent=5 --cfg job
+```
+
+- `key=value` sets a key. `+key=value` and `++key=value` do the same. Of several for one key the last one wins.
+- A key that does not exist is an error that names the nearest one, and so is a value of the wrong type or out of range.
+- `--config-name NAME` starts from another file of `configs/`; `--config-dir DIR` is searched first. A recipe file says
+  what it changes, below `defaults: [ppo_trainer, _self_]`.
+- `--cfg job` prints the composed settings, `--help` all keys.
+- A default `${...}` follows another key.
+"""
+
+
+def markdown(schema: type) -> str:
+    """All keys as Markdown tables, one per section of the tree."""
+    return "\n".join(_tables(schema))
+
+
+def page() -> str:
+    """The whole of docs/configuration.md."""
+    inert = [f"| `{key}` | {reason} |" for key, reason in INERT_KEYS.items()]
+    return "\n".join(
+        [
+            INTRODUCTION,
+            markdown(Config),
+            "## Published keys without effect",
+            "",
+            "They may stand in a command at their default; any other value is an error that says this:",
+            "",
+            "| key | why, and what to use |",
+            "|---|---|",
+            *inert,
+            "",
+        ]
+    )
+
+
+def _tables(schema: type) -> Iterator[str]:
+    # A section's own keys may stand around its subsections in the tree, so they are gathered first.
+    keys = sorted(leaves(schema).values(), key=lambda key: _section_order(schema, key))
+    for section, members in groupby(keys, key=_section_of):
+        yield f"## {section or 'Top level'}\n"
+        yield "| key | default | type | meaning |\n|---|---|---|---|"
+        for key in members:
+            yield _row(key)
+        yield ""
+
+
+def _row(key: Key) -> str:
+    name = key.path.rpartition(".")[2]
+    default, kind, meaning = (_cell(text) for text in (default_text(key), type_text(key), key.meaning))
+    return f"| `{name}` | `{default}` | {kind} | {meaning} |"
+
+
+def _section_of(key: Key) -> str:
+    return key.path.rpartition(".")[0]
+
+
+def _section_order(schema: type, key: Key) -> int:
+    return list(dict.fromkeys(map(_section_of, leaves(schema).values()))).index(_section_of(key))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

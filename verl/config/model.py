@@ -1,0 +1,88 @@
+"""Settings that every trained model has: where it is, how it is sharded, how it is optimised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.config.fields import section, setting
+
+Strategy = Literal["fsdp", "megatron"]
+
+
+@dataclass
+class ModelConfig:
+    """The policy's base model."""
+
+    path: str = setting(
+        "~/models/deepseek-llm-7b-chat", "Folder in Hugging Face format, or hub name, of the policy.", path=True
+    )
+    external_lib: str | list[str] | None = setting(
+        None, "Python module, or list of modules, imported before the model is made (to register model classes)."
+    )
+    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
+    enable_gradient_checkpointing: bool = setting(
+        False, "Recompute activations in the backward pass: less memory, about a third more compute."
+    )
+    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model's files.")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule. The learning rate is constant or decays (cosine) after a linear warm-up."""
+
+    lr: float = setting(1e-6, "Learning rate after the warm-up.", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.999), "AdamW decay rates of the two moments.", ge=0, lt=1)
+    eps: float = setting(1e-8, "AdamW denominator offset.", gt=0)
+    weight_decay: float = setting(0.01, "Decoupled weight decay, per unit of learning rate.", ge=0)
+    lr_warmup_steps_ratio: float = setting(0.0, "Share of the RL steps spent in the linear warm-up.", ge=0, le=1)
+    warmup_style: Literal["constant", "cosine"] = setting("constant", "Schedule after the warm-up.")
+    min_lr_ratio: float | None = setting(
+        None, "Learning rate at the end of a cosine schedule, as a share of lr; null: 0.", ge=0, le=1
+    )
+    total_training_steps: int = setting(
+        -1, "Length of the schedule in RL steps; -1: the run's own number of steps.", ge=-1
+    )
+
+
+@dataclass
+class WrapPolicyConfig:
+    """Which modules become one shard unit each."""
+
+    min_num_params: int = setting(
+        0, "A transformer layer with fewer parameters than this is not a unit of its own; 0: each one is.", ge=0
+    )
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """Number formats of the sharded forward and backward pass. The optimiser always keeps float32."""
+
+    param_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Format of parameters in the forward and backward pass; auto: bfloat16 on CUDA, float32 on CPU."
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32", "Format of the gradient reduction.")
+
+
+@dataclass
+class FsdpConfig:
+    """Sharding (FSDP2) of a trained model. FSDP2 moves parameters, gradients and optimiser state to CPU together."""
+
+    param_offload: bool = setting(
+        False, "Keep parameters, gradients and optimiser state in CPU memory between uses (FSDP2 moves them together)."
+    )
+    grad_offload: bool = setting(False, "The same as param_offload.")
+    optimizer_offload: bool = setting(False, "The same as param_offload.")
+    fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
+
+
+@dataclass
+class FrozenFsdpConfig:
+    """Sharding of a model that is only evaluated."""
+
+    param_offload: bool = setting(False, "Keep parameters in CPU memory between uses.")
+    fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)

@@ -1,0 +1,102 @@
+"""What a valid configuration may ask for that this version cannot train yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from verl.config.schema import Config
+from verl.config.validate import ACTOR, ROLLOUT, raise_problems
+
+log = logging.getLogger(__name__)
+
+EXACT_KL = f"use {ACTOR}.kl_loss_type=full_reverse with {ACTOR}.kl_topk_tokens=null"
+UNAVAILABLE_KL = ("k3plusplus", "k4", "k5", "full_forward")
+
+
+def check_supported(config: Config) -> None:
+    """Raise one ConfigError that lists everything `config` asks for and this version does not have.
+
+    Called before anything heavy is imported. `load_config` accepts these values, as every published command is valid.
+    """
+    problems = list(_everywhere(config))
+    if not config.trainer.val_only:
+        problems += _training(config)
+    raise_problems(problems)
+    _warn_of_truncated_sampling(config)
+
+
+def _everywhere(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.name != "vllm":
+        yield _not_available(f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, f"set {ROLLOUT}.name=vllm")
+    if config.trainer.resume_mode != "disable":
+        yield _not_available(
+            "trainer.resume_mode",
+            config.trainer.resume_mode,
+            "start from the weights of a checkpoint by actor_rollout_ref.model.path=.../actor/global_step_N",
+        )
+    if config.trainer.del_local_ckpt_after_load:
+        yield _not_available("trainer.del_local_ckpt_after_load", True, "leave it at False")
+    if config.reward_model.enable:
+        yield _not_available("reward_model.enable", True, "use a rule (reward.function)")
+    if "mlflow" in config.trainer.logger:
+        yield _not_available("trainer.logger", "mlflow", "use console, wandb or tensorboard")
+    for name in ("structure_format_score", "final_format_score", "retrieval_score"):
+        value = getattr(config.reward_model, name)
+        if value:
+            yield _not_available(f"reward_model.{name}", value, "it belongs to main_ppo_format; leave it at 0")
+
+
+def _training(config: Config) -> Iterator[str]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if algorithm.adv_estimator == "gae":
+        yield _not_available(
+            "algorithm.adv_estimator",
+            "gae",
+            f"critic: not yet. Set algorithm.adv_estimator=grpo and {ROLLOUT}.n_agent=5",
+        )
+    elif algorithm.use_kl_in_reward:
+        yield _not_available("algorithm.use_kl_in_reward", True, f"set {ACTOR}.use_kl_loss=True instead")
+    if not actor.state_masking:
+        yield _not_available(f"{ACTOR}.state_masking", False, "retrieved text is never trained on; leave it at True")
+    if actor.use_kl_loss and actor.kl_loss_type in UNAVAILABLE_KL:
+        yield _not_available(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, EXACT_KL)
+    elif actor.use_kl_loss and (actor.kl_topk_tokens or 0) > 0:
+        yield _not_available(f"{ACTOR}.kl_topk_tokens", actor.kl_topk_tokens, EXACT_KL)
+    for key, size in _shard_groups(config):
+        if size not in (-1, config.trainer.n_gpus_per_node * config.trainer.nnodes):
+            yield _not_available(key, size, "leave it at -1 (all workers)")
+    for key, size in _sequence_parallel_sizes(config):
+        if size > 1:
+            yield _not_available(key, size, "leave it at 1")
+
+
+def _shard_groups(config: Config) -> Iterator[tuple[str, int]]:
+    yield f"{ACTOR}.fsdp_config.fsdp_size", config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    yield "actor_rollout_ref.ref.fsdp_config.fsdp_size", config.actor_rollout_ref.ref.fsdp_config.fsdp_size
+
+
+def _sequence_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
+    # The reference follows the actor by interpolation, so a user who set one key reads one message.
+    actor, reference = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    yield f"{ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
+    if reference.ulysses_sequence_parallel_size != actor.ulysses_sequence_parallel_size:
+        yield "actor_rollout_ref.ref.ulysses_sequence_parallel_size", reference.ulysses_sequence_parallel_size
+    yield "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
+
+
+def _not_available(key: str, value: object, instead: str) -> str:
+    return f"{key}={value} is not available in this version: {instead}"
+
+
+def _warn_of_truncated_sampling(config: Config) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.val_only or (rollout.top_p >= 1 and rollout.top_k < 0):
+        return
+    log.warning(
+        "%s.top_p=%g and top_k=%d cut off unlikely tokens, and the log-probs in the loss do not know of it: "
+        "the update is biased. Set top_p=1.0 and top_k=-1.",
+        ROLLOUT,
+        rollout.top_p,
+        rollout.top_k,
+    )

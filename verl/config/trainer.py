@@ -1,0 +1,43 @@
+"""Settings of the run: length, devices, validation, checkpoints, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.config.fields import setting
+
+Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
+
+
+@dataclass
+class TrainerConfig:
+    """The run. One step is one RL step: sample, score, update."""
+
+    total_epochs: int = setting(30, "Passes over the training prompts.", ge=1)
+    total_training_steps: int | None = setting(None, "RL steps; null: as many as total_epochs give.", ge=1)
+    project_name: str = setting("search_r1", "Project in the experiment trackers.")
+    experiment_name: str = setting("default", "Name of the run in the experiment trackers.")
+    logger: list[Logger] = setting(["console", "wandb"], "Where metrics go besides the run folder.")
+    nnodes: int = setting(1, "Machines.", ge=1)
+    n_gpus_per_node: int = setting(8, "Workers per machine: GPUs, or processes with device=cpu.", ge=1)
+    save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)
+    test_freq: int = setting(-1, "Steps between two validations; -1: only before and after training.", ge=-1)
+    critic_warmup: int = setting(0, "Steps that train only the critic, at the start.", ge=0)
+    default_hdfs_dir: str | None = setting(None, "Must be null: checkpoints are not copied to HDFS.")
+    default_local_dir: str = setting(
+        "checkpoints/search_r1/default",
+        "The run folder: checkpoints, metrics, trajectories, report.",
+        path=True,
+        shown="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+    )
+    val_before_train: bool = setting(True, "Validate before the first step.")
+    val_only: bool = setting(False, "Validate once and stop.")
+    eval_ref_policy_freq: int = setting(-1, "Steps between two validations of the anchor; -1: never.", ge=-1)
+    resume_mode: Literal["disable", "auto", "resume_path"] = setting("disable", "Whether to go on with an earlier run.")
+    resume_from_path: str | None = setting(None, "Checkpoint folder for resume_mode=resume_path.", path=True)
+    del_local_ckpt_after_load: bool = setting(False, "Delete the checkpoint that was resumed from.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where models run; auto: cuda when there is a GPU.")
+    seed: int = setting(0, "Seed of everything random.", ge=0)
+    save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
+    step_timeout_s: float = setting(3600.0, "Longest time any one phase of a step may take, in seconds.", gt=0)

@@ -1,0 +1,182 @@
+"""Relations between keys, checked in one place. Types and ranges are checked field by field in convert.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from verl.config.inert import inert_problems
+from verl.config.model import OptimConfig
+from verl.config.rollout import ValKwargs
+from verl.config.schema import Config
+from verl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def validate(config: Config) -> None:
+    """Raise one ConfigError that lists every contradiction in `config`."""
+    raise_problems([problem for check in CHECKS for problem in check(config)])
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise a ConfigError with the problems, one a line, if there are any."""
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def trajectories_per_step(config: Config) -> int:
+    """Trajectories sampled in one RL step, all of them successful."""
+    rollout = config.actor_rollout_ref.rollout
+    return config.data.train_batch_size * (rollout.n_agent if config.do_search else rollout.n)
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    data = config.data
+    for name in ("max_start_length", "max_response_length", "max_obs_length"):
+        if getattr(data, name) > data.max_prompt_length:
+            yield (
+                f"data.{name} ({getattr(data, name)}) is larger than data.max_prompt_length "
+                f"({data.max_prompt_length}), the whole context: raise max_prompt_length"
+            )
+
+
+def _groups(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if config.do_search and rollout.n != 1:
+        yield f"{ROLLOUT}.n must be 1 with do_search=true: set {ROLLOUT}.n_agent={rollout.n} instead"
+    if not config.do_search and rollout.n_agent != 1:
+        yield f"{ROLLOUT}.n_agent has no effect with do_search=false: set {ROLLOUT}.n={rollout.n_agent} instead"
+    if config.trainer.val_only:
+        return
+    if config.algorithm.adv_estimator == "grpo" and trajectories_per_step(config) == config.data.train_batch_size:
+        name = "n_agent" if config.do_search else "n"
+        yield (
+            f"algorithm.adv_estimator=grpo compares the trajectories of one prompt, and {ROLLOUT}.{name}=1 gives it "
+            f"one: set {ROLLOUT}.{name} to 2 or more"
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    mini, total = config.actor_rollout_ref.actor.ppo_mini_batch_size, trajectories_per_step(config)
+    if mini > total and not config.trainer.val_only:
+        yield (
+            f"{ACTOR}.ppo_mini_batch_size ({mini}) is larger than the {total} trajectories of a step "
+            "(data.train_batch_size x n_agent): lower it or draw more"
+        )
+
+
+def _devices(config: Config) -> Iterator[str]:
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if world % tensor_parallel:
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size ({tensor_parallel}) must divide the number of workers "
+            f"(trainer.n_gpus_per_node x trainer.nnodes = {world})"
+        )
+    strategies = {
+        f"{ACTOR}.strategy": config.actor_rollout_ref.actor.strategy,
+        "critic.strategy": config.critic.strategy,
+        "reward_model.strategy": config.reward_model.strategy,
+    }
+    for key, strategy in strategies.items():
+        if strategy != "fsdp":
+            yield f"{key}={strategy} is not available: models are sharded by FSDP2; set {key}=fsdp"
+
+
+def _advantages(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
+            "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
+        )
+    if algorithm.adv_estimator != "gae":
+        for name, used in (("gamma", algorithm.gamma != 1), ("lam", algorithm.lam != 1)):
+            if used:
+                yield f"algorithm.{name} has no effect with adv_estimator={algorithm.adv_estimator}: leave it at 1.0"
+        if config.trainer.critic_warmup:
+            yield f"trainer.critic_warmup must be 0: there is no critic with adv_estimator={algorithm.adv_estimator}"
+    if algorithm.apply_kl_after_advantage and not algorithm.use_kl_in_reward:
+        yield "algorithm.apply_kl_after_advantage needs algorithm.use_kl_in_reward=True"
+    if algorithm.use_future_kl_as_reward and not algorithm.apply_kl_after_advantage:
+        yield "algorithm.use_future_kl_as_reward needs algorithm.apply_kl_after_advantage=True"
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
+        yield "algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"
+
+
+def _kl(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if (actor.kl_topk_tokens or 0) > 0 and not actor.kl_loss_type.startswith("full_"):
+        yield (
+            f"{ACTOR}.kl_topk_tokens={actor.kl_topk_tokens} has no effect with kl_loss_type={actor.kl_loss_type}: "
+            "it belongs to full_reverse and full_forward"
+        )
+    lower, upper = actor.kl_iw_clip_lower, actor.kl_iw_clip_upper
+    if lower is not None and upper is not None and lower > upper:
+        yield f"{ACTOR}.kl_iw_clip_lower ({lower}) is larger than {ACTOR}.kl_iw_clip_upper ({upper})"
+    anchored = actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.trainer.eval_ref_policy_freq > 0
+    if config.algorithm.ref_policy_ema_tau < 1 and not anchored and not config.trainer.val_only:
+        yield (
+            f"algorithm.ref_policy_ema_tau={config.algorithm.ref_policy_ema_tau} moves an anchor that nothing uses: "
+            f"set {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True"
+        )
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    yield from _schedule(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
+    yield from _schedule(config.critic.optim, "critic.optim")
+
+
+def _schedule(optim: OptimConfig, path: str) -> Iterator[str]:
+    if optim.min_lr_ratio is not None and optim.warmup_style != "cosine":
+        yield (
+            f"{path}.min_lr_ratio has no effect with warmup_style={optim.warmup_style}: set {path}.warmup_style=cosine"
+        )
+    if optim.total_training_steps == 0:
+        yield f"{path}.total_training_steps must be a number of steps, or -1 for the run's own"
+
+
+def _run(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set it to resume_path"
+    if config.retriever.deadline_s < config.retriever.timeout_s:
+        yield "retriever.deadline_s (all attempts) is shorter than retriever.timeout_s (one attempt)"
+    for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
+        if tag in config.agent.feedback:
+            yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
+    for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
+        if getattr(trainer, key) == 0:
+            yield f"trainer.{key} must be a number of steps, or -1 for never"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
+        if top_k == 0:
+            yield f"{key} must be a number of tokens, or -1 for all"
+    values, defaults = rollout.val_kwargs, ValKwargs()
+    for name in ("temperature", "top_p", "top_k"):
+        if not values.do_sample and getattr(values, name) != getattr(defaults, name):
+            yield (
+                f"{ROLLOUT}.val_kwargs.{name} has no effect with do_sample=False: "
+                f"set {ROLLOUT}.val_kwargs.do_sample=True"
+            )
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
+    inert_problems,
+    _lengths,
+    _groups,
+    _batches,
+    _devices,
+    _advantages,
+    _kl,
+    _schedules,
+    _run,
+    _sampling,
+)

@@ -1,0 +1,81 @@
+"""Where the model runs: device, process group, number formats, threads."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`param_dtype`: weights and activations in forward and backward; `reduce_dtype`: gradient sums over ranks."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` takes CUDA where there is one. Raises ConfigError for an unknown name or an absent CUDA device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but this PyTorch sees no CUDA device; use auto or cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str) -> Precision:
+    """`auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32 whatever is chosen here."""
+    if param_dtype == "auto":
+        param_dtype = "bfloat16" if device.type == "cuda" else "float32"
+    for name in (param_dtype, reduce_dtype):
+        if name not in DTYPES:
+            raise ConfigError(f"number format '{name}' is unknown; use one of {', '.join(DTYPES)}")
+    return Precision(DTYPES[param_dtype], DTYPES[reduce_dtype])
+
+
+def backend_of(device: torch.device) -> str:
+    """On CUDA gloo serves the CPU tensors (off-loaded gradients, metrics) beside NCCL."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def init_process_group(rank: int, world_size: int, init_method: str, device: torch.device) -> None:
+    """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path)."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend_of(device), init_method=init_method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
+def device_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension, `dp`."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Use `num_threads` CPU threads in this process; None leaves what the environment says.
+
+    More threads than free cores make a small model several times slower.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def prepare_matmul(device: torch.device, precision: Precision) -> None:
+    """Let float32 products of the head use TF32 when its inputs are bfloat16 anyway: no bit of them is lost."""
+    if device.type == "cuda" and precision.param_dtype is torch.bfloat16:
+        torch.set_float32_matmul_precision("high")

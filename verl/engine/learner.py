@@ -1,0 +1,113 @@
+"""Gradient accumulation over micro-batches and ranks, clipping, and the optimizer step: shared by RL and SFT.
+
+The loss of a mini-batch is the sum over its trained tokens on all ranks divided by their number. Every rank knows that
+number, because every rank sees the whole batch, so nothing depends on how the mini-batch is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from verl.engine.batching import Budget, ModelInput, model_input, plan, selected_tokens
+from verl.engine.model import CausalModel
+from verl.engine.sharding import is_main_rank
+from verl.errors import NumericalError
+from verl.protocol import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+
+class TokenLoss(NamedTuple):
+    """Loss per selected token [N] with gradient, and named detached values [N] whose token means are reported."""
+
+    loss_N: torch.Tensor
+    reports: dict[str, torch.Tensor]
+
+
+LossFunction = Callable[[TrainBatch, ModelInput], TokenLoss]
+
+
+class Learner:
+    """A sharded model with its optimizer."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        budget: Budget,
+        grad_clip: float,
+        failure_dir: Path,
+        packed: bool,
+    ) -> None:
+        """`grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf.
+
+        `packed` puts a micro-batch's rows into one long row (see `batching.model_input`).
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.budget = budget
+        self.grad_clip = grad_clip
+        self.failure_dir = failure_dir
+        self.packed = packed
+
+    def learn(self, batch: TrainBatch, loss: LossFunction, step: int) -> dict[str, float]:
+        """One optimizer step on `batch`; returns token means over all ranks, `loss` and `grad_norm` among them.
+
+        A batch without trained tokens changes nothing and returns {}. Raises NumericalError on every rank, before
+        the weights change, when the loss or the gradient is not finite; `step` is named there.
+        """
+        if not len(selected_tokens(batch)):
+            return {}
+        self.model.train()
+        means = self.accumulate(batch, loss)
+        norm = clip_grad_norm(self.model, self.grad_clip)
+        if not (math.isfinite(norm) and math.isfinite(means["loss"])):
+            self.optimizer.zero_grad()
+            raise NumericalError(self._report(batch, step, means["loss"], norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return means | {"grad_norm": norm}
+
+    def accumulate(self, batch: TrainBatch, loss: LossFunction) -> dict[str, float]:
+        """Add the gradient of the batch's mean loss to the parameters' `.grad`; returns means over all ranks."""
+        denominator = len(selected_tokens(batch))
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        sums: dict[str, torch.Tensor] = {}
+        for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, self.budget):
+            micro_batch = batch.select(rows)
+            token_loss = loss(micro_batch, model_input(micro_batch, self.device, self.packed))
+            mean = token_loss.loss_N.sum() / denominator
+            (mean * num_ranks).backward()  # sharded gradients are averaged over ranks; the loss is a sum over them
+            for name, value_N in {"loss": token_loss.loss_N.detach(), **token_loss.reports}.items():
+                part = value_N.sum(dtype=torch.float64) / denominator
+                sums[name] = sums[name] + part if name in sums else part
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total)
+        return dict(zip(sums, total.tolist(), strict=True))
+
+    def _report(self, batch: TrainBatch, step: int, loss: float, norm: float) -> str:
+        path = self.failure_dir / f"not_finite_step_{step}.pt"
+        if is_main_rank():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"lengths_B": batch.lengths_B, "tokens": batch.tokens, "rows": batch.rows}, path)
+        return (
+            f"step {step}: loss {loss}, gradient norm {norm}; the weights were not changed. The mini-batch is in "
+            f"{path}: look at its advantages and old_log_probs, then lower the learning rate or grad_clip"
+        )
+
+
+def clip_grad_norm(model: torch.nn.Module, limit: float) -> float:
+    """Scale gradients down to a global norm of `limit`; returns the norm before. Every rank gets the same number."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+

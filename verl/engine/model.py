@@ -1,0 +1,110 @@
+"""A Hugging Face causal language model that answers with per-token statistics instead of logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl.engine.batching import ModelInput
+from verl.engine.head import AnchorView, Head, TokenStats, token_stats
+from verl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class CausalModel(nn.Module):
+    """Decoder, then the head in chunks of `head_chunk_tokens` over the selected tokens only."""
+
+    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head_chunk_tokens = head_chunk_tokens
+
+    def forward(
+        self,
+        inputs: ModelInput,
+        temperature: float,
+        entropy_gradient: bool = True,
+        anchor: AnchorView | None = None,
+    ) -> TokenStats:
+        """Statistics [N] of the selected tokens; logits are divided by `temperature` first."""
+        hidden_NH = self.hidden(inputs)
+        return token_stats(
+            hidden_NH, self.head(), inputs.label_N, temperature, self.head_chunk_tokens, entropy_gradient, anchor
+        )
+
+    def hidden(self, inputs: ModelInput) -> torch.Tensor:
+        """[N, H] last hidden states at the positions that predict the selected tokens."""
+        output = self.model.base_model(
+            input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False
+        )
+        return output.last_hidden_state.flatten(0, 1).index_select(0, inputs.select_N)
+
+    def head(self) -> Head:
+        """The output projection as it is right now (whole while the sharded model is gathered)."""
+        projection = self.model.get_output_embeddings()
+        return Head(projection.weight, getattr(projection, "bias", None))
+
+
+def load_causal_lm(
+    path: str,
+    device: torch.device,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Load a model folder (or hub name) with float32 weights into CPU memory.
+
+    Attention is flash-attention 2 on CUDA where that package is installed, else PyTorch's own.
+    Raises ConfigError when there is no usable model at `path`.
+    """
+    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"no model at '{path}': there is no config.json; set model.path to a Hugging Face folder")
+    source = str(Path(path).expanduser()) if path.startswith("~") else path
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attention_for(device),
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a causal language model from '{path}': {error}") from error
+    _refuse_logit_transforms(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def attention_for(device: torch.device) -> str:
+    """Name of the attention that Hugging Face should use on `device`."""
+    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether rows may lie in one long row: only variable-length attention keeps them apart without a mask."""
+    return model.config._attn_implementation == "flash_attention_2"
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, as the model's own class declares them."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _refuse_logit_transforms(model: PreTrainedModel) -> None:
+    for name in LOGIT_TRANSFORMS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(f"{type(model).__name__} changes its logits ({name}); the chunked head does not do that")

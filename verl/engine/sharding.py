@@ -1,0 +1,106 @@
+"""FSDP2 around a model: float32 master shards on every rank, gathered layer by layer when they are needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from verl.engine.device import Precision
+from verl.engine.model import CausalModel, decoder_layers
+
+logger = logging.getLogger(__name__)
+
+
+def shard(
+    model: CausalModel, mesh: DeviceMesh, precision: Precision, offload: bool = False, min_num_params: int = 0
+) -> None:
+    """Shard `model` in place over `mesh`.
+
+    Each decoder layer of at least `min_num_params` parameters is one unit, all else (embedding, norm, head, small
+    layers) is the root unit. The root stays gathered from its forward to its backward: the head's chunks are computed
+    again there, and an exact KL reads the anchor's head after the anchor's forward. It therefore must be released by
+    `reshard` after passes without a backward, before its weights change. With one rank nothing is released early.
+    `offload` keeps shards, gradients and optimizer state in CPU memory; on a CPU mesh it means nothing.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+    on_cuda = mesh.device_type == "cuda"
+    policy: OffloadPolicy = CPUOffloadPolicy() if offload and on_cuda else OffloadPolicy()
+    layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
+    for layer in layers:
+        fully_shard(
+            layer, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=mesh.size() > 1
+        )
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "hidden")
+    if on_cuda:
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(torch.device("cuda", torch.cuda.current_device()))
+    logger.info("sharded %d parameters over %d ranks, %d units", num_parameters(model), mesh.size(), len(layers) + 1)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of parameters, each counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Release all gathered weights, so that the next forward gathers what the shards hold then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_shards(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's part of every parameter and floating-point buffer, sharing memory with the model."""
+    parameters = [local(parameter) for parameter in model.parameters()]
+    return parameters + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a sharded tensor, without gradient history, sharing memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered to all ranks (a collective), detached, in memory of its own, on the CPU."""
+    tensor = tensor.detach()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return torch.empty(full.shape, dtype=full.dtype).copy_(full)
+
+
+def parameter_shapes(model: CausalModel) -> dict[str, torch.Size]:
+    """Hugging Face names and whole shapes, in the model's order; a tied head appears under the embedding only."""
+    return {name: tensor.shape for name, tensor in _named_tensors(model)}
+
+
+def iter_full_parameters(model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
+    reshard(model)
+    for name, tensor in _named_tensors(model):
+        yield name, whole(tensor)
+
+
+def is_main_rank() -> bool:
+    """Whether this process writes files."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _named_tensors(model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.model.named_parameters()
+    persistent = model.model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.model.named_buffers() if name in persistent)

@@ -1,0 +1,37 @@
+"""Typed errors. Each message says what was wrong, where it came from, and what to do."""
+
+
+class VerlError(Exception):
+    """Base of every error this project raises on purpose; entry points print it without a traceback."""
+
+
+class ConfigError(VerlError):
+    """A configuration value or key that cannot be used."""
+
+
+class DataError(VerlError):
+    """A prompt or training file that is missing, empty or malformed."""
+
+
+class EnvironmentUnavailable(VerlError):
+    """The environment's infrastructure (a retriever, say) did not answer within its deadline."""
+
+
+class RolloutError(VerlError):
+    """Sampling failed, or too many trajectories of a step failed."""
+
+
+class WeightSyncError(VerlError):
+    """The sampler's weights are not the trainer's: version or checksum differ."""
+
+
+class NumericalError(VerlError):
+    """NaN or Inf in a loss, a log-prob or a weight."""
+
+
+class WorkerError(VerlError):
+    """A worker process ended or did not answer within its deadline."""
+
+
+class CheckpointError(VerlError):
+    """A checkpoint could not be written or read."""

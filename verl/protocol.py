@@ -1,0 +1,159 @@
+"""What flows through the trainer: segments, trajectories, and the flat batch that losses are computed on.
+
+Tensor names end in their shape: `T` tokens of all rows one after the other, `B` rows (trajectories).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+
+class Source(StrEnum):
+    """Who wrote a segment. Only `POLICY` tokens are ever trained."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+class Status(StrEnum):
+    """How a trajectory ended. `FAILED` means infrastructure: never rewarded, never trained."""
+
+    ANSWERED = "answered"
+    TURN_LIMIT = "turn_limit"
+    LENGTH_LIMIT = "length_limit"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of token ids from one source; policy segments carry the sampler's log-prob of each id."""
+
+    source: Source
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.source is Source.POLICY) != (self.log_probs is not None):
+            raise ValueError(f"a {self.source} segment {'needs' if self.log_probs is None else 'has no'} log-probs")
+        if self.log_probs is not None and len(self.log_probs) != len(self.ids):
+            raise ValueError(f"{len(self.ids)} ids but {len(self.log_probs)} log-probs")
+
+
+@dataclass
+class Prompt:
+    """One question drawn from a dataset row, ready to be sampled from.
+
+    `ids` is the tokenised prompt; `row` is the dataset row (plain Python values) that environment and reward may read.
+    """
+
+    ids: tuple[int, ...]
+    data_source: str
+    row: dict[str, Any]
+
+
+@dataclass
+class Trajectory:
+    """An append-only record of one episode. The training sequence is exactly `ids`: what was in context, as sampled."""
+
+    group_id: str
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)
+    status: Status | None = None
+    num_turns: int = 0  # policy segments so far
+    num_valid_actions: int = 0
+    num_searches: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)  # what the environment did, one entry a turn
+    failure: str | None = None
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    weight_version: int = 0  # version of the weights that sampled it
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True on policy tokens: the only place where a mask is derived."""
+        return [segment.source is Source.POLICY for segment in self.segments for _ in segment.ids]
+
+    @property
+    def log_probs(self) -> list[float]:
+        """The sampler's log-prob at policy tokens, 0 elsewhere."""
+        return [value for segment in self.segments for value in (segment.log_probs or (0.0,) * len(segment.ids))]
+
+    @property
+    def num_response_tokens(self) -> int:
+        """All tokens after the prompt, whoever wrote them."""
+        return sum(len(segment.ids) for segment in self.segments if segment.source is not Source.PROMPT)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments if segment.source is Source.POLICY)
+
+
+@dataclass
+class TrainBatch:
+    """Rows of different lengths, stored without padding.
+
+    `tokens[name]` is [T] (or [T, ...]): all rows' tokens one after the other. `rows[name]` is [B].
+    Always present: `tokens["ids"]` int64, `tokens["loss_mask"]` bool. A per-token value at position t belongs to
+    token t (its log-prob given the tokens before it in the same row); at a row's first token it is 0 and masked.
+    """
+
+    lengths_B: torch.Tensor
+    tokens: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
+        """Adds `rollout_log_probs` [T] float32, `reward` [B] float32 and `group` [B] int64 (0.. in order of first use)."""
+        groups: dict[str, int] = {}
+        group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
+        tokens = {
+            "ids": _flat((t.ids for t in trajectories), torch.int64),
+            "loss_mask": _flat((t.loss_mask for t in trajectories), torch.bool),
+            "rollout_log_probs": _flat((t.log_probs for t in trajectories), torch.float32),
+        }
+        rows = {
+            "reward": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+            "group": torch.tensor(group_B, dtype=torch.int64),
+        }
+        lengths_B = torch.tensor([len(t.ids) for t in trajectories], dtype=torch.int64)
+        return cls(lengths_B, tokens, rows)
+
+    def __len__(self) -> int:
+        return len(self.lengths_B)
+
+    @property
+    def row_of_token_T(self) -> torch.Tensor:
+        """[T] int64: which row a token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_B)
+
+    def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
+        """The given rows, in the given order."""
+        index_B = torch.as_tensor(row_indices, dtype=torch.int64)
+        ends_B = self.lengths_B.cumsum(0)
+        spans = [torch.arange(int(ends_B[i] - self.lengths_B[i]), int(ends_B[i])) for i in index_B.tolist()]
+        token_index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        return TrainBatch(
+            self.lengths_B[index_B],
+            {name: value[token_index] for name, value in self.tokens.items()},
+            {name: value[index_B] for name, value in self.rows.items()},
+        )
+
+    def padded(self, name: str, value: float = 0) -> torch.Tensor:
+        """[B, longest] copy of `tokens[name]`, right-padded with `value`."""
+        return torch.nn.utils.rnn.pad_sequence(
+            list(self.tokens[name].split(self.lengths_B.tolist())), batch_first=True, padding_value=value
+        )
+
+
+def _flat(values: Iterable[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([item for row in values for item in row], dtype=dtype)

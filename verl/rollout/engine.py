@@ -1,0 +1,216 @@
+"""A vLLM engine that continues token ids: token ids in, the ids as sampled and their log-probs out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vllm is imported
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+
+from verl.agent.environment import Generation, Sampling  # noqa: E402
+from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+
+SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
+GIB = 2**30
+
+
+class VLLMEngine:
+    """Implements `verl.agent.environment.Sampler` with one vLLM engine in a child process.
+
+    Log-probs are of the distribution that was sampled from: after temperature, top-k and top-p. For a greedy request
+    (temperature 0) they are those of the model at temperature 1. With float32 weights on CPU and a seed per request,
+    the ids and the log-prob bits of a request do not depend on what else is in the batch.
+
+    max_model_len: most tokens of context and continuation together.
+    kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
+    num_threads: CPU threads of the model; None leaves one core for the process that owns the engine.
+    sleep_mode: let `sleep` free GPU memory.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        max_model_len: int,
+        dtype: str = "auto",
+        kv_cache_gib: float = 1.0,
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool = True,
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        num_threads: int | None = None,
+        max_num_seqs: int = 1024,
+        max_num_batched_tokens: int = 8192,
+        load_format: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        sleep_mode: bool = False,
+    ) -> None:
+        self._on_cpu = _is_cpu(device)
+        self._sleep_mode = sleep_mode and not self._on_cpu
+        self._request_numbers = itertools.count()
+        self.weight_version = 0
+        args = AsyncEngineArgs(
+            model=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            enforce_eager=enforce_eager,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            max_num_seqs=max_num_seqs,
+            # A prompt is never split on CPU, where the pieces of one break a request's own random numbers.
+            enable_chunked_prefill=not self._on_cpu,
+            max_num_batched_tokens=max(max_num_batched_tokens, max_model_len, max_num_seqs),
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            load_format=load_format,
+            trust_remote_code=trust_remote_code,
+            enable_sleep_mode=self._sleep_mode,
+            worker_extension_cls="verl.rollout.weight_sync.WeightSyncExtension",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **_device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
+        )
+        with _environment(_engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)):
+            self._llm = AsyncLLM.from_engine_args(args)
+
+    async def start(self) -> None:
+        """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
+        await self._llm.collective_rpc("end_with_parent")
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Continue `ids`. A stop string and an end-of-sequence token are part of the result.
+
+        The last token may reach past a stop string when the tokenizer merged the two: ids are given as sampled.
+        Raises `RolloutError` when the engine refuses the request or has died, `NumericalError` for a NaN log-prob.
+        """
+        params = _sampling_params(sampling)
+        request_id = str(next(self._request_numbers))
+        try:
+            outputs = [out async for out in self._llm.generate(tokens_input(list(ids)), params, request_id)]
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise RolloutError(
+                f"sampling from a context of {len(ids)} tokens failed: {type(cause).__name__}: {cause}"
+            ) from error
+        return _generation(outputs[-1].outputs[0])
+
+    async def load_weights(self, path: str, version: int, checksum: str) -> None:
+        """Replace the weights by those published at `path`; no request may be running.
+
+        Raises `WeightSyncError` when the tensors that arrived are not the ones with `checksum`: the old ones stay.
+        """
+        found = await self._llm.collective_rpc("load_published_weights", args=(path, checksum))
+        for rank, value in enumerate(found):
+            if value != checksum:
+                raise WeightSyncError(
+                    f"weights version {version} at {path}: the engine's rank {rank} read checksum {value[:16]}, "
+                    f"the trainer wrote {checksum[:16]}; the file was changed or cut short"
+                )
+        if not await self._llm.reset_prefix_cache():
+            raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
+        self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Give GPU memory back (weights go to CPU memory, the cache is dropped). Does nothing on CPU."""
+        if self._sleep_mode:
+            await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._sleep_mode:
+            await self._llm.wake_up()
+
+    def shutdown(self) -> None:
+        """End the engine's process. Safe to call twice."""
+        self._llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _is_cpu(device: str) -> bool:
+    """Which build of vLLM is installed decides where it runs; `device` has to agree with it."""
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    if device not in ("auto", "cpu" if on_cpu else "cuda"):
+        built_for, needed = ("cpu", "gpu") if on_cpu else (current_platform.device_type, "cpu")
+        raise ConfigError(
+            f"device={device}, but the installed vLLM is built for {built_for}; "
+            f"set trainer.device=auto, or install requirements/{needed}.lock"
+        )
+    return on_cpu
+
+
+def _device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+    if on_cpu:
+        # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
+        return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
+    return {"gpu_memory_utilization": gpu_memory_utilization}
+
+
+def _engine_variables(on_cpu: bool, ranks: int, num_threads: int | None, eager: bool) -> dict[str, str]:
+    """Environment of the engine's process."""
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    if not on_cpu:
+        return variables
+    threads = num_threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    variables |= {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep: the trainer takes turns with the engine on these cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if eager:
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else one helper of the sampler is compiled, which takes seconds
+    if ranks == 1:
+        # The model runs in the engine's own process. vLLM's default, a process of its own fed through a polled
+        # ring buffer, takes twice the time for a small model and keeps a third of a core busy while idle.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for child processes, then put everything back, also what vLLM sets on its way."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _generation(completion: Any) -> Generation:
+    if completion.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"the engine ended a request with '{completion.finish_reason}'")
+    log_probs = tuple(completion.logprobs.logprobs)
+    if not math.isfinite(sum(log_probs)):
+        raise NumericalError(f"the sampler reported a log-prob that is not finite, of ids {completion.token_ids}")
+    return Generation(tuple(completion.token_ids), log_probs, completion.finish_reason)

@@ -1,0 +1,44 @@
+"""The sampler's side of weight sync: runs inside the engine's worker process and loads what the trainer published."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from typing import Any
+
+from verl.rollout.weight_file import checksum, read_weights
+
+__all__ = ["WeightSyncExtension", "checksum"]
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class WeightSyncExtension:
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`) and that the engine calls by name.
+
+    `model_runner` and `vllm_config` are the worker's own.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_published_weights(self, path: str, expected: str) -> str:
+        """Load the file at `path` in place and return the checksum of the tensors as they were read here.
+
+        When that is not `expected`, nothing is loaded. `reload_weights` undoes and repeats what the engine did to
+        its weights when it started (packing for the CPU kernels, fusing, casting), which `load_weights` alone does not.
+        """
+        from vllm.config import set_current_vllm_config
+
+        weights = dict(read_weights(path))
+        found = checksum(weights.items())
+        if found == expected:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        return found
+
+    def end_with_parent(self) -> None:
+        """Ask Linux to end this process when the one that started it ends, however that happens."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

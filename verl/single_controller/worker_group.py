@@ -1,0 +1,44 @@
+"""One role as a group of Ray actors, one per rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+
+from verl.single_controller.resource_pool import ResourcePool
+from verl.single_controller.waiting import wait_for
+
+
+class WorkerGroup:
+    """Starts `worker_class(*args, rank, world_size)` on every rank of a pool and calls methods on all of them.
+
+    Large arguments are put into the object store once and read by every worker from there.
+    """
+
+    def __init__(
+        self, worker_class: type, pool: ResourcePool, *args: Any, timeout_s: float, env_vars: dict[str, str]
+    ) -> None:
+        self.name = worker_class.__name__
+        self.timeout_s = timeout_s
+        remote_class = ray.remote(worker_class)
+        self.workers = [
+            remote_class.options(**pool.actor_options(rank, env_vars=env_vars)).remote(*args, rank, pool.world_size)
+            for rank in range(pool.world_size)
+        ]
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """The method's result of every rank, in rank order."""
+        shared = [ray.put(arg) for arg in args]
+        references = [getattr(worker, method).remote(*shared) for worker in self.workers]
+        return wait_for(references, f"{self.name}.{method}", self.timeout_s)
+
+    def call_first(self, method: str, *args: Any) -> Any:
+        """The method's result on rank 0 alone."""
+        return wait_for([getattr(self.workers[0], method).remote(*args)], f"{self.name}.{method}", self.timeout_s)[0]
+
+    def shutdown(self) -> None:
+        for worker in self.workers:
+            with contextlib.suppress(Exception):  # a worker that is already gone needs no killing
+                ray.kill(worker)

@@ -1,0 +1,1 @@
+"""Where a run's numbers and trajectories go: console, JSON lines, TensorBoard, W&B, Parquet, and the report."""

@@ -1,0 +1,60 @@
+"""The terminal: a progress bar, and one compact line a step with the numbers a person watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from verl.tracking.backend import Run
+
+WATCHED = (
+    ("critic/score/mean", "reward", ".3f"),
+    ("actor/pg_loss", "pg", ".4f"),
+    ("actor/kl_loss", "kl", ".4f"),
+    ("actor/entropy_loss", "entropy", ".3f"),
+    ("actor/grad_norm", "grad", ".3f"),
+    ("env/number_of_valid_search", "searches", ".2f"),
+    ("env/finish_ratio", "finished", ".2f"),
+    ("response_length/mean", "tokens", ".0f"),
+    ("timing_s/step", "s", ".1f"),
+)
+"""Metric name, its short name on the line, and its format."""
+SCORE_INFIX = "/test_score/"
+
+
+class ConsoleBackend:
+    """Prints a line for every `log`; the bar is drawn only on a terminal, so a log file holds lines alone."""
+
+    def __init__(self, run: Run, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._total_steps = run.total_steps
+        self._progress = Progress(
+            TextColumn(run.experiment, markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("step", total=run.total_steps)
+        self._progress.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        line = compact_line(metrics, step, self._total_steps)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._progress.update(self._task, completed=step)
+
+    def finish(self) -> None:
+        self._progress.stop()
+
+
+def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | None = None) -> str:
+    """`step 3/80 | reward 0.412 | kl 0.0031 | ...`; validation scores follow, failures only if there were any."""
+    parts = [f"step {step}" + (f"/{total_steps}" if total_steps else "")]
+    parts += [f"{short} {metrics[name]:{form}}" for name, short, form in WATCHED if name in metrics]
+    parts += [f"{name.replace(SCORE_INFIX, ' ')} {value:.3f}" for name, value in metrics.items() if SCORE_INFIX in name]
+    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith("/failed_ratio") and value > 0]
+    return " | ".join(parts)

@@ -1,0 +1,81 @@
+"""What a finished (or running) run left on disk, loaded for the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.errors import DataError
+from verl.tracking.jsonl_backend import FILE_NAME
+from verl.tracking.tracker import CONFIG_FILE
+
+Curve = dict[int, float]  # value by step, in order of step
+
+
+@dataclass(frozen=True)
+class RunData:
+    """`metrics[step][name]`, steps in order; a null in the file (NaN or infinity) is NaN here."""
+
+    run_dir: Path
+    metrics: dict[int, dict[str, float]]
+    config: dict[str, Any]
+
+    def curve(self, name: str) -> Curve:
+        """The finite values of one metric by step."""
+        return {step: row[name] for step, row in self.metrics.items() if name in row and math.isfinite(row[name])}
+
+    def names(self, prefix: str) -> list[str]:
+        """What follows `prefix` in the metric names that start with it, in order of first use."""
+        found = (name for row in self.metrics.values() for name in row if name.startswith(prefix))
+        return [name.removeprefix(prefix) for name in dict.fromkeys(found)]
+
+    def setting(self, dotted: str) -> Any:
+        """The configuration value at `a.b.c`, or None."""
+        value: Any = self.config
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def load_run(run_dir: Path | str) -> RunData:
+    """Read metrics.jsonl and config.yaml (which may be absent).
+
+    Lines of one step are merged and a later line wins, so a step repeated after a resume counts once. A last line
+    cut short by a crash is ignored. Raises DataError without metrics or for any other line that is not JSON.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise DataError(f"{path} is missing: give the folder of a run (trainer.default_local_dir)")
+    metrics: dict[int, dict[str, float]] = {}
+    for record in _records(path):
+        row = metrics.setdefault(int(record.pop("step")), {})
+        record.pop("time", None)
+        row |= {name: math.nan if value is None else float(value) for name, value in record.items()}
+    if not metrics:
+        raise DataError(f"{path} has no step yet")
+    return RunData(run_dir, dict(sorted(metrics.items())), _config(run_dir / CONFIG_FILE))
+
+
+def _records(path: Path) -> Iterable[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from error
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded if isinstance(loaded, dict) else {}

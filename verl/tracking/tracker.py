@@ -1,0 +1,88 @@
+"""Sends a run's metrics to every place that the configuration names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl.errors import ConfigError
+from verl.tracking.backend import Backend, Run
+from verl.tracking.jsonl_backend import JsonlBackend
+from verl.tracking.secrets import mask_secrets
+
+BACKENDS = {
+    "console": "verl.tracking.console_backend.ConsoleBackend",
+    "tensorboard": "verl.tracking.tensorboard_backend.TensorboardBackend",
+    "wandb": "verl.tracking.wandb_backend.WandbBackend",
+}
+"""Back ends by the name used in `trainer.logger`; imported only when named. `jsonl` is always on."""
+CONFIG_FILE = "config.yaml"
+
+
+class Tracker:
+    """Writes `config.yaml` (secrets masked) into `run_dir` and logs to metrics.jsonl plus the named back ends.
+
+    `loggers`: any of console, tensorboard, wandb, jsonl. `total_steps` is for the progress bar. Usable in a `with`.
+
+    Raises ConfigError for a name that is not available.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str],
+        project: str,
+        experiment: str,
+        run_dir: Path | str,
+        config: Mapping[str, Any],
+        total_steps: int | None = None,
+    ) -> None:
+        check_loggers(loggers)
+        run = Run(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        (run.run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dict(run.config))), encoding="utf-8")
+        self._backends: list[Backend] = [JsonlBackend(run)]
+        try:
+            for name in dict.fromkeys(loggers):
+                if name != "jsonl":
+                    self._backends.append(_load(name)(run))
+        except BaseException:
+            self.finish()
+            raise
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Send numbers (Python, numpy or one-element tensors) of a step; may be called several times for one step."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for backend in self._backends:
+            backend.log(numbers, step)
+
+    def finish(self) -> None:
+        """Close every back end; safe to call twice."""
+        while self._backends:
+            self._backends.pop().finish()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise ConfigError unless every name is a back end of this installation."""
+    for name in loggers:
+        if name in BACKENDS or name == "jsonl":
+            continue
+        reason = "not available" if name == "mlflow" else "unknown"
+        raise ConfigError(f"trainer.logger: '{name}' is {reason}; choose from {', '.join(['jsonl', *BACKENDS])}")
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = BACKENDS[name].rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,53 @@
+"""Weights & Biases. Without an account it writes an offline run that `wandb sync` can send later."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import urlparse
+
+import wandb
+
+from verl.tracking.backend import Run
+
+logger = logging.getLogger(__name__)
+
+
+class WandbBackend:
+    """One W&B run under `{run_dir}/wandb`. `WANDB_MODE` decides the mode; unset and without an API key: offline."""
+
+    def __init__(self, run: Run) -> None:
+        mode: Literal["offline"] | None = None
+        if "WANDB_MODE" not in os.environ and not _has_api_key():
+            mode = "offline"
+            logger.warning("W&B: no API key and WANDB_MODE unset: offline run in %s", run.run_dir / "wandb")
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=True),  # the console back end owns the terminal
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        """Close the run and end W&B's service process: without that, the file may still be written after the return."""
+        self._run.finish()
+        wandb.teardown()
+
+
+def _has_api_key() -> bool:
+    """Where W&B itself looks: the environment, then the netrc entry of its server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,1 @@
+"""Entry points and the loops they run."""

@@ -1,0 +1,71 @@
+"""`python3 -m verl.trainer.main_ppo key=value ...`: train (or only validate) a search agent by RL.
+
+The command line is checked before anything heavy is imported, the prompt files and the environment before any model
+is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from verl.config import check_supported, load_config_from_argv
+from verl.errors import VerlError
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer")
+        check_supported(config)
+        run(config)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: earlier checkpoints are intact", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(config: Config) -> None:
+    """Check the inputs, start Ray, train, and leave no process behind."""
+    from verl.trainer.preflight import check_inputs
+
+    check_inputs(config)
+
+    import ray
+
+    from verl.engine.device import resolve_device
+    from verl.trainer.rl_trainer import RLTrainer
+
+    started_here = not ray.is_initialized()
+    if started_here:
+        # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+        ray.init(include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="warning")
+    trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
+    try:
+        report = trainer.fit()
+        print(f"report: {report}")
+    finally:
+        trainer.shutdown()
+        if started_here:
+            ray.shutdown()
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

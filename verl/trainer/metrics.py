@@ -1,0 +1,221 @@
+"""The numbers a training step and a validation report: plain floats by published name.
+
+What a mean leaves out:
+- trajectories with status `failed` (infrastructure) count only in `*/failed_ratio` and in the sampling cost;
+- tokens that the environment wrote count only in `response_length/*`, `state_tokens/coverage` and `global_seqlen/*`;
+  advantages, returns and values are taken over policy tokens alone, and `policy_length/*` is the response without them.
+
+A name whose mean would be over nothing (no finished trajectory, a tensor that the batch does not have) is left out.
+Row letters: `B` trajectories, `T` tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from verl.protocol import Source, Status, TrainBatch, Trajectory
+
+BATCH_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases whose time grows with all tokens of the batch; `gen` grows with the sampled ones."""
+
+
+def step_metrics(
+    trajectories: Sequence[Trajectory],
+    batch: TrainBatch | None,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    partitions: Sequence[Sequence[int]] | None = None,
+    max_prompt_length: int | None = None,
+) -> dict[str, float]:
+    """All metrics of one step.
+
+    `trajectories`: everything sampled in the step, failed ones included. `batch`: what was trained (None: nothing);
+    `advantages`, `returns`, `values`, `rewards` (each [T], reward after the KL penalty) are read where present.
+    `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each worker after balancing.
+    `max_prompt_length` (tokens) adds `prompt_length/clip_ratio`, the share of prompts at that length.
+
+    Raises ValueError for a finished trajectory without a reward.
+    """
+    metrics = environment_metrics(trajectories)
+    metrics |= length_metrics(trajectories, max_prompt_length)
+    metrics |= _spread("critic/score", _scores(trajectories))
+    if batch is not None and len(batch) > 0:
+        metrics |= batch_metrics(batch) | balance_metrics(batch.lengths_B.tolist(), partitions)
+    return metrics | timing_metrics(seconds or {}, trajectories, batch)
+
+
+def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`env/*`. An action is a policy turn; finished means answered; only executed valid searches count as searches.
+
+    Means are per trajectory over those that did not fail; `env/failed_ratio` is failed over all.
+    """
+    finished = _finished(trajectories)
+    metrics = {"env/failed_ratio": 1 - len(finished) / len(trajectories)} if trajectories else {}
+    if not finished:
+        return metrics
+    return (
+        metrics
+        | _spread("env/number_of_actions", [t.num_turns for t in finished])
+        | {
+            "env/finish_ratio": _mean(t.status is Status.ANSWERED for t in finished),
+            "env/number_of_valid_action": _mean(t.num_valid_actions for t in finished),
+            "env/ratio_of_valid_action": _mean(t.num_valid_actions / max(t.num_turns, 1) for t in finished),
+            "env/number_of_valid_search": _mean(t.num_searches for t in finished),
+        }
+    )
+
+
+def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | None = None) -> dict[str, float]:
+    """Lengths in tokens, over trajectories that did not fail.
+
+    `response_length/*` is everything after the prompt, retrieved text included; `policy_length/*` is what the policy
+    wrote. `response_length/clip_ratio` is the share that ended because of the length limit.
+    """
+    finished = _finished(trajectories)
+    if not finished:
+        return {}
+    prompt_lengths = [_num_prompt_tokens(t) for t in finished]
+    metrics = _spread("response_length", [t.num_response_tokens for t in finished])
+    metrics["response_length/clip_ratio"] = _mean(t.status is Status.LENGTH_LIMIT for t in finished)
+    metrics |= _spread("policy_length", [t.num_policy_tokens for t in finished])
+    metrics |= _spread("prompt_length", prompt_lengths)
+    if max_prompt_length is not None:
+        metrics["prompt_length/clip_ratio"] = _mean(length >= max_prompt_length for length in prompt_lengths)
+    return metrics
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """`critic/{rewards,advantages,returns,values}`, `critic/vf_explained_var` and `state_tokens/*` of a train batch.
+
+    `critic/rewards` is the sum of a row's `rewards` over its policy tokens, or the row's reward where the batch has
+    none (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
+    """
+    mask_T = batch.tokens["loss_mask"]
+    metrics = _spread("critic/rewards", _row_rewards_B(batch).tolist())
+    for name in ("advantages", "returns", "values"):
+        if name in batch.tokens:
+            metrics |= _spread(f"critic/{name}", batch.tokens[name][mask_T].tolist())
+    if {"returns", "values"} <= batch.tokens.keys():
+        metrics["critic/vf_explained_var"] = _explained_variance(
+            batch.tokens["returns"][mask_T], batch.tokens["values"][mask_T]
+        )
+    metrics["state_tokens/total"] = float(mask_T.sum())
+    num_response_tokens = _num_response_tokens(batch)
+    if num_response_tokens:
+        metrics["state_tokens/coverage"] = float(mask_T.sum()) / num_response_tokens
+    return metrics
+
+
+def balance_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]] | None = None) -> dict[str, float]:
+    """`global_seqlen/*`: tokens per worker before balancing (rows dealt out in order) and after it (`partitions`).
+
+    `mean` is the tokens of a worker if all had the same. Without `partitions` one worker has every row.
+    """
+    parts = partitions or [range(len(lengths))]
+    after = [sum(lengths[row] for row in part) for part in parts]
+    before = [sum(chunk.tolist()) for chunk in torch.tensor(lengths).tensor_split(len(parts))]
+    return {
+        "global_seqlen/min": float(min(before)),
+        "global_seqlen/max": float(max(before)),
+        "global_seqlen/minmax_diff": float(max(before) - min(before)),
+        "global_seqlen/balanced_min": float(min(after)),
+        "global_seqlen/balanced_max": float(max(after)),
+        "global_seqlen/mean": sum(lengths) / len(parts),
+    }
+
+
+def timing_metrics(
+    seconds: Mapping[str, float], trajectories: Sequence[Trajectory], batch: TrainBatch | None
+) -> dict[str, float]:
+    """`timing_s/{phase}` (s) and `timing_per_token_ms/{phase}` (ms).
+
+    `gen` is divided by the sampled tokens, those of failed trajectories too (they cost time); `BATCH_PHASES` are
+    divided by all tokens of the batch. Other phases have no per-token figure.
+    """
+    metrics = {f"timing_s/{phase}": float(value) for phase, value in seconds.items()}
+    num_tokens = {"gen": sum(t.num_policy_tokens for t in trajectories)}
+    num_tokens |= dict.fromkeys(BATCH_PHASES, int(batch.lengths_B.sum()) if batch is not None else 0)
+    for phase, value in seconds.items():
+        if num_tokens.get(phase):
+            metrics[f"timing_per_token_ms/{phase}"] = value * 1000 / num_tokens[phase]
+    return metrics
+
+
+def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") -> dict[str, float]:
+    """`{prefix}/{quantity}/{data_source}`, and `{prefix}/{quantity}/mean` over all trajectories of all sources.
+
+    Quantities: `test_score` (mean reward), `searches_per_question`, `finish_ratio` (share that answered); failed
+    trajectories are left out of all three. `num_questions` counts those that were scored (`{prefix}/num_questions`
+    is their sum) and `{prefix}/failed_ratio` is failed over all.
+
+    Raises ValueError for a finished trajectory without a reward.
+    """
+    by_source: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in _finished(trajectories):
+        by_source[trajectory.prompt.data_source].append(trajectory)
+    metrics = {f"{prefix}/num_questions": float(sum(len(rows) for rows in by_source.values()))}
+    if trajectories:
+        metrics[f"{prefix}/failed_ratio"] = _mean(t.status is Status.FAILED for t in trajectories)
+    for source, rows in sorted(by_source.items()):
+        metrics[f"{prefix}/num_questions/{source}"] = float(len(rows))
+        metrics |= _validation_means(rows, prefix, source)
+    return metrics | _validation_means(_finished(trajectories), prefix, "mean")
+
+
+def _validation_means(finished: Sequence[Trajectory], prefix: str, name: str) -> dict[str, float]:
+    if not finished:
+        return {}
+    return {
+        f"{prefix}/test_score/{name}": _mean(_scores(finished)),
+        f"{prefix}/searches_per_question/{name}": _mean(t.num_searches for t in finished),
+        f"{prefix}/finish_ratio/{name}": _mean(t.status is Status.ANSWERED for t in finished),
+    }
+
+
+def _finished(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    return [t for t in trajectories if t.status is not Status.FAILED]
+
+
+def _scores(trajectories: Iterable[Trajectory]) -> list[float]:
+    scores = []
+    for trajectory in _finished(trajectories):
+        if trajectory.reward is None:
+            raise ValueError(f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet")
+        scores.append(trajectory.reward)
+    return scores
+
+
+def _num_prompt_tokens(trajectory: Trajectory) -> int:
+    return sum(len(segment.ids) for segment in trajectory.segments if segment.source is Source.PROMPT)
+
+
+def _row_rewards_B(batch: TrainBatch) -> torch.Tensor:
+    if "rewards" not in batch.tokens:
+        return batch.rows["reward"]
+    reward_T = batch.tokens["rewards"].masked_fill(~batch.tokens["loss_mask"], 0)
+    return reward_T.new_zeros(len(batch)).index_add(0, batch.row_of_token_T, reward_T)
+
+
+def _num_response_tokens(batch: TrainBatch) -> int:
+    """Tokens from a row's first policy token on: the turn that follows the prompt is always the policy's."""
+    rows = torch.split(batch.tokens["loss_mask"], batch.lengths_B.tolist())
+    return sum(len(mask) - int(mask.int().argmax()) for mask in rows if bool(mask.any()))
+
+
+def _explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 is one that knows the mean only."""
+    return float(1 - torch.var(returns - values, correction=0) / (torch.var(returns, correction=0) + 1e-8))
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}/mean": _mean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
