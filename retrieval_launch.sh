@@ -5,10 +5,13 @@ set -euo pipefail
 CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-CORPUS_PATH=${CORPUS_PATH:-data/tinywiki/corpus.jsonl}    # passages, .jsonl or .jsonl.gz
-INDEX_PATH=${INDEX_PATH:-}                                # FAISS file or BM25 folder; empty: BM25 built in memory
-RETRIEVER_NAME=${RETRIEVER_NAME:-bm25}                    # bm25, or a dense family: e5, bge, ...
-RETRIEVER_MODEL=${RETRIEVER_MODEL:-intfloat/e5-base-v2}   # the dense encoder; not used by bm25
+# Passages, .jsonl or .jsonl.gz; the default is the TinyWiki that scripts/quickstart.sh makes.
+CORPUS_PATH=${CORPUS_PATH:-runs/tinywiki_default_seed0/data/corpus.jsonl}
+# A FAISS file or a BM25 folder; empty: BM25 built in memory.
+INDEX_PATH=${INDEX_PATH:-}
+# bm25, or the family of a dense encoder (e5, bge, ...) and its folder or hub id.
+RETRIEVER_NAME=${RETRIEVER_NAME:-bm25}
+RETRIEVER_MODEL=${RETRIEVER_MODEL:-intfloat/e5-base-v2}
 TOPK=${TOPK:-3}
 HOST=${HOST:-127.0.0.1}
 PORT=${PORT:-8000}

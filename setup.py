@@ -9,7 +9,9 @@ from setuptools import find_packages, setup
 VERSION = "0.1.0"
 
 REQUIRED = [
+    "aiohttp>=3.11",
     "bm25s>=0.3.16",
+    "cachetools>=5.5",
     "faiss-cpu>=1.15",
     "fastapi>=0.133,<0.137",  # vLLM's range
     "httpx>=0.28",
@@ -19,6 +21,7 @@ REQUIRED = [
     "numpy>=2.0",
     "omegaconf>=2.3,<2.4",
     "pyarrow>=20",
+    "pydantic>=2.12",
     "PyStemmer>=3.0",
     "PyYAML>=6.0",
     "ray==2.60.0",
@@ -39,6 +42,7 @@ EXTRAS = {
     "retrieval-lucene": ["pyserini>=1.0"],
     "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
 }
+PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"]}
 
 if __name__ == "__main__":
     setup(
@@ -50,7 +54,7 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.11",
         packages=find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]),
-        package_data={"search_r1.llm_agent": ["templates/*.txt"]},
+        package_data=PACKAGE_DATA,
         install_requires=REQUIRED,
         extras_require=EXTRAS,
     )

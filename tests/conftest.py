@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Pre
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
-    """Ray on this machine, for all tests that need it."""
+    """Ray on this machine, for all tests that need it. Workers can import the helper modules that lie beside tests."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    folders = [path for path in sys.path if Path(path).is_relative_to(Path(__file__).parent)]
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(folders)}},
+    )
     yield ray
     ray.shutdown()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import ServerError
+from search_r1.search.errors import IndexMismatchError, ServerError
 from search_r1.search.retriever import Retriever
 
 
@@ -28,6 +28,11 @@ def load_retriever(options: BackendOptions, corpus: Corpus) -> Retriever:
         return Bm25Retriever.load(options.index_path, corpus) if options.index_path else Bm25Retriever.build(corpus)
     if not options.index_path or not options.model:
         raise ServerError(f"dense retriever {options.name!r} needs --index_path and --retriever_model")
+    if not Path(options.index_path).is_file():
+        raise IndexMismatchError(
+            f"index file {options.index_path} does not exist; build one: python -m search_r1.search.index_builder "
+            f"--retrieval_method {options.name} --model_path {options.model} --corpus_path {corpus.path} --save_dir ..."
+        )
     from search_r1.search.dense import DenseRetriever  # torch is loaded only for a dense encoder
 
     return DenseRetriever.load(

@@ -7,6 +7,7 @@ every (term, row) in a sparse matrix; a query adds up its columns.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from search_r1.search.errors import CorpusError, IndexMismatchError
 from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
 from search_r1.search.retriever import Hit
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
 _MANIFEST = "manifest.json"
 
 

@@ -20,7 +20,7 @@ from search_r1.search.reply import parse_reply, retry_after_s, server_message
 Passages = list[dict[str, Any]]
 
 _GATHER_S = 0.001  # how long the first query of a batch waits for others
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0, 0.05
 _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
 _RETRIED = frozenset({500, 502, 503, 504})
@@ -172,10 +172,11 @@ class RetrievalClient:
                 return await self._attempt(queries, min(self._timeout_s, left_s))
             except _Trouble as trouble:
                 self._last_trouble = str(trouble)
-                pause_s = max(trouble.pause_s, _backoff_s(attempts))
-                if time.monotonic() + pause_s >= deadline():
+                left_s = deadline() - time.monotonic()
+                if left_s <= max(trouble.pause_s, _LAST_PAUSE_S):
                     elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
                     raise self._unavailable(f"{elapsed}; last: {trouble}") from trouble
+                pause_s = max(trouble.pause_s, min(_backoff_s(attempts), left_s / 2))
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, queries: Sequence[str], timeout_s: float) -> list[Passages]:

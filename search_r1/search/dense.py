@@ -13,8 +13,6 @@ from search_r1.search.errors import IndexMismatchError, ServerError
 from search_r1.search.manifest import check_manifest, read_manifest
 from search_r1.search.retriever import Hit
 
-_QUERY_BATCH = 64
-
 
 def manifest_path(index_path: Path) -> Path:
     """Where the manifest of a FAISS file is kept."""
@@ -42,11 +40,6 @@ class DenseRetriever:
 
         Raises `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and FAISS has none.
         """
-        if not path.is_file():
-            raise IndexMismatchError(
-                f"index file {path} does not exist; build one: python -m search_r1.search.index_builder "
-                f"--retrieval_method {name} --model_path {model} --corpus_path {corpus.path} --save_dir ..."
-            )
         found = read_manifest(manifest_path(path))
         pooling = None if found is None else found.get("pooling")
         encoder = Encoder(EncoderOptions(name, model, pooling=pooling, half=True, num_threads=num_threads))
@@ -61,10 +54,8 @@ class DenseRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See `Retriever.search`; the score is the inner product."""
-        batches = (queries[start : start + _QUERY_BATCH] for start in range(0, len(queries), _QUERY_BATCH))
-        return [hits for batch in batches for hits in self._search(batch, k)]
-
-    def _search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        if not queries:
+            return []
         scores, rows = self._index.search(self._encoder.encode_queries(queries), min(k, len(self)))
         return [_hits(*pair) for pair in zip(scores, rows, strict=True)]
 

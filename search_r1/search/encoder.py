@@ -20,6 +20,7 @@ from search_r1.search.encoder_spec import EncoderSpec, resolve_spec
 from search_r1.search.errors import EncoderError
 
 _LOG = logging.getLogger(__name__)
+_CPU_BATCH, _GPU_BATCH = 32, 512
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,20 @@ class Encoder:
         limit = self.spec.max_passage_tokens
         return self._encode(self.spec.passage_prefix, texts, min(max_tokens or limit, limit))
 
-    @torch.inference_mode()
     def _encode(self, prefix: str, texts: Sequence[str], max_tokens: int) -> np.ndarray:
+        """Texts of like length share a batch: padding is work for nothing."""
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        size = _GPU_BATCH if self.device.type == "cuda" else _CPU_BATCH
+        vectors_BD = np.empty((len(texts), self.dim), dtype=np.float32)
+        for start in range(0, len(texts), size):
+            batch = order[start : start + size]
+            vectors_BD[batch] = self._encode_batch([prefix + texts[i] for i in batch], max_tokens)
+        return vectors_BD
+
+    @torch.inference_mode()
+    def _encode_batch(self, texts: list[str], max_tokens: int) -> np.ndarray:
         inputs = self._tokenizer(
-            [prefix + text for text in texts],
+            texts,
             max_length=min(max_tokens, self._longest),
             truncation=True,
             padding=True,

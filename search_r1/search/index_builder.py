@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the index; returns the exit code."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     try:
         target = build(arguments)
     except SearchError as error:

@@ -112,7 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     try:
         _check(arguments)
         listener = _bind(arguments.host, arguments.port)

@@ -125,12 +125,15 @@ def merge_rows(
     lengths_B: torch.Tensor, parts: Sequence[tuple[Sequence[int] | torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The whole batch's [T] values from `(rows, values of these rows one after the other)` of each rank."""
-    starts_B = lengths_B.cumsum(0) - lengths_B
     merged_T = parts[0][1].new_zeros(int(lengths_B.sum()))
     for rows, value_T in parts:
-        index_B = torch.as_tensor(rows, dtype=torch.int64)
-        own_lengths_B = lengths_B[index_B]
-        own_starts_B = own_lengths_B.cumsum(0) - own_lengths_B
-        offset_T = torch.arange(len(value_T)) - own_starts_B.repeat_interleave(own_lengths_B)
-        merged_T[starts_B[index_B].repeat_interleave(own_lengths_B) + offset_T] = value_T
+        merged_T[flat_positions(lengths_B, rows)] = value_T
     return merged_T
+
+
+def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """[T'] int64: where the tokens of `rows`, one row after the other, lie in the whole batch's flat order."""
+    index_B = torch.as_tensor(rows, dtype=torch.int64)
+    own_lengths_B = lengths_B[index_B]
+    shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
+    return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)

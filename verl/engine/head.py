@@ -24,7 +24,7 @@ class Head(NamedTuple):
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None = None
 
-    def float(self) -> Head:
+    def in_float32(self) -> Head:
         return Head(self.weight_VH.float(), None if self.bias_V is None else self.bias_V.float())
 
     def logits(self, hidden_NH: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -62,21 +62,20 @@ def token_stats(
     `entropy_gradient` false computes the entropy for reporting only. With no token at all the result is empty but
     still hangs on the head's weights, so that a backward gives them a zero gradient.
     """
-    head = head.float()
+    head = head.in_float32()
     if anchor is not None:
-        anchor = anchor._replace(head=anchor.head.float())
+        anchor = anchor._replace(head=anchor.head.in_float32())
     chunks = []
     for start in range(0, max(1, len(label_N)), chunk_tokens):
         span = slice(start, start + chunk_tokens)
         part = None if anchor is None else anchor._replace(hidden_NH=anchor.hidden_NH[span])
         arguments = (hidden_NH[span], head, label_N[span], temperature, entropy_gradient, part)
-        grad = torch.is_grad_enabled()
-        chunks.append(checkpoint(_chunk, *arguments, **CHECKPOINT) if grad else _chunk(*arguments))
+        if torch.is_grad_enabled():
+            chunks.append(checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            chunks.append(_chunk(*arguments))
     log_prob_N, entropy_N, kl_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return TokenStats(log_prob_N, entropy_N, kl_N if anchor is not None else None)
-
-
-CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 
 
 def _chunk(

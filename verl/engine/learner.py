@@ -110,4 +110,3 @@ def clip_grad_norm(model: torch.nn.Module, limit: float) -> float:
     """Scale gradients down to a global norm of `limit`; returns the norm before. Every rank gets the same number."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from verl.engine.batching import ModelInput
 from verl.engine.head import AnchorView, Head, TokenStats, token_stats
@@ -70,6 +72,8 @@ def load_causal_lm(
     if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"no model at '{path}': there is no config.json; set model.path to a Hugging Face folder")
     source = str(Path(path).expanduser()) if path.startswith("~") else path
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
         model = AutoModelForCausalLM.from_pretrained(

@@ -14,22 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from verl.config.model import OptimConfig
 from verl.errors import ConfigError
 
 WARMUP_STYLES = ("constant", "cosine")
-
-
-class OptimConfig(Protocol):
-    """What is read of an `optim` section."""
-
-    lr: float
-    lr_warmup_steps_ratio: float
-    min_lr_ratio: float | None
-    warmup_style: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,9 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     """Decoupled weight decay (arXiv 1711.05101); one fused kernel per device where PyTorch has it."""
     trainable = [p for p in parameters if p.requires_grad]
-    return torch.optim.AdamW(trainable, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(
+        trainable, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

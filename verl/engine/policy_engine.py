@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,19 @@ import torch.distributed as dist
 
 from verl.algorithms import anchor as anchor_rule
 from verl.algorithms.kl import EXACT_KL
-from verl.config import Config
-from verl.engine.batching import Budget, ModelInput, model_input, plan, split_rows
-from verl.engine.device import device_mesh, prepare_matmul, resolve_precision, set_threads
+from verl.config import Config, RefConfig, RolloutConfig
+from verl.config.model import FrozenFsdpConfig, FsdpConfig
+from verl.engine.batching import Budget, ModelInput, flat_positions, model_input, plan, split_rows
+from verl.engine.device import set_threads
 from verl.engine.head import AnchorView
 from verl.engine.learner import Learner
-from verl.engine.model import CausalModel, can_pack, load_causal_lm
+from verl.engine.loading import load_sharded
+from verl.engine.model import CausalModel, can_pack
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.policy_objective import PolicyObjective
 from verl.engine.saving import save_model
-from verl.engine.sharding import iter_full_parameters, local_shards, reshard, shard, whole
-from verl.errors import ConfigError, NumericalError
+from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
+from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -96,31 +97,25 @@ class PolicyEngine:
         """
         model = self._model(of)
         model.eval()
-        settings: Any = self.role.rollout if of == "policy" else self.role.ref
+        settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
         budget = _budget(
             settings.log_prob_use_dynamic_bsz,
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
-        lengths, num_tokens = batch.lengths_B, len(batch.tokens["ids"])
-        starts_B = lengths.cumsum(0) - lengths
-        log_prob_T, entropy_T = torch.zeros(num_tokens), torch.zeros(num_tokens)
-        for rows in plan(lengths, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget):
+        token_values = {name: torch.zeros(len(batch.tokens["ids"])) for name in ("log_prob", "entropy")}
+        for rows in plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget):
             micro_batch = batch.select(rows)
             inputs = model_input(micro_batch, self.device, self.packed)
             stats = model(inputs, temperature)
-            if not rows:
-                continue
-            row_N = micro_batch.row_of_token_T[inputs.token_N]
-            own_starts_B = micro_batch.lengths_B.cumsum(0) - micro_batch.lengths_B
-            token_N = inputs.token_N + (starts_B[torch.tensor(rows)] - own_starts_B)[row_N]
-            log_prob_T[token_N] = stats.log_prob_N.cpu()
-            entropy_T[token_N] = stats.entropy_N.cpu()
+            token_N = flat_positions(batch.lengths_B, rows)[inputs.token_N]
+            token_values["log_prob"][token_N] = stats.log_prob_N.cpu()
+            token_values["entropy"][token_N] = stats.entropy_N.cpu()
         reshard(model)
-        if not (log_prob_T.isfinite().all() and entropy_T.isfinite().all()):
+        if not all(value_T.isfinite().all() for value_T in token_values.values()):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = self.rows_of_rank(batch)
-        values = TrainBatch(lengths, {"log_prob": log_prob_T, "entropy": entropy_T}).select(own).tokens
+        values = TrainBatch(batch.lengths_B, token_values).select(own).tokens
         return RankValues(own, values["log_prob"], values["entropy"])
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -179,27 +174,10 @@ class PolicyEngine:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
         save_model(self._model(of), Path(path), tokenizer)
 
-    def _load(self, path: str, fsdp: Any, trained: bool) -> CausalModel:
-        model_config = self.role.model
-        if fsdp.fsdp_size not in (-1, dist.get_world_size()):
-            raise ConfigError(f"fsdp_size is {fsdp.fsdp_size}; only -1 (all {dist.get_world_size()} workers) works")
-        for name in _names(model_config.external_lib):
-            importlib.import_module(name)
-        hf_model = load_causal_lm(
-            path,
-            self.device,
-            model_config.override_config,
-            model_config.trust_remote_code,
-            gradient_checkpointing=trained and model_config.enable_gradient_checkpointing,
-        )
-        mixed = self.role.actor.fsdp_config.mixed_precision
-        precision = resolve_precision(self.device, mixed.param_dtype, mixed.reduce_dtype)
-        prepare_matmul(self.device, precision)
-        model = CausalModel(hf_model, self.role.actor.head_chunk_tokens)
-        model.requires_grad_(trained)
-        offload = fsdp.param_offload or getattr(fsdp, "optimizer_offload", False)
-        shard(model, device_mesh(self.device), precision, offload, fsdp.wrap_policy.min_num_params)
-        return model
+    def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
+        actor = self.role.actor
+        mixed = actor.fsdp_config.mixed_precision
+        return load_sharded(path, self.role.model, fsdp, mixed, self.device, actor.head_chunk_tokens, trained)
 
     def _model(self, of: Which) -> CausalModel:
         if of == "policy":
@@ -232,9 +210,3 @@ def _budget(by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
     if by_tokens:
         return Budget(tokens=max_tokens)
     return Budget(rows=max(1, micro_batch_size // dist.get_world_size()))
-
-
-def _names(external_lib: str | list[str] | None) -> list[str]:
-    if external_lib is None:
-        return []
-    return [external_lib] if isinstance(external_lib, str) else external_lib

@@ -27,8 +27,8 @@ BYTES_PER_VALUE = 4  # float32
 def save_model(model: CausalModel, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Save config, float32 weights and tokenizer to the folder `path`, replacing what is there. All ranks call it.
 
-    Rank 0 writes; it holds one file's worth of weights at a time. A failure (a full disk, say) removes what was written,
-    leaves an older `path` as it was, and raises CheckpointError on every rank.
+    Rank 0 writes; it holds one file's worth of weights at a time. A failure (a full disk, say) removes what was
+    written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
     parameters = iter_full_parameters(model)
     failure: OSError | Exception | None = None

@@ -41,14 +41,9 @@ def shard(
     policy: OffloadPolicy = CPUOffloadPolicy() if offload and on_cuda else OffloadPolicy()
     layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
     for layer in layers:
-        fully_shard(
-            layer, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=mesh.size() > 1
-        )
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=mesh.size() > 1)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")
-    if on_cuda:
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(torch.device("cuda", torch.cuda.current_device()))
     logger.info("sharded %d parameters over %d ranks, %d units", num_parameters(model), mesh.size(), len(layers) + 1)
 
 

@@ -82,7 +82,7 @@ class VLLMEngine:
             **_device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
         )
         with _environment(_engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)):
-            self._llm = AsyncLLM.from_engine_args(args)
+            self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
@@ -132,7 +132,15 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         """End the engine's process. Safe to call twice."""
-        self._llm.shutdown(timeout=SHUTDOWN_S)
+        llm, self._running = self._running, None
+        if llm is not None:
+            llm.shutdown(timeout=SHUTDOWN_S)
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._running is None:
+            raise RolloutError("the engine was shut down; start a new one to sample again")
+        return self._running
 
 
 def _is_cpu(device: str) -> bool:

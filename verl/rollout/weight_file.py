@@ -75,4 +75,4 @@ def _on_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -7,6 +7,8 @@ import signal
 import sys
 from typing import Any
 
+import torch
+
 from verl.rollout.weight_file import checksum, read_weights
 
 __all__ = ["WeightSyncExtension", "checksum"]
@@ -36,9 +38,23 @@ class WeightSyncExtension:
         if found == expected:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+                _repack_output_heads(self.model_runner.get_model())
         return found
 
     def end_with_parent(self) -> None:
         """Ask Linux to end this process when the one that started it ends, however that happens."""
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _repack_output_heads(model: torch.nn.Module) -> None:
+    """Make the output head read its current weight on CPU.
+
+    The CPU kernels keep a packed copy of it. `reload_weights` renews that copy only for layers that appear in the
+    weights by name, which a head tied to the embedding does not: it would go on with the old weights, silently.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)

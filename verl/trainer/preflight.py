@@ -10,7 +10,7 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
-from verl.trainer.by_name import load_by_name
+from verl.by_name import load_by_name
 
 
 def check_inputs(config: Config) -> None:

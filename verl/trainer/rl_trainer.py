@@ -20,8 +20,8 @@ from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.advantages import estimate_advantages
-from verl.trainer.by_name import load_by_name
-from verl.trainer.metrics import step_metrics, timing_metrics, validation_metrics
+from verl.by_name import load_by_name
+from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.roles import ActorGroup
 
 
@@ -67,6 +67,7 @@ class RLTrainer:
         with timed("gen"):
             prompts = self.train_prompts.next(config.data.train_batch_size)
             trajectories = self.rollouts.collect(prompts, config.actor_rollout_ref.rollout.n_agent, step)
+            rollout_metrics = self.rollouts.stats
             self.rollouts.sleep()
         batch = self._score(trajectories)
         with timed("old_log_prob"):
@@ -83,8 +84,9 @@ class RLTrainer:
             self.rollouts.wake()
             self.rollouts.load_weights(self.actor.publish_weights(step))
         self._store(trajectories, "train", step)
-        metrics |= timing_metrics(self.timer.seconds, trajectories, batch)
-        return metrics | step_metrics(trajectories, batch, max_prompt_length=config.data.max_start_length)
+        longest = config.data.max_start_length
+        metrics |= step_metrics(trajectories, batch, seconds=timed.seconds, max_prompt_length=longest)
+        return metrics | rollout_metrics
 
     def _score(self, trajectories: list[Trajectory]) -> TrainBatch:
         """Reward every trajectory that did not fail; the failed ones stay out of the batch."""

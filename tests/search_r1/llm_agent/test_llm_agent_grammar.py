@@ -18,6 +18,7 @@ from verl.agent.text import encode_text
         ("<answer> A </answer> but <search> b </search>", "answer", "A"),  # an earlier answer wins
         ("<search> b </search><answer> A </answer>", "search", "b"),
         ("<search>\nline one\nline two\n</search>\n", "search", "line one\nline two"),
+        ("<search> a </search> <search> b </search>", "search", "a"),
         ("<answer></answer>", "answer", ""),
         ("<search>  </search>", "invalid", ""),
         ("<search> open", "invalid", ""),
@@ -117,3 +118,7 @@ def test_any_documents_fit_any_limit_with_their_tags(byte_tokenizer, seed):
 )
 def test_longest_start(text, size, start):
     assert longest_start(text, lambda part: len(part) <= size) == start
+
+
+def test_start_at_a_word_that_does_not_fit_is_shortened():
+    assert longest_start("one two three four", lambda part: len(part) <= 10 and part != "one two") == "one tw"

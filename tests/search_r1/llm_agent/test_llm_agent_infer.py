@@ -65,6 +65,10 @@ def test_a_training_config_brings_its_settings(infer):
     assert flagged.max_turns == 1 and flagged.data == config.data
 
 
+def test_question_from_the_command_line_is_asked_once(infer):
+    assert list(infer.questions("Who?")) == ["Who?"]
+
+
 def test_value_out_of_range(infer):
     with pytest.raises(ConfigError, match="topk"):
         config_of(infer, "--topk", "0")
@@ -126,6 +130,7 @@ def test_plain_text_when_piped(infer, byte_tokenizer):
 def test_colours_on_a_terminal(infer, byte_tokenizer):
     text = printed(infer, byte_tokenizer, episode(byte_tokenizer), terminal=True)
     assert "\x1b[2m<think>hm</think>" in text
+    assert "\x1b[32m<information>Doc 1" in text
     assert "\x1b[1;36m<search> a river </search>" in text
     assert "\x1b[1;33m<answer> Sael </answer>" in text
 

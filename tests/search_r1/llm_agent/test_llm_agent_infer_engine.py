@@ -1,7 +1,7 @@
 """infer.py as a user runs it: a policy that knows one episode by heart, vLLM, and a real retrieval server.
 
-The policy repeats its searches and its answer only in front of exactly the ids it learned, so that a prompt, a stop rule
-or an observation in another layout than the one of training gives another output.
+The policy repeats its searches and its answer only after exactly the ids it learned: a prompt, a stop rule or an
+observation in another layout than that of training would give another output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PASSAGES, ROOT
+from llm_agent_world import PASSAGES, ROOT
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from search_r1.llm_agent.grammar import ObservationWriter
@@ -70,24 +70,21 @@ def _episode(tokenizer) -> list[int]:
 
 
 def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> None:
-    command = [sys.executable, "infer.py", "--model", str(policy_folder), "--question", QUESTION.rstrip("?")]
-    flags = ["--template", "tinywiki", "--retriever_url", search_url, "--topk", "1", "--dtype", "float32"]
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    """Two questions from the terminal, the second one without its question mark."""
+    command = [sys.executable, "infer.py", "--model", str(policy_folder), "--template", "tinywiki", "--topk", "1"]
+    done = subprocess.run(
+        [*command, "--retriever_url", search_url, "--dtype", "float32"],
+        input=f"{QUESTION}\n{QUESTION.rstrip('?')}\n\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     expected = (
         f'{TURNS[0]}\n\n<information>Doc 1(Title: "Ildra") The Ildra is a river. It flows through the city of Vonmark.'
         f'</information>\n\n{TURNS[1]}\n\n<information>Doc 1(Title: "Vonmark") Vonmark is a city of the country Sael. '
         f"Its mayor is Otto Brann.</information>\n\n{TURNS[2]}\nAnswer: Sael\n(answered, 2 searches, 3 turns, "
     )
-    assert expected in done.stdout
-    assert done.stdout.startswith("Question: ")
-
-
-def test_infer_reads_questions_from_the_terminal(policy_folder: Path, search_url: str) -> None:
-    command = [sys.executable, "infer.py", "--model", str(policy_folder), "--template", "tinywiki", "--topk", "1"]
-    flags = ["--retriever_url", search_url, "--dtype", "float32", "--max_turns", "1"]
-    done = subprocess.run(
-        [*command, *flags], input=f"{QUESTION}\n{QUESTION}\n\n", cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("(turn_limit, 1 search, 2 turns, ") == 2
+    assert done.stdout.count(expected) == 2

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -21,6 +23,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 _DATA = _ROOT.parent / "shared" / "data"
 
 Serve = Callable[..., str]
+Ready = Callable[[str, "subprocess.Popen[str]"], None]
 
 ROWS = [
     {"id": "p10", "contents": '"Anna Velt"\nAnna Velt was born in the city of Morn and paints rivers.'},
@@ -33,15 +36,31 @@ ROWS = [
 
 @pytest.fixture
 def corpus_file(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "corpus.jsonl", ROWS)
+    return _write_rows(tmp_path / "corpus.jsonl", ROWS)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    return _free_port
+
+
+@pytest.fixture(scope="session")
+def server_environment() -> dict[str, str]:
+    """The environment of server processes: one thread, no network, this checkout first."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_ROOT)}
+
+
+@pytest.fixture(scope="session")
+def wait_until_ready() -> Ready:
+    """`wait_until_ready(base URL, process)`; fails the test when the process ends first."""
+    return _wait_until_ready
 
 
 @pytest.fixture
 def wiki_mini(tmp_path: Path) -> Path:
     """Real Wikipedia passages, decompressed, or a skip."""
-    source = shared_data("wiki-mini.jsonl.gz")
     target = tmp_path / "wiki.jsonl"
-    with gzip.open(source, "rb") as packed:
+    with gzip.open(_shared_data("wiki-mini.jsonl.gz"), "rb") as packed:
         target.write_bytes(packed.read())
     return target
 
@@ -49,50 +68,41 @@ def wiki_mini(tmp_path: Path) -> Path:
 @pytest.fixture
 def nq_questions() -> list[dict]:
     """Real questions: rows with `question` and `golden_answers`."""
-    with shared_data("qa/nq/test.jsonl").open(encoding="utf-8") as file:
+    with _shared_data("qa/nq/test.jsonl").open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-@pytest.fixture(scope="session")
-def serve() -> Iterator[Serve]:
-    """Starts real server processes: `serve(*arguments) -> base URL`. They end with the session."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str) -> str:
-        port = free_port()
-        command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=environment())
-        processes.append(process)
-        wait_until_ready(f"http://127.0.0.1:{port}", process)
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.communicate(timeout=30)
+@pytest.fixture
+def serve(server_environment: dict[str, str]) -> Iterator[Serve]:
+    """Starts real server processes: `serve(*arguments) -> base URL`. They end with the test."""
+    with _servers(server_environment) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def small_server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+def small_server(server_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A BM25 server over `ROWS`, index built in memory, topk 2 by default."""
-    corpus = write_rows(tmp_path_factory.mktemp("server") / "corpus.jsonl", ROWS)
-    return serve("--corpus_path", str(corpus), "--retriever_name", "bm25", "--topk", "2")
+    corpus = _write_rows(tmp_path_factory.mktemp("server") / "corpus.jsonl", ROWS)
+    with _servers(server_environment) as start:
+        yield start("--corpus_path", str(corpus), "--retriever_name", "bm25", "--topk", "2")
 
 
 @pytest.fixture
 def run_app() -> Iterator[Callable[..., str]]:
-    """Runs an ASGI app on a real port in a thread: `run_app(app) -> base URL`."""
+    """Runs an ASGI app on a real port in a thread: `run_app(app, delay_s=0) -> base URL`.
+
+    Until `delay_s` is over the port is taken but refuses connections, as that of a server that is loading.
+    """
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(app: object) -> str:
+    def start(app: Any, delay_s: float = 0.0) -> str:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Timer(delay_s, server.run, kwargs={"sockets": [listener]})
         thread.start()
         running.append((server, thread))
-        while not server.started:
+        while not delay_s and not server.started:
             time.sleep(0.01)
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -102,29 +112,46 @@ def run_app() -> Iterator[Callable[..., str]]:
         thread.join(timeout=10)
 
 
-def write_rows(path: Path, rows: list[dict]) -> Path:
+@contextmanager
+def _servers(variables: dict[str, str]) -> Iterator[Serve]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> str:
+        port = _free_port()
+        command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--port", str(port), *arguments]
+        process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables)
+        processes.append(process)
+        _wait_until_ready(f"http://127.0.0.1:{port}", process)
+        return f"http://127.0.0.1:{port}"
+
+    try:
+        yield start
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.communicate(timeout=30)
+
+
+def _write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def shared_data(name: str) -> Path:
+def _shared_data(name: str) -> Path:
     path = _DATA / name
     if not path.is_file():
         pytest.skip(f"the real data file {name} is not beside the repository")
     return path
 
 
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_ROOT)}
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def _wait_until_ready(url: str, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:

@@ -162,6 +162,12 @@ def test_turn_cut_by_the_models_window_ends_the_episode(byte_tokenizer):
     assert len(trajectory.ids) == limits.window
 
 
+def test_last_turn_cut_by_the_models_window_is_a_length_limit(byte_tokenizer):
+    prompt_length = len(encode_text(byte_tokenizer, "question: "))
+    limits = EpisodeLimits(0, max_response_length=64, max_context_length=64, max_model_length=prompt_length + 4)
+    assert play(byte_tokenizer, ["hm hm hm hm"], limits)[0].status is Status.LENGTH_LIMIT
+
+
 def test_turn_cut_by_its_own_limit_is_an_invalid_action(byte_tokenizer):
     limits = EpisodeLimits(max_turns=2, max_response_length=3, max_context_length=512)
     trajectory, _, _ = play(byte_tokenizer, ["hmmmmmmmmmmm", "say", "say"], limits)

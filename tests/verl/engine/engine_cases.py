@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config, load_config
 from verl.engine.policy_engine import PolicyEngine
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory, TrainBatch
+from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 
 VOCABULARY = 61
 CPU = torch.device("cpu")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from verl.config.model import OptimConfig
 from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
 from verl.engine.optimizer import Schedule
 from verl.errors import ConfigError
 
 
-def optim(**values: object) -> SimpleNamespace:
-    defaults = {"lr": 1e-3, "lr_warmup_steps_ratio": 0.0, "min_lr_ratio": None, "warmup_style": "constant"}
-    return SimpleNamespace(**(defaults | values))
+def optim(**values: Any) -> OptimConfig:
+    return OptimConfig(**({"lr": 1e-3} | values))
 
 
 def test_warm_up_then_constant() -> None:

@@ -1,0 +1,83 @@
+# Shared by train_*.sh, which source it: settings from the environment, checks before anything starts, and the run itself.
+# Expects CALLED_FROM, EXPERIMENT_NAME_DEFAULT, DATA_DIR_DEFAULT and BASE_MODEL_DEFAULT.
+#   DATA_DIR           folder with train.parquet and test.parquet
+#   TRAIN_DATA_DIR, TEST_DATA_DIR   where the two are in different folders
+#   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
+#   EXPERIMENT_NAME    names the run, its log and its checkpoint folder
+#   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
+#   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
+
+# A relative path means the caller's folder first, then the repository.
+locate() { if [[ $1 != /* && -e $CALLED_FROM/$1 ]]; then echo "$CALLED_FROM/$1"; else echo "$1"; fi; }
+
+DATA_DIR=$(locate "${DATA_DIR:-$DATA_DIR_DEFAULT}")
+TRAIN_DATA_DIR=$(locate "${TRAIN_DATA_DIR:-$DATA_DIR}")
+TEST_DATA_DIR=$(locate "${TEST_DATA_DIR:-$DATA_DIR}")
+BASE_MODEL=$(locate "${BASE_MODEL:-$BASE_MODEL_DEFAULT}")
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-$EXPERIMENT_NAME_DEFAULT}
+WAND_PROJECT=${WAND_PROJECT:-${WANDB_PROJECT:-Search-R1}}
+N_GPUS=${N_GPUS:-8}
+
+PYTHON=python3
+if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+
+fail() { echo "error: $*" >&2; exit 1; }
+
+# given KEY ARGUMENT...: whether an argument sets KEY (then the default's file need not exist).
+given() {
+  local key=$1 argument
+  shift
+  for argument in "$@"; do
+    if [[ $argument =~ ^\+{0,2}"$key"= ]]; then return 0; fi
+  done
+  return 1
+}
+
+# Only prints something: nothing has to exist for that.
+only_prints() {
+  local argument
+  for argument in "$@"; do
+    case "$argument" in --cfg | --cfg=* | -c | --help | -h) return 0 ;; esac
+  done
+  return 1
+}
+
+check_settings() {
+  if only_prints "$@"; then return 0; fi
+  [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
+  [[ $EXPERIMENT_NAME =~ ^[A-Za-z0-9._-]+$ ]] ||
+    fail "EXPERIMENT_NAME='$EXPERIMENT_NAME' names a file and a folder: use letters, digits and . _ - only"
+  given data.train_files "$@" || require_prompts "$TRAIN_DATA_DIR/train.parquet" "TRAIN_DATA_DIR or DATA_DIR"
+  given data.val_files "$@" || require_prompts "$TEST_DATA_DIR/test.parquet" "TEST_DATA_DIR or DATA_DIR"
+  given actor_rollout_ref.model.path "$@" || require_model
+}
+
+require_prompts() { # require_prompts FILE VARIABLES
+  [[ -f $1 ]] || fail "prompt file $1 does not exist; set $2 to the folder that holds ${1##*/}" \
+    "(README: data), or make TinyWiki's by bash scripts/quickstart.sh"
+}
+
+require_model() {
+  case "$BASE_MODEL" in
+    /* | ./* | ../* | *global_step_*)
+      [[ -f $BASE_MODEL/config.json ]] ||
+        fail "BASE_MODEL=$BASE_MODEL is not a folder with a saved model (no config.json in it);" \
+          "set it to such a folder or to a Hugging Face name like Qwen/Qwen2.5-3B"
+      ;;
+  esac
+}
+
+# train OVERRIDE... -- ARGUMENT...: what the user passed comes last, so it wins. The exit status is the trainer's.
+train() {
+  local overrides=()
+  while [[ $1 != -- ]]; do
+    overrides+=("$1")
+    shift
+  done
+  shift
+  local command=("$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@")
+  if only_prints "$@"; then exec "${command[@]}"; fi
+  # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C.
+  export PYTHONUNBUFFERED=1
+  exec "${command[@]}" > >(exec tee -i "$EXPERIMENT_NAME.log") 2>&1
+}

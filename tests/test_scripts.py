@@ -1,0 +1,147 @@
+"""The shell scripts: they parse, check their input before anything starts, and pass arguments through."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
+SETTINGS = {
+    "DATA_DIR", "TRAIN_DATA_DIR", "TEST_DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME", "WAND_PROJECT", "WANDB_PROJECT",
+    "N_GPUS",
+}  # fmt: skip
+
+
+def run(script: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS} | settings
+    command = ["bash", str(ROOT / script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def composed(script: str, *arguments: str, **settings: str) -> dict:
+    result = run(script, *arguments, "--cfg", "job", **settings)
+    assert result.returncode == 0, result.stderr
+    return yaml.safe_load(result.stdout)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A folder with train.parquet and test.parquet."""
+    row = {"data_source": "nq", "prompt": [{"role": "user", "content": "Who?"}], "ability": "fact-reasoning"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": {"target": ["x"]}}, "extra_info": {"index": 0}}
+    for name in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_script_parses_and_stops_at_the_first_error(path: Path) -> None:
+    assert subprocess.run(["bash", "-n", path], capture_output=True, timeout=30).returncode == 0
+    sourced = path.name == "train_common.sh"
+    assert sourced or "set -euo pipefail" in path.read_text()
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh"
+    assert "bash scripts/test.sh" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_missing_prompt_file_is_named_before_anything_starts(script: str, tmp_path: Path) -> None:
+    result = run(script, DATA_DIR=str(tmp_path / "nowhere"))
+    assert result.returncode == 1
+    assert f"{tmp_path}/nowhere/train.parquet does not exist" in result.stderr
+    assert "DATA_DIR" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("BASE_MODEL", "./no_such_model", "no config.json"),
+        ("N_GPUS", "many", "N_GPUS=many is not a number"),
+        ("EXPERIMENT_NAME", "a/b", "letters, digits"),
+        ("TEST_DATA_DIR", "/no/such/folder", "/no/such/folder/test.parquet does not exist"),
+    ],
+)
+def test_unusable_setting_is_named(setting: str, value: str, message: str, prompts: Path) -> None:
+    result = run("train_grpo.sh", **{"DATA_DIR": str(prompts), setting: value})
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_composes_without_data_and_later_arguments_win(script: str) -> None:
+    tree = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="2")
+    assert tree["trainer"]["total_training_steps"] == 20
+    assert tree["trainer"]["val_before_train"] is False
+    assert tree["trainer"]["n_gpus_per_node"] == 2
+    assert tree["data"]["train_batch_size"] == 512
+
+
+def test_settings_reach_the_configuration(prompts: Path) -> None:
+    tree = composed(
+        "train_grpo.sh", DATA_DIR=str(prompts), BASE_MODEL="org/model", EXPERIMENT_NAME="mine", WANDB_PROJECT="ours"
+    )
+    assert tree["data"]["train_files"] == f"{prompts}/train.parquet"
+    assert tree["data"]["val_files"] == f"{prompts}/test.parquet"
+    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
+    assert tree["trainer"]["project_name"] == "ours"
+    assert tree["trainer"]["default_local_dir"] == "verl_checkpoints/mine"
+
+
+def test_ema_pg_settings() -> None:
+    tree = composed("train_grpo_ema_pg.sh")
+    actor, algorithm = tree["actor_rollout_ref"]["actor"], tree["algorithm"]
+    assert actor["kl_loss_type"] == "full_reverse"
+    assert list(actor["optim"]["betas"]) == [0.9, 0.95]
+    assert (algorithm["ref_policy_ema_tau"], algorithm["ref_policy_ema_update_period"]) == (0.9, 10)
+    assert (actor["kl_topk_tokens"], actor["use_kl_iw"], actor["clip_ratio_high"]) == (32, True, 0.28)
+    assert tree["max_turns"] == 4
+
+
+def test_ppo_says_that_there_is_no_critic_and_logs_it(prompts: Path) -> None:
+    name = f"test_scripts_{os.getpid()}"
+    log = ROOT / f"{name}.log"
+    try:
+        result = run("train_ppo.sh", DATA_DIR=str(prompts), EXPERIMENT_NAME=name, BASE_MODEL="org/model")
+        assert result.returncode == 1, "the exit status is the trainer's, not tee's"
+        assert "critic: not yet" in result.stdout
+        assert "critic: not yet" in log.read_text()
+    finally:
+        log.unlink(missing_ok=True)
+
+
+def test_relative_data_folder_is_the_callers(prompts: Path) -> None:
+    result = run("train_grpo.sh", "no.such.key=1", cwd=prompts.parent, DATA_DIR=prompts.name, EXPERIMENT_NAME="unused")
+    (ROOT / "unused.log").unlink(missing_ok=True)
+    assert result.returncode == 1
+    assert "no.such.key" in result.stdout
+    assert "does not exist" not in result.stderr
+
+
+def test_unknown_option_of_setup_is_an_error() -> None:
+    result = run("scripts/setup.sh", "--fast")
+    assert result.returncode == 1
+    assert "unknown option '--fast'" in result.stderr
+
+
+def test_setup_rejects_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "old_python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    clone = tmp_path / "clone" / "scripts"
+    clone.mkdir(parents=True)
+    (clone / "setup.sh").write_bytes((ROOT / "scripts/setup.sh").read_bytes())
+    environment = os.environ | {"PYTHON": str(old)}
+    result = subprocess.run(["bash", clone / "setup.sh"], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "is not a Python 3.11 or newer" in result.stderr
+    assert not (clone.parent / ".venv").exists()

@@ -1,0 +1,265 @@
+"""Prompts from parquet: what is refused and how it is said, the ids, the order, and going on where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.agent.text import encode_text
+from verl.data.files import check_files
+from verl.data.prompts import PromptSource, encode_prompt
+from verl.errors import DataError
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+
+
+def rows_of(count: int, source="nq", text="question {i}?") -> list[dict]:
+    return [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": text.format(i=i)}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": [f"answer {i}"]}},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> str:
+    return write(tmp_path / "ten.parquet", rows_of(10))
+
+
+def source_of(files, tokenizer, **options) -> PromptSource:
+    return PromptSource(files, tokenizer, **({"max_start_length": 100, "seed": 3} | options))
+
+
+def indices(prompts) -> list[int]:
+    return [prompt.row["extra_info"]["index"] for prompt in prompts]
+
+
+def test_a_prompt_is_its_row_and_its_ids(ten, byte_tokenizer):
+    prompt = source_of(ten, byte_tokenizer).all()[4]
+    assert prompt.ids == encode_text(byte_tokenizer, "question 4?")
+    assert prompt.data_source == "nq"
+    assert prompt.row == rows_of(10)[4]
+    assert all(type(token) is int for token in prompt.ids)
+
+
+def test_chat_template_with_the_opening_of_the_answer(byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "who?"}]
+    with pytest.raises(DataError, match="chat template"):
+        encode_prompt(tokenizer, messages)
+    tokenizer.chat_template = CHAT
+    assert encode_prompt(tokenizer, messages) == list(encode_text(tokenizer, "[system]be\n[user]who?\n[me]"))
+
+
+def test_no_bos_is_added(byte_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    start = ("<|pad|>", tokenizer.pad_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[start])
+    assert tokenizer("a")["input_ids"][0] == tokenizer.pad_token_id
+    assert encode_prompt(tokenizer, [{"role": "user", "content": "a"}]) == list(encode_text(tokenizer, "a"))
+    assert len(encode_text(tokenizer, "a")) == 1
+
+
+def test_each_epoch_has_every_row_once_in_its_own_order(ten, byte_tokenizer):
+    source = source_of(ten, byte_tokenizer)
+    epochs = [indices(source.next(10)) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = source_of(ten, byte_tokenizer)
+    assert [indices(again.next(10)) for _ in range(3)] == epochs
+    other = source_of(ten, byte_tokenizer, seed=4)
+    assert indices(other.next(10)) != epochs[0]
+
+
+def test_batches_span_epochs(ten, byte_tokenizer):
+    whole, parts = source_of(ten, byte_tokenizer), source_of(ten, byte_tokenizer)
+    drawn = [index for _ in range(10) for index in indices(parts.next(7))]
+    assert drawn == indices(whole.next(70))
+    assert set(Counter(drawn).values()) == {7}
+
+
+def test_without_shuffle_the_files_order_repeats(tmp_path, byte_tokenizer):
+    files = [write(tmp_path / f"{name}.parquet", rows_of(2, name)) for name in ("b", "a")]
+    source = source_of(files, byte_tokenizer, shuffle=False)
+    assert [prompt.data_source for prompt in source.next(5)] == ["b", "b", "a", "a", "b"]
+
+
+def test_all_is_in_file_order_and_moves_nothing(ten, byte_tokenizer):
+    source, untouched = source_of(ten, byte_tokenizer), source_of(ten, byte_tokenizer)
+    source.next(3), untouched.next(3)
+    assert indices(source.all()) == list(range(10)) and len(source) == 10
+    assert indices(source.next(4)) == indices(untouched.next(4))
+
+
+def test_files_with_different_further_columns(tmp_path, byte_tokenizer):
+    first = write(tmp_path / "a.parquet", [row | {"metadata": {"type": "bridge"}} for row in rows_of(2)])
+    second = write(tmp_path / "b.parquet", rows_of(2, "hotpotqa"))
+    prompts = source_of([first, second], byte_tokenizer).all()
+    assert [prompt.row.get("metadata") for prompt in prompts] == [{"type": "bridge"}] * 2 + [None] * 2
+
+
+def test_state_goes_on_where_it_stopped(ten, byte_tokenizer):
+    source = source_of(ten, byte_tokenizer)
+    source.next(23)
+    state = source.state_dict()
+    resumed = source_of(ten, byte_tokenizer)
+    resumed.load_state_dict(state)
+    assert indices(resumed.next(40)) == indices(source.next(40))
+
+
+def test_state_at_the_end_of_an_epoch(ten, byte_tokenizer):
+    source, resumed = source_of(ten, byte_tokenizer), source_of(ten, byte_tokenizer)
+    source.next(10)
+    resumed.load_state_dict(source.state_dict())
+    assert indices(resumed.next(10)) == indices(source.next(10))
+
+
+def test_state_of_other_prompts_is_refused(ten, byte_tokenizer):
+    state = source_of(ten, byte_tokenizer).state_dict()
+    with pytest.raises(DataError, match="seed"):
+        source_of(ten, byte_tokenizer, seed=4).load_state_dict(state)
+    with pytest.raises(DataError, match="num_prompts"):
+        source_of(ten, byte_tokenizer, num_rows=5).load_state_dict(state)
+
+
+def test_subsample_is_seeded_and_keeps_the_order(ten, byte_tokenizer):
+    chosen = indices(source_of(ten, byte_tokenizer, num_rows=4).all())
+    assert chosen == sorted(chosen) and len(set(chosen)) == 4
+    assert chosen == indices(source_of(ten, byte_tokenizer, num_rows=4).all())
+    samples = {tuple(indices(source_of(ten, byte_tokenizer, num_rows=4, seed=seed).all())) for seed in range(5)}
+    assert len(samples) > 1
+    with pytest.raises(DataError, match="11 rows"):
+        source_of(ten, byte_tokenizer, num_rows=11)
+
+
+def test_overlong_prompt_names_file_row_and_column(tmp_path, byte_tokenizer):
+    rows = rows_of(4)
+    rows[2]["prompt"][0]["content"] = "long " * 50
+    path = write(tmp_path / "long.parquet", rows)
+    with pytest.raises(DataError, match=r"long\.parquet: row 2, column 'prompt': the prompt has \d+ tokens"):
+        source_of(path, byte_tokenizer, max_start_length=30)
+
+
+def test_overlong_prompts_are_dropped_and_counted(tmp_path, byte_tokenizer, caplog):
+    rows = rows_of(4)
+    rows[2]["prompt"][0]["content"] = "long " * 50
+    path = write(tmp_path / "long.parquet", rows)
+    source = source_of(path, byte_tokenizer, max_start_length=30, filter_overlong=True)
+    assert indices(source.all()) == [0, 1, 3] and len(source) == 3
+    assert "dropped 1 of 4" in caplog.text
+    with pytest.raises(DataError, match="every prompt"):
+        source_of(path, byte_tokenizer, max_start_length=1, filter_overlong=True)
+
+
+def test_limit_is_inclusive(ten, byte_tokenizer):
+    longest = max(len(prompt.ids) for prompt in source_of(ten, byte_tokenizer).all())
+    source_of(ten, byte_tokenizer, max_start_length=longest)
+    with pytest.raises(DataError):
+        source_of(ten, byte_tokenizer, max_start_length=longest - 1)
+
+
+def test_more_rows_than_one_tokeniser_call(tmp_path, byte_tokenizer):
+    path = write(tmp_path / "many.parquet", rows_of(2500))
+    prompts = source_of(path, byte_tokenizer).all()
+    assert [prompt.ids for prompt in prompts[1020:1030]] == [
+        encode_text(byte_tokenizer, f"question {i}?") for i in range(1020, 1030)
+    ]
+
+
+def test_missing_file(tmp_path, byte_tokenizer):
+    with pytest.raises(DataError, match="absent.parquet: no such file"):
+        source_of(str(tmp_path / "absent.parquet"), byte_tokenizer)
+
+
+def test_no_files():
+    with pytest.raises(DataError, match="no prompt file"):
+        check_files([])
+
+
+def test_file_that_is_not_parquet(tmp_path):
+    file = tmp_path / "x.parquet"
+    file.write_text("{}")
+    with pytest.raises(DataError, match="is not a parquet file"):
+        check_files(str(file))
+
+
+def test_file_without_rows(tmp_path, ten):
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pq.read_table(ten).slice(0, 0), empty)
+    with pytest.raises(DataError, match="empty.parquet: has no rows"):
+        check_files([ten, str(empty)])
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
+def test_missing_column(tmp_path, ten, column):
+    file = tmp_path / "short.parquet"
+    pq.write_table(pq.read_table(ten).drop_columns([column]), file)
+    with pytest.raises(DataError, match=f"short.parquet: column '{column}' is missing; its columns are"):
+        check_files(str(file))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "hint"),
+    [
+        ("prompt", "text", "is string, but has to be a list of"),
+        ("prompt", [{"role": "user", "text": "x"}], "list of"),
+        ("data_source", 3, "has to be a string"),
+        ("reward_model", {"style": "rule"}, "ground_truth"),
+    ],
+)
+def test_wrong_type(tmp_path, column, value, hint):
+    path = write(tmp_path / "typed.parquet", [row | {column: value} for row in rows_of(2)])
+    with pytest.raises(DataError, match=f"typed.parquet: column '{column}' .*{hint}"):
+        check_files(path)
+
+
+@pytest.mark.parametrize("column", ["data_source", "reward_model"])
+def test_null_names_its_row(tmp_path, byte_tokenizer, column):
+    rows = rows_of(3)
+    rows[1][column] = None
+    path = write(tmp_path / "null.parquet", rows)
+    with pytest.raises(DataError, match=f"null.parquet: row 1, column '{column}': is null"):
+        source_of(path, byte_tokenizer)
+
+
+@pytest.mark.parametrize("prompt", [None, [], [{"role": "user", "content": ""}], [{"role": "user", "content": None}]])
+def test_empty_prompt_names_its_row(tmp_path, byte_tokenizer, prompt):
+    rows = rows_of(3)
+    rows[2]["prompt"] = prompt
+    path = write(tmp_path / "none.parquet", rows)
+    with pytest.raises(DataError, match="none.parquet: row 2, column 'prompt': the prompt is empty"):
+        source_of(path, byte_tokenizer)
+
+
+def test_another_prompt_column(tmp_path, byte_tokenizer):
+    rows = [{("chat" if key == "prompt" else key): value for key, value in row.items()} for row in rows_of(2)]
+    path = write(tmp_path / "chat.parquet", rows)
+    assert len(source_of(path, byte_tokenizer, prompt_key="chat")) == 2
+
+
+def test_checking_files_needs_no_torch(ten):
+    program = (
+        "import sys; from verl.data.files import check_files; print(check_files(sys.argv[1]), 'torch' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", program, ten], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["10", "False"]

@@ -1,0 +1,197 @@
+"""The supervised step against plain Hugging Face training, and the command from file to saved model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from engine_cases import CPU, make_batch
+from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
+
+from verl.config.sft import SftConfig, load_sft_config
+from verl.engine.sft_engine import SftEngine
+from verl.errors import ConfigError, DataError
+from verl.trainer.sft import Batches, Row, load_tokenizer, main, read_rows, run, tokenise
+
+WORDS = ["<unk>", "who", "is", "a", "b", "c", "d", "search", "answer", "docs", "."]
+SEGMENTS = pa.list_(pa.struct([("source", pa.string()), ("text", pa.string())]))
+
+
+def sft_config(model_path: str, folder: Path, *overrides: str) -> SftConfig:
+    return load_sft_config(
+        "sft", [f"model.path={model_path}", f"trainer.default_local_dir={folder}", "trainer.device=cpu", *overrides]
+    )
+
+
+def write_rows(path: Path, phases: bool = True) -> Path:
+    """In phase policy the answer is the letter after the one asked for; in phase lm it is what the documents say."""
+    rows, phase_names = [], []
+    letters = ["a", "b", "c", "d"]
+    for i in range(16):
+        asked, follows = letters[i % 4], letters[(i + 1) % 4]
+        rows.append(
+            [
+                {"source": "prompt", "text": f"who is {asked}"},
+                {"source": "policy", "text": f"search {asked}"},
+                {"source": "environment", "text": "docs . . ."},
+                {"source": "policy", "text": f"answer {follows}"},
+            ]
+        )
+        phase_names.append("lm" if i < 8 else "policy")
+    columns = {"segments": pa.array(rows, SEGMENTS)} | ({"phase": phase_names} if phases else {})
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    folder = tmp_path_factory.mktemp("word_model")
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    # (loading keeps this architecture's tokenizer as it is; a Qwen2 folder would get Qwen2's own splitting of text)
+    config = Olmo2Config(vocab_size=len(WORDS), num_key_value_heads=2, max_position_embeddings=64, **sizes)
+    Olmo2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_loss_and_step_equal_plain_training(model_path: str, tmp_path: Path) -> None:
+    batch = make_batch()
+    limits = ["trainer.max_token_len_per_gpu=60", "trainer.head_chunk_tokens=5", "trainer.grad_clip=100"]
+    engine = SftEngine(sft_config(model_path, tmp_path, "optim.lr=1e-3", *limits), CPU)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    labels_BL = batch.padded("ids").masked_fill(~batch.padded("loss_mask", False).bool(), -100)
+    for _ in range(3):
+        loss = model(input_ids=batch.padded("ids"), labels=labels_BL).loss  # mean over the labels of all rows
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.step(batch)["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_masks_of_the_two_phases(word_model: str) -> None:
+    tokenizer = load_tokenizer(word_model)
+    row = Row(("prompt", "policy", "environment", "policy"), ("who is a", "search", "docs .", "answer b"), None, "x")
+    policy = tokenise(tokenizer, row, "policy", 100)
+    assert policy.ids_L.tolist() == [1, 2, 3, 7, 9, 10, 8, 4]
+    assert policy.loss_mask_L.tolist() == [False, False, False, True, False, False, True, True]
+    assert tokenise(tokenizer, row, "lm", 100).loss_mask_L.tolist() == [False] + [True] * 7
+    with pytest.raises(DataError, match="x: 8 tokens are more than data.max_length=7"):
+        tokenise(tokenizer, row, "lm", 7)
+    with pytest.raises(DataError, match="nothing to train on in phase 'policy'"):
+        tokenise(tokenizer, Row(("prompt",), ("who is",), None, "x"), "policy", 100)
+
+
+def test_phases_rows_and_order(word_model: str, tmp_path: Path) -> None:
+    rows = read_rows(str(write_rows(tmp_path / "rows.parquet")))
+    settings = ["data.lm_fraction=0.5", "data.train_batch_size=4", "trainer.total_training_steps=8", "trainer.seed=1"]
+    tokenizer = load_tokenizer(word_model)
+    first, second = (Batches(sft_config(word_model, tmp_path, *settings), tokenizer, rows) for _ in range(2))
+    drawn = [first.next(step) for step in range(8)]
+    again = [second.next(step) for step in range(8)]
+    assert [phase for phase, _ in drawn] == ["lm"] * 4 + ["policy"] * 4
+    for (_, one), (_, two) in zip(drawn, again, strict=True):
+        assert torch.equal(one.tokens["ids"], two.tokens["ids"])
+    # 4 steps of 4 rows are 2 passes over the 8 rows of a phase: each letter is asked for 2 * 2 times
+    asked = torch.cat([batch.tokens["ids"].view(4, -1)[:, 2] for phase, batch in drawn if phase == "policy"])
+    assert torch.bincount(asked, minlength=7)[3:7].tolist() == [4, 4, 4, 4]
+
+
+def test_the_command_trains_and_saves(word_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_rows(tmp_path / "rows.parquet")
+    command = [
+        *(sys.executable, "-m", "verl.trainer.sft", f"data.train_files={file}", f"model.path={word_model}"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=60", "optim.lr=1e-2"),
+        *("data.lm_fraction=0.5", "data.train_batch_size=8", "trainer.device=cpu", "trainer.num_threads=1"),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    target = tmp_path / "run" / "global_step_60"
+    assert done.stdout.strip().splitlines()[-1] == f"model: {target}"
+    assert "it/s" not in done.stderr.split("step 20/60")[1]  # no progress bar in a log file
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert records[0]["sft/loss"] == pytest.approx(math.log(len(WORDS)), abs=0.2)
+    assert records[-1]["sft/loss"] < 0.05
+    assert [record["sft/lm_phase"] for record in records] == [1.0] * 30 + [0.0] * 30
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = load_tokenizer(str(target))
+    ids = tokenizer("who is c search c docs . . . answer", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == "d"
+
+
+def test_without_a_phase_column_all_rows_serve_both(word_model: str, tmp_path: Path) -> None:
+    rows = read_rows([str(write_rows(tmp_path / "rows.parquet", phases=False))])
+    settings = ["data.lm_fraction=0.5", "trainer.total_training_steps=2", "data.train_batch_size=16"]
+    batches = Batches(sft_config(word_model, tmp_path, *settings), load_tokenizer(word_model), rows)
+    (_, lm), (_, policy) = batches.next(0), batches.next(1)
+    assert len(lm) == len(policy) == 16
+    assert int(lm.tokens["loss_mask"].sum()) > int(policy.tokens["loss_mask"].sum())
+
+
+def bad_file(path: Path, name: str) -> str:
+    file = path / f"{name}.parquet"
+    good = [{"source": "policy", "text": "a"}]
+    columns = {
+        "empty": {"segments": pa.array([], SEGMENTS)},
+        "other_column": {"text": ["a"]},
+        "no_segments": {"segments": pa.array([good, []], SEGMENTS)},
+        "bad_source": {"segments": pa.array([good, [{"source": "user", "text": "a"}]], SEGMENTS)},
+        "no_text": {"segments": pa.array([[{"source": "policy", "text": None}]], SEGMENTS)},
+        "bad_phase": {"segments": pa.array([good], SEGMENTS), "phase": ["sft"]},
+    }
+    if name == "not_parquet":
+        file.write_text("a,b")
+    elif name in columns:
+        pq.write_table(pa.table(columns[name]), file)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "no such file"),
+        ("not_parquet", "cannot be read as parquet"),
+        ("empty", "no rows in"),
+        ("other_column", "column 'segments' is missing; its columns are text"),
+        ("no_segments", "row 1, column 'segments': is empty"),
+        ("bad_source", "row 1, column 'segments': source 'user' is not prompt, policy, environment"),
+        ("no_text", "is not a struct of the strings"),
+        ("bad_phase", "row 0, column 'phase': 'sft'"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+    file = bad_file(tmp_path, name)
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(file)
+    assert file in str(caught.value)
+
+
+def test_other_bad_input(word_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"data.train_files={tmp_path / 'absent.parquet'}"]) == 1
+    assert "absent.parquet: no such file" in capsys.readouterr().err
+    assert main(["data.train_batchsize=3"]) == 1
+    assert "data.train_batch_size" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no tokenizer at model.path"):
+        load_tokenizer(str(tmp_path))
+    rows = [Row(("policy",), ("a b",), "policy", "x")]
+    with pytest.raises(DataError, match="no row has phase 'lm'"):
+        Batches(sft_config(word_model, tmp_path, "data.lm_fraction=0.5"), load_tokenizer(word_model), rows)
+    with pytest.raises(DataError, match="no rows in no file at all"):
+        run(sft_config(word_model, tmp_path, "data.train_files=[]"))

@@ -1,0 +1,214 @@
+"""Collecting trajectories through Ray: order, seeds, redraws, errors, weights, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl.config import Config, load_config
+from verl.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
+from verl.protocol import Prompt, Source, Status, Trajectory
+from verl.rollout.manager import RolloutManager
+from verl.rollout.weight_file import publish_weights
+from verl.single_controller import ResourcePool
+
+POOL = ResourcePool(1, 1, "cpu")
+
+
+def config_of(model_dir: Path, *overrides: str) -> Config:
+    rollout = "actor_rollout_ref.rollout"
+    return load_config(
+        "ppo_trainer",
+        [
+            f"actor_rollout_ref.model.path={model_dir}",
+            "agent.environment=rollout_environments.EchoEnvironment",
+            "max_turns=2",
+            "data.max_prompt_length=200",
+            "data.max_start_length=100",
+            "data.max_response_length=12",
+            "data.max_obs_length=20",
+            f"{rollout}.dtype=float32",
+            f"{rollout}.kv_cache_gib=0.125",
+            f"{rollout}.max_num_seqs=64",
+            f"{rollout}.num_threads=1",
+            "trainer.device=cpu",
+            "trainer.step_timeout_s=400",
+            *overrides,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def manager(ray_session: Any, tiny_model_dir: Path) -> Iterator[RolloutManager]:
+    manager = RolloutManager(config_of(tiny_model_dir), POOL)
+    yield manager
+    manager.shutdown()
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerFast, *rows: dict[str, Any]) -> list[Prompt]:
+    return [
+        Prompt(tuple(tokenizer(f"question {index}:")["input_ids"]), "test", {"name": f"p{index}"} | row)
+        for index, row in enumerate(rows)
+    ]
+
+
+def sampled(trajectories: list[Trajectory]) -> list[tuple[list[int], list[float]]]:
+    return [(trajectory.ids, trajectory.log_probs) for trajectory in trajectories]
+
+
+def test_trajectories_come_in_prompt_order_with_a_group_per_prompt(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(5)])
+    trajectories = manager.collect(prompts, n=3, step=1)
+    assert [t.prompt.row["name"] for t in trajectories] == [f"p{i}" for i in range(5) for _ in range(3)]
+    groups = [t.group_id for t in trajectories]
+    assert len(set(groups)) == 5
+    assert all(len(set(groups[3 * i : 3 * i + 3])) == 1 for i in range(5))
+    assert all(t.status is Status.TURN_LIMIT and t.num_turns == 3 for t in trajectories)
+    assert len({tuple(t.ids) for t in trajectories}) == 15
+    assert manager.stats == {"env/failed_ratio": 0.0, "env/redraws": 0.0}
+
+
+def test_what_is_drawn_depends_on_seed_and_step_and_not_on_the_company(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(6)])
+    many = manager.collect(prompts, n=2, step=3)
+    assert sampled(manager.collect(prompts[:1], n=2, step=3)) == sampled(many[:2])
+    assert sampled(manager.collect(prompts[:1], n=2, step=4)) != sampled(many[:2])
+
+
+def test_validation_is_greedy(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = prompts_of(byte_tokenizer, {})
+    first, second = manager.collect(prompts, n=2, step=1, validate=True)
+    assert first.ids == second.ids
+    assert sampled(manager.collect(prompts, n=1, step=9, validate=True)) == sampled([first])
+
+
+def test_context_is_what_was_sampled_and_what_the_environment_answered(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompts = prompts_of(byte_tokenizer, {})
+    (trajectory,) = manager.collect(prompts, n=1, step=1)
+    turns = [s for s in trajectory.segments if s.source is Source.POLICY]
+    answers = [s for s in trajectory.segments if s.source is Source.ENVIRONMENT]
+    assert [len(turns), len(answers)] == [3, 2]
+    for turn, answer in zip(turns, answers, strict=False):
+        text = byte_tokenizer.decode([t for t in turn.ids if t != byte_tokenizer.eos_token_id])
+        assert byte_tokenizer.decode(answer.ids) == f"[{len(text)}]"
+
+
+def test_failed_trajectories_are_drawn_again_with_another_seed(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    clean = prompts_of(byte_tokenizer, *[{} for _ in range(10)])
+    flaky = [replace(p, row=p.row | {"name": f"flaky {i}", "failures": 2 * (i == 4)}) for i, p in enumerate(clean)]
+    trajectories = manager.collect(flaky, n=1, step=5)
+    assert all(t.status is Status.TURN_LIMIT for t in trajectories)
+    assert manager.stats == {"env/failed_ratio": pytest.approx(2 / 12), "env/redraws": 2.0}
+    undisturbed = manager.collect(clean, n=1, step=5)
+    same = [a == b for a, b in zip(sampled(trajectories), sampled(undisturbed), strict=True)]
+    assert same == [i != 4 for i in range(10)]
+
+
+def test_what_fails_every_time_stays_failed_and_in_its_place(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"name": f"dead {i}", "failures": 99 * (i == 7)} for i in range(20)]
+    trajectories = manager.collect(prompts_of(byte_tokenizer, *rows), n=1, step=6)
+    assert [i for i, t in enumerate(trajectories) if t.status is Status.FAILED] == [7]
+    assert trajectories[7].failure == "no answer for dead 7"
+    assert manager.stats == {"env/failed_ratio": pytest.approx(3 / 22), "env/redraws": 2.0}
+
+
+def test_too_many_failures_end_the_step_with_the_first_failure_text(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"name": f"down {i}", "failures": 99} for i in range(4)]
+    with pytest.raises(RolloutError, match=r"4 of 4 episodes failed.*max_failed_ratio=0.2.*no answer for down"):
+        manager.collect(prompts_of(byte_tokenizer, *rows), n=1, step=7)
+
+
+def test_another_error_of_the_environment_ends_the_step_and_names_the_group(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(RolloutError, match=r"group train-8-1 \(test\): KeyError: 'a bug of the environment'"):
+        manager.collect(prompts_of(byte_tokenizer, {}, {"bug": True}), n=1, step=8)
+
+
+def test_weights_are_loaded_and_their_version_is_on_the_trajectories(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    prompts = prompts_of(byte_tokenizer, {})
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    original = publish_weights(model.named_parameters(), 0, weight_dir / "original")
+    changed = publish_weights(((k, v * 1.5) for k, v in model.named_parameters()), 3, weight_dir / "changed")
+    before = manager.collect(prompts, n=1, step=1)
+    with pytest.raises(WeightSyncError, match="version 3"):
+        manager.load_weights(replace(changed, checksum=original.checksum))
+    assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
+    manager.load_weights(changed)
+    after = manager.collect(prompts, n=1, step=1)
+    manager.load_weights(original)
+    assert (before[0].weight_version, after[0].weight_version) == (0, 3)
+    assert sampled(after) != sampled(before)
+    assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
+
+
+def test_sleep_and_wake_do_nothing_on_cpu(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = prompts_of(byte_tokenizer, {})
+    before = manager.collect(prompts, n=1, step=1)
+    manager.sleep()
+    manager.wake()
+    manager.check()
+    assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
+
+
+def test_two_engines_draw_what_one_draws_and_leave_no_process(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path
+) -> None:
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
+    expected = manager.collect(prompts, n=2, step=2)
+    before = engine_processes()
+    pair = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.num_engines=2"), POOL)
+    try:
+        assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
+        killed, stopped = engine_processes() - before
+        killed.parent().kill()
+        assert_gone(killed)
+        assert stopped.is_running()
+        with pytest.raises(WorkerError, match="a worker process ended"):
+            pair.check()
+    finally:
+        pair.shutdown()
+    assert_gone(stopped)
+
+
+def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any, tiny_model_dir: Path) -> None:
+    manager = RolloutManager(config_of(tiny_model_dir, "agent.environment=no.such.Place"), POOL)
+    try:
+        with pytest.raises(ConfigError, match="agent.environment=no.such.Place"):
+            manager.check()
+    finally:
+        manager.shutdown()
+
+
+def engine_processes() -> set[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return {p for p in children if p.is_running() and "EngineCore" in p.name() + " ".join(p.cmdline())}
+
+
+def assert_gone(process: psutil.Process) -> None:
+    deadline = time.monotonic() + 15
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"still running: {process}"
+        time.sleep(0.1)

@@ -1,0 +1,60 @@
+"""Settings of the supervised warm start, `python3 -m verl.trainer.sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.config.compose import load
+from verl.config.fields import section, setting
+from verl.config.model import FsdpConfig, ModelConfig, OptimConfig
+
+
+@dataclass
+class SftDataConfig:
+    """Rows of segments. Parquet columns: `segments` list<struct<source, text>>, optionally `phase` ("lm"|"policy")."""
+
+    train_files: str | list[str] = setting("data/sft/train.parquet", "Parquet file, or list of them.", path=True)
+    train_batch_size: int = setting(64, "Rows per step, over all workers.", ge=1)
+    lm_fraction: float = setting(
+        0.0,
+        "First share of the steps: they draw rows of phase lm and train on every token; the others draw rows of phase "
+        "policy and train on policy segments. Without a phase column both draw from all rows.",
+        ge=0,
+        le=1,
+    )
+    max_length: int = setting(4096, "Most tokens of a row; a longer one is an error.", ge=2)
+
+
+@dataclass
+class SftTrainerConfig:
+    """The run."""
+
+    total_training_steps: int = setting(100, "Optimiser steps.", ge=1)
+    default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda when there is a GPU.")
+    seed: int = setting(0, "Seed of the order of rows.", ge=0)
+    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
+    grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
+    max_token_len_per_gpu: int = setting(16384, "Most tokens per worker in one forward and backward pass.", ge=1)
+    head_chunk_tokens: int = setting(1024, "Tokens per chunk of the vocabulary projection.", ge=1)
+    log_freq: int = setting(20, "Steps between two lines of log when there is no terminal.", ge=1)
+
+
+@dataclass
+class SftConfig:
+    """All of it."""
+
+    model: ModelConfig = section(ModelConfig)
+    data: SftDataConfig = section(SftDataConfig)
+    optim: OptimConfig = section(OptimConfig, lr=1e-3)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    trainer: SftTrainerConfig = section(SftTrainerConfig)
+
+
+def load_sft_config(
+    config_name: str = "sft", overrides: Iterable[str] = (), config_dir: str | None = None
+) -> SftConfig:
+    """Compose `config_name` with `overrides` and check it. Raises ConfigError naming the key."""
+    return load(SftConfig, config_name, overrides, config_dir)

@@ -1,0 +1,56 @@
+"""Supervised training of a causal language model: the mean negative log-likelihood of the loss mask's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.sft import SftConfig
+from verl.engine.batching import Budget, ModelInput
+from verl.engine.device import set_threads
+from verl.engine.learner import Learner, TokenLoss
+from verl.engine.loading import load_sharded
+from verl.engine.model import can_pack
+from verl.engine.optimizer import Schedule, build_adamw, set_lr
+from verl.engine.saving import save_model
+from verl.engine.sharding import reshard
+from verl.protocol import TrainBatch
+
+
+class SftEngine:
+    """One model sharded over all ranks of the process group; every rank gets the same whole batch in every step."""
+
+    def __init__(self, config: SftConfig, device: torch.device) -> None:
+        """Load and shard `model.path`. The process group must exist. Raises ConfigError."""
+        trainer, optim = config.trainer, config.optim
+        set_threads(trainer.num_threads)
+        self.num_steps_done = 0
+        fsdp = config.fsdp_config
+        self.model = load_sharded(
+            config.model.path, config.model, fsdp, fsdp.mixed_precision, device, trainer.head_chunk_tokens, trained=True
+        )
+        num_steps = trainer.total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
+        self.schedule = Schedule.from_config(optim, num_steps)
+        optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
+        packed = config.model.use_remove_padding and can_pack(self.model.model)
+        failure_dir = Path(trainer.default_local_dir) / "failures"
+        budget = Budget(tokens=trainer.max_token_len_per_gpu)
+        self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, packed)
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        """One AdamW step on `batch`: `loss` in nats per token, `grad_norm`, `lr`. Raises NumericalError."""
+        lr = self.schedule.at(self.num_steps_done)
+        set_lr(self.learner.optimizer, lr)
+        means = self.learner.learn(batch, self._loss, self.num_steps_done)
+        reshard(self.model)
+        self.num_steps_done += 1
+        return means | {"lr": lr}
+
+    def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:
+        """Save in Hugging Face format. Raises CheckpointError on every rank if it fails."""
+        save_model(self.model, Path(path), tokenizer)
+
+    def _loss(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
+        return TokenLoss(-self.model(inputs, 1.0, entropy_gradient=False).log_prob_N, {})

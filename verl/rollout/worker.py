@@ -1,0 +1,157 @@
+"""One engine with its episodes: runs as a Ray actor, one coroutine a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer
+
+from verl.agent.environment import Environment, Sampling
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.by_name import load_by_name
+from verl.config import Config
+from verl.errors import RolloutError, VerlError
+from verl.protocol import Prompt, Trajectory
+from verl.rollout.weight_file import WeightHandle
+
+if TYPE_CHECKING:
+    from verl.rollout.engine import VLLMEngine
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """One episode to play. With a `seed` its tokens depend on nothing else that is sampled."""
+
+    prompt: Prompt
+    group_id: str
+    seed: int | None
+
+
+class RolloutWorker:
+    """An engine, a tokenizer and an environment, in one process. All methods run on one event loop.
+
+    Nothing heavy happens before `start`, so that a driver can start several workers side by side.
+    """
+
+    def __init__(self, config: Config, num_engines: int, device: str) -> None:
+        self.config = config
+        self.device = device
+        self.at_once = max(1, config.actor_rollout_ref.rollout.max_concurrent // num_engines)
+
+    async def start(self) -> None:
+        """Load the model and the environment."""
+        config = self.config
+        tokenizer_path = config.data.tokenizer or config.actor_rollout_ref.model.path
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+        )
+        environment_class = load_by_name(config.agent.environment, "agent.environment")
+        self.environment: Environment = environment_class.from_config(config, self.tokenizer)
+        self.limits = EpisodeLimits.from_config(config)
+        self.engine = build_engine(config, self.limits.window, self.device)
+        await self.engine.start()
+        # What start-up left behind is never garbage. Scanning it in every collection costs half of this process' time.
+        gc.collect()
+        gc.freeze()
+
+    async def check(self) -> None:
+        """Raise `EnvironmentUnavailable` when the environment's infrastructure does not answer."""
+        await self.environment.check()
+
+    async def run(self, requests: Sequence[EpisodeRequest], validate: bool) -> list[Trajectory]:
+        """Play all episodes, at most `rollout.max_concurrent` at a time; results in the order of `requests`.
+
+        An unavailable environment makes a `FAILED` trajectory. Any other error ends the call, and the episodes that
+        are still running, as a typed error that names the group.
+        """
+        places = asyncio.Semaphore(self.at_once)
+        sampling = sampling_of(self.config, validate)
+        tasks = [asyncio.create_task(self._play(request, sampling, places)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def load_weights(self, handle: WeightHandle) -> None:
+        await self.engine.load_weights(handle.path, handle.version, handle.checksum)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def shutdown(self) -> None:
+        """End the engine's process and the environment's connections; fine to call when `start` did not finish."""
+        if hasattr(self, "engine"):
+            self.engine.shutdown()
+        if hasattr(self, "environment"):
+            await self.environment.close()
+
+    async def _play(self, request: EpisodeRequest, sampling: Sampling, places: asyncio.Semaphore) -> Trajectory:
+        async with places:
+            try:
+                trajectory = await run_episode(
+                    request.prompt,
+                    request.group_id,
+                    self.engine,
+                    self.environment,
+                    self.tokenizer,
+                    sampling,
+                    self.limits,
+                    request.seed,
+                )
+            except VerlError as error:
+                raise type(error)(f"group {request.group_id} ({request.prompt.data_source}): {error}") from error
+            except Exception as error:
+                raise RolloutError(
+                    f"group {request.group_id} ({request.prompt.data_source}): {type(error).__name__}: {error}"
+                ) from error
+        trajectory.weight_version = self.engine.weight_version
+        return trajectory
+
+
+def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
+    """The engine that the config describes, for sequences of up to `max_model_len` tokens."""
+    from verl.rollout.engine import VLLMEngine  # takes seconds; a driver that only starts workers does not need it
+
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    return VLLMEngine(
+        model.path,
+        max_model_len=max_model_len,
+        dtype=rollout.dtype,
+        kv_cache_gib=rollout.kv_cache_gib,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        tensor_parallel_size=ranks_per_engine(config, device),
+        seed=config.trainer.seed,
+        num_threads=rollout.num_threads,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        load_format=rollout.load_format,
+        device=device,
+        trust_remote_code=model.trust_remote_code,
+        sleep_mode=rollout.free_cache_engine,
+    )
+
+
+def ranks_per_engine(config: Config, device: str) -> int:
+    """GPUs of one engine. On CPU an engine is one process: its threads share the work, not its ranks."""
+    return config.actor_rollout_ref.rollout.tensor_model_parallel_size if device == "cuda" else 1
+
+
+def sampling_of(config: Config, validate: bool) -> Sampling:
+    """The distribution of training, or of validation (greedy unless `val_kwargs.do_sample`)."""
+    rollout = config.actor_rollout_ref.rollout
+    if not validate:
+        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)
+    how = rollout.val_kwargs
+    if not how.do_sample:
+        return Sampling(temperature=0.0)
+    return Sampling(how.temperature, how.top_p, how.top_k)
