@@ -14,4 +14,6 @@ def load_by_name(dotted_name: str, key: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={dotted_name}: {error}; give the dotted name of a class that can be imported") from error
+        raise ConfigError(
+            f"{key}={dotted_name}: {error}; give the dotted name of a class that can be imported"
+        ) from error

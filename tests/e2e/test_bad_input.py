@@ -41,7 +41,9 @@ def test_retriever_not_reachable_at_start(tinywiki: Path, policy: Path, tmp_path
 
 def test_prompt_file_missing(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
     missing = tmp_path / "absent.parquet"
-    assert str(missing) in refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={missing}"))
+    assert str(missing) in refusal(
+        command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={missing}")
+    )
 
 
 def test_prompt_file_without_its_column(tinywiki: Path, policy: Path, tmp_path: Path) -> None:

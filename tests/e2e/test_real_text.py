@@ -21,7 +21,16 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
     inputs = (f"nq={DATA / 'qa/nq/test.jsonl'}", f"hotpotqa={DATA / 'qa/hotpotqa/dev.jsonl'}")
     for name, limit in (("train", "64"), ("test", "8")):
-        run("-m", "search_r1.data.qa_jsonl", "--input", *inputs, "--output", str(folder / f"{name}.parquet"), "--limit", limit)
+        run(
+            "-m",
+            "search_r1.data.qa_jsonl",
+            "--input",
+            *inputs,
+            "--output",
+            str(folder / f"{name}.parquet"),
+            "--limit",
+            limit,
+        )
     return folder
 
 
@@ -43,9 +52,7 @@ def test_published_command_on_real_text(
         "trainer.default_local_dir": tmp_path / "run",
     }
     command = ["bash", "train_grpo_ema_pg.sh", *(f"{key}={value}" for key, value in overrides.items())]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     (ROOT / "real_text.log").unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     rows = read_trajectories(tmp_path / "run" / "trajectories" / "train_step_1.parquet")

@@ -22,7 +22,12 @@ def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: p
         *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
         *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={tinywiki_url}", "+trainer.val_before_train=true"),
         *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
-        *("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2", f"trainer.default_local_dir={folder}"),
+        *(
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=2",
+            "trainer.save_freq=2",
+            f"trainer.default_local_dir={folder}",
+        ),
         "trainer.logger=[console,tensorboard,wandb]",
     )
     return folder
@@ -41,8 +46,19 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
     for step in (1, 2, 3):
         for name in (
             *("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "env/finish_ratio"),
-            *("response_length/mean", "state_tokens/coverage", "timing_s/gen", "timing_s/update_actor", "timing_s/step"),
-            *("env/number_of_valid_search", "ref_policy/ema_tau", "timing_s/update_ref_policy_ema", "global_seqlen/mean"),
+            *(
+                "response_length/mean",
+                "state_tokens/coverage",
+                "timing_s/gen",
+                "timing_s/update_actor",
+                "timing_s/step",
+            ),
+            *(
+                "env/number_of_valid_search",
+                "ref_policy/ema_tau",
+                "timing_s/update_ref_policy_ema",
+                "global_seqlen/mean",
+            ),
         ):
             assert math.isfinite(steps[step][name]), name
         assert steps[step]["env/failed_ratio"] == 0

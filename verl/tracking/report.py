@@ -201,13 +201,26 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write report.md and report.png of a run.")
     parser.add_argument("run_dir", type=Path, help="folder of the run (trainer.default_local_dir)")
+    parser.add_argument("--summary", choices=SPLITS, help="only print the scores of this split, before and after")
+    args = parser.parse_args(arguments)
     try:
-        path = write_report(parser.parse_args(arguments).run_dir)
+        print(summary(args.run_dir, args.summary) if args.summary else write_report(args.run_dir))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(path)
     return 0
+
+
+def summary(run_dir: Path | str, split: str) -> str:
+    """One line a data source: its score in the first and in the last evaluation of `split`."""
+    run = load_run(run_dir)
+    prefix = f"{split}/test_score/"
+    lines = []
+    for name in run.names(prefix):
+        curve = run.curve(name if name.startswith(prefix) else prefix + name)
+        label = "overall" if name.removeprefix(prefix) == "mean" else name.removeprefix(prefix)
+        lines.append(f"{label:<16} {curve[min(curve)]:.3f} -> {curve[max(curve)]:.3f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer")
@@ -52,7 +54,9 @@ def run(config: Config) -> None:
     started_here = not ray.is_initialized()
     if started_here:
         # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-        ray.init(include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="warning")
+        ray.init(
+            include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="warning"
+        )
     trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
     try:
         report = trainer.fit()

@@ -7,10 +7,10 @@ import asyncio
 from transformers import AutoTokenizer
 
 from verl.agent.environment import Environment
+from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
-from verl.by_name import load_by_name
 
 
 def check_inputs(config: Config) -> None:

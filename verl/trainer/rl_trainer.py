@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import PromptSource
 from verl.errors import RolloutError
@@ -20,7 +21,6 @@ from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.advantages import estimate_advantages
-from verl.by_name import load_by_name
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.roles import ActorGroup
 

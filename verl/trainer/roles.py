@@ -22,8 +22,9 @@ class ActorGroup:
     """The actor and its anchor on all ranks."""
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
-        threads = config.actor_rollout_ref.actor.num_threads
-        env_vars = {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node))}
+        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
+        # Waiting threads sleep: one that spins takes the core from the roles that share it.
+        env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.group = WorkerGroup(
             ActorWorker,
             pool,

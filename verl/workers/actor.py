@@ -35,7 +35,9 @@ class ActorWorker:
         device = resolve_device(self.config.trainer.device)
         init_process_group(self.rank, self.world_size, init_method, device)
         self.engine = PolicyEngine(self.config, device, self.total_training_steps, self.with_anchor)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.config.data.tokenizer or self.config.actor_rollout_ref.model.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            self.config.data.tokenizer or self.config.actor_rollout_ref.model.path
+        )
 
     def log_probs(self, batch: TrainBatch, of: Which) -> RankValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""

@@ -125,7 +125,7 @@ def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -
     assert 0.1 < metrics["actor/pg_clipfrac"] < 0.9
     assert metrics["actor/pg_clipfrac"] == pytest.approx(float(clipped_T[mask_T].double().mean()), abs=1e-6)
     difference_T = batch.tokens["old_log_probs"] - log_p_T
-    assert metrics["actor/ppo_kl"] == pytest.approx(float(difference_T[mask_T].mean()), rel=1e-5)
+    assert metrics["actor/ppo_kl"] == pytest.approx(difference_T[mask_T].mean().item(), rel=1e-5)
 
 
 def test_shuffle_is_seeded_and_given_order_is_kept(model_path: str, run_dir: Path) -> None:

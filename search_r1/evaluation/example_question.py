@@ -1,0 +1,21 @@
+"""Print one question of a prompt file: the first of those with the most hops. Used to show a trained model at work."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+
+def example_question(path: Path) -> str:
+    """The text after `Question:` in the prompt of the chosen row; the first row where no row says its hops."""
+    rows = pq.read_table(path, columns=["prompt", "extra_info"]).to_pylist()
+    row = max(rows, key=lambda row: row["extra_info"].get("hops", 0))
+    return row["prompt"][0]["content"].rpartition("Question:")[2].strip()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts", type=Path, help="parquet file of prompts")
+    print(example_question(parser.parse_args().prompts))
