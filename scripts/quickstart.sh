@@ -24,7 +24,8 @@ say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
 say "set-up"
 bash scripts/setup.sh
 python=.venv/bin/python
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One thread a role and waiting threads that sleep: the roles share two cores, and spinning threads would fight for them.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long}

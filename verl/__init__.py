@@ -1,1 +1,1 @@
-"""The RL engine: trajectories, algorithms, sharded models, rollouts and the training loop. It knows nothing of search."""
+"""The RL engine: trajectories, algorithms, sharded models, rollouts, the training loop. It knows nothing of search."""

@@ -113,7 +113,7 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """Adds `rollout_log_probs` [T] float32, `reward` [B] float32 and `group` [B] int64 (0.. in order of first use)."""
+        """Adds `rollout_log_probs` [T] float32, `reward` [B] float32, `group` [B] int64 (0.. in order of first use)."""
         groups: dict[str, int] = {}
         group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
         tokens = {

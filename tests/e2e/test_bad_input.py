@@ -12,7 +12,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ENV, ROOT, free_port
+from e2e_world import ENV, ROOT, free_port
 
 
 def command(tinywiki: Path, policy: Path, url: str, run_dir: Path, *overrides: str) -> list[str]:

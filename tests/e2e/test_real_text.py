@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT, run
+from e2e_world import ENV, ROOT, run
 from transformers import AutoConfig
 
 from verl.tracking.trajectory_store import read_trajectories
@@ -44,8 +44,6 @@ def test_published_command_on_real_text(
         "data.train_batch_size": 8,
         "actor_rollout_ref.rollout.n_agent": 2,
         "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.actor.kl_topk_tokens": "null",
-        "actor_rollout_ref.actor.use_kl_iw": "false",
         "trainer.total_training_steps": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.logger": "[console]",

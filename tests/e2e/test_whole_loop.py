@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import run
+from e2e_world import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.tracking.trajectory_store import read_trajectories
@@ -100,12 +100,14 @@ def test_report_can_be_read(run_dir: Path) -> None:
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_infer_answers_with_the_same_settings(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
+def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
+    question = run("-m", "search_r1.evaluation.example_question", str(tinywiki / "test.parquet")).strip()
     output = run(
-        *("infer.py", "--model", str(run_dir / "actor" / "global_step_3"), "--retriever_url", tinywiki_url),
-        *("--question", "Who is the author of Fenlum Galsto?"),
+        *("infer.py", "--model", str(run_dir / "actor" / "global_step_3"), "--config-name", "tinywiki"),
+        *("--retriever_url", tinywiki_url, "--question", question),
     )
-    assert "search" in output or "answer" in output
+    assert f"Question: {question}" in output
+    assert "<think>" in output and "Answer:" in output
 
 
 def test_no_process_is_left_behind(run_dir: Path) -> None:

@@ -24,8 +24,7 @@ def check_inputs(config: Config) -> None:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer or config.actor_rollout_ref.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded from it: "
-            f"{error}"
+            f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
         ) from error
     environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
     asyncio.run(_check(environment))

@@ -98,7 +98,7 @@ class RLTrainer:
         return TrainBatch.from_trajectories(usable)
 
     def _old_log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """[T] float32: what the policy said when it sampled, recomputed by the trainer or as the sampler reported it."""
+        """[T] float32: what the policy said when it sampled: recomputed, or as the sampler reported it."""
         if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
             return batch.tokens["rollout_log_probs"]
         return self.actor.log_probs(batch)[0]

@@ -60,7 +60,7 @@ class Recipe:
     num_train: int = 1200
     num_validation: int = 100
     num_test: int = 500
-    train_hops: tuple[int, ...] = (1, 2, 2)
+    train_hops: tuple[int, ...] = (1, 2, 1, 2, 2)
     test_hops: tuple[int, ...] = (1, 2)
     topk: int = 1
     habits: Habits = Habits()

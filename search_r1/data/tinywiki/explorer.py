@@ -1,8 +1,8 @@
 """The clumsy explorer: who writes the trajectories that the warm start imitates.
 
 It knows the tag grammar, can look up a name and can read one fact of one passage, which it notes while thinking. It
-does not know how to search: it notes the fact that was asked for where the passage tells it and otherwise one by chance,
-and then by chance, whatever was asked, answers with the name it noted or looks that name up. So it mostly answers 1-hop
+does not know how to search: it notes the fact that was asked for where the passage tells it, otherwise one by chance.
+Then by chance, whatever was asked, it answers with the name it noted or looks that name up. So it mostly answers 1-hop
 questions and seldom longer ones; what is missing is left to reinforcement learning.
 """
 

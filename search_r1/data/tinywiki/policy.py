@@ -21,7 +21,7 @@ class PolicySize:
     width: int = 128
     num_heads: int = 4
     mlp_width: int = 384
-    max_positions: int = 2048
+    max_positions: int = 8192
     initializer_range: float = 0.05
 
 
