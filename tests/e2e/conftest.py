@@ -16,7 +16,8 @@ from e2e_world import ENV, ROOT, free_port, run
 @pytest.fixture(scope="session")
 def tinywiki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tinywiki")
-    run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", "--num_passages", "600")
+    sizes = ("--num_passages", "600", "--num_train", "120", "--num_test", "40", "--num_sft_rows", "6000")
+    run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", *sizes)
     return folder
 
 

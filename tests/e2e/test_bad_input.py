@@ -20,7 +20,8 @@ def command(tinywiki: Path, policy: Path, url: str, run_dir: Path, *overrides: s
         *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "tinywiki"),
         *(f"data.train_files={tinywiki / 'train.parquet'}", f"data.val_files={tinywiki / 'validation.parquet'}"),
         *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={run_dir}"),
-        *("data.train_batch_size=4", "data.val_data_num=4", "trainer.logger=[]", *overrides),
+        *("data.train_batch_size=4", "data.val_data_num=4", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+        *("trainer.logger=[]", *overrides),
     ]
 
 

@@ -43,6 +43,7 @@ def test_published_command_on_real_text(
         "retriever.url": url,
         "data.train_batch_size": 8,
         "actor_rollout_ref.rollout.n_agent": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
         "actor_rollout_ref.rollout.dtype": "float32",
         "trainer.total_training_steps": 1,
         "trainer.n_gpus_per_node": 1,
