@@ -14,23 +14,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.tracking.trajectory_store import read_trajectories
 
 
-@pytest.fixture(scope="module")
-def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
+def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> Path:
     run(
         *("-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", f"data.train_files={tinywiki / 'train.parquet'}"),
         *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
-        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={tinywiki_url}", "+trainer.val_before_train=true"),
+        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={folder}"),
         *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
-        *(
-            "trainer.total_training_steps=3",
-            "trainer.test_freq=2",
-            "trainer.save_freq=2",
-            f"trainer.default_local_dir={folder}",
-        ),
-        "trainer.logger=[console,tensorboard,wandb]",
+        # So that there is a gradient where all of so weak a policy's rewards are 0.
+        *("actor_rollout_ref.actor.entropy_coeff=0.01", *overrides),
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
+    loggers = "trainer.logger=[console,tensorboard,wandb]"
+    return train(tinywiki, policy, tinywiki_url, folder, "+trainer.val_before_train=true", loggers, *steps)
 
 
 def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
@@ -98,6 +99,21 @@ def test_report_can_be_read(run_dir: Path) -> None:
     report = (run_dir / "report.md").read_text()
     assert "tinywiki_2hop" in report and "report.png" in report
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_workers_and_two_engines_do_the_same(
+    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+) -> None:
+    """The first step of the same run on other plumbing: the same trajectories, token by token, the same gradient."""
+    plumbing = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2")
+    once = ("trainer.total_training_steps=1", "+trainer.val_before_train=false", "trainer.logger=[]")
+    other = train(tinywiki, policy, tinywiki_url, tmp_path / "two", *plumbing, *once)
+    columns = ["ids", "loss_mask", "log_probs", "reward"]
+    paths = [folder / "trajectories" / "train_step_1.parquet" for folder in (run_dir, other)]
+    assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
+    one, two = (metrics_by_step(folder)[1] for folder in (run_dir, other))
+    assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4) and one["actor/grad_norm"] > 1e-4
+    assert two["actor/entropy_loss"] == pytest.approx(one["actor/entropy_loss"], rel=1e-5)
 
 
 def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:

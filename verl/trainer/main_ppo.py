@@ -54,9 +54,7 @@ def run(config: Config) -> None:
     started_here = not ray.is_initialized()
     if started_here:
         # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-        ray.init(
-            include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="warning"
-        )
+        ray.init(include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="error")
     trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
     try:
         report = trainer.fit()
