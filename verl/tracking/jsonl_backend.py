@@ -31,3 +31,14 @@ class JsonlBackend:
 
     def finish(self) -> None:
         self._file.close()
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename the metrics of an earlier run in this folder to `metrics.1.jsonl`, `metrics.2.jsonl`, ...: none is lost."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)

@@ -16,6 +16,7 @@ from verl.errors import RolloutError
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
+from verl.tracking.jsonl_backend import set_aside
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
@@ -148,6 +149,7 @@ class RLTrainer:
     def _start(self, device: str) -> None:
         config, trainer = self.config, self.config.trainer
         try:
+            set_aside(self.run_dir)
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
