@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl.tracking.backend import Run
@@ -34,7 +35,7 @@ class JsonlBackend:
 
 
 def set_aside(run_dir: Path) -> None:
-    """Rename the metrics of an earlier run in this folder to `metrics.1.jsonl`, `metrics.2.jsonl`, ...: none is lost."""
+    """Keep the metrics of an earlier run in this folder, as `metrics.1.jsonl`, `metrics.2.jsonl` and so on."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return
