@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from verl.agent.environment import Environment
 from verl.by_name import load_by_name
@@ -26,8 +26,21 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(
             f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
         ) from error
+    _check_window(config)
     environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
     asyncio.run(_check(environment))
+
+
+def _check_window(config: Config) -> None:
+    """The longest sequence of a run must fit into what the model was made for."""
+    rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
+    longest = rollout.prompt_length + rollout.response_length
+    window = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path} was made for {window} "
+            "(max_position_embeddings): lower the two"
+        )
 
 
 async def _check(environment: Environment) -> None:
