@@ -217,8 +217,8 @@ def summary(run_dir: Path | str, split: str) -> str:
     prefix = f"{split}/test_score/"
     lines = []
     for name in run.names(prefix):
-        curve = run.curve(name if name.startswith(prefix) else prefix + name)
-        label = "overall" if name.removeprefix(prefix) == "mean" else name.removeprefix(prefix)
+        curve = run.curve(prefix + name)
+        label = "overall" if name == "mean" else name
         lines.append(f"{label:<16} {curve[min(curve)]:.3f} -> {curve[max(curve)]:.3f}")
     return "\n".join(lines)
 

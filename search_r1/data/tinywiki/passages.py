@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import bm25s
 
 from search_r1.data.tinywiki.world import World
+from search_r1.llm_agent.grammar import format_passage, wrap_information
 
 
 @dataclass(frozen=True)
@@ -60,5 +61,4 @@ def _tokenize(texts: list[str]) -> list[list[str]]:
 
 def observation(passages: Sequence[Passage]) -> str:
     """Return the text the environment shows for a search, the same bytes as in training."""
-    documents = "".join(f"Doc {i}(Title: {p.title}) {p.text}\n" for i, p in enumerate(passages, start=1))
-    return f"\n\n<information>{documents.strip()}</information>\n\n"
+    return wrap_information("".join(format_passage(i, p.contents) for i, p in enumerate(passages, start=1)))

@@ -7,11 +7,11 @@ leads to, and the last relation is told by no passage before the last, so a chai
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from search_r1.data.tinywiki.names import hash_number
 from search_r1.data.tinywiki.world import World
+from search_r1.llm_agent import templates
 from verl.errors import DataError
 
 CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {
@@ -40,7 +40,7 @@ CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {
 }
 """Hops -> question kinds, each the kind of the named entity and the relations to follow from it."""
 
-TEMPLATE_PATH = Path(__file__).resolve().parents[2] / "llm_agent" / "templates" / "tinywiki.txt"
+TEMPLATE = "tinywiki"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tu
 
 def load_template() -> str:
     """Return the prompt template, which holds `{question}` once."""
-    return TEMPLATE_PATH.read_text(encoding="utf-8")
+    return templates.load_template(TEMPLATE)
 
 
 def prompt_row(question: Question, template: str, split: str, index: int) -> dict[str, Any]:
