@@ -35,3 +35,7 @@ class WorkerError(VerlError):
 
 class CheckpointError(VerlError):
     """A checkpoint could not be written or read."""
+
+
+class TrainingCollapsed(VerlError):
+    """The collapse guard ended the run."""

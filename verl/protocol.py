@@ -136,6 +136,17 @@ class TrainBatch:
         """[T] int64: which row a token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths_B)
 
+    @property
+    def turn_of_token_T(self) -> torch.Tensor:
+        """[T] int64: at policy tokens, which run of policy tokens of its row a token belongs to, from 0."""
+        mask_T, row_T = self.tokens["loss_mask"], self.row_of_token_T
+        goes_on_T = torch.zeros_like(mask_T)
+        goes_on_T[1:] = mask_T[:-1] & (row_T[1:] == row_T[:-1])
+        start_T = mask_T & ~goes_on_T
+        starts_B = torch.bincount(row_T[start_T], minlength=len(self))
+        before_B = starts_B.cumsum(0) - starts_B
+        return start_T.cumsum(0) - 1 - before_B[row_T]
+
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
         """The given rows, in the given order."""
         index_B = torch.as_tensor(row_indices, dtype=torch.int64)

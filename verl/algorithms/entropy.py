@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def entropy(logits_TV: torch.Tensor) -> torch.Tensor:
-    """H(p) = -sum_v p_v log p_v in nats per token [T], from a chunk of logits [T, V] divided by the temperature."""
-    log_p_TV = logits_TV.log_softmax(-1)
+def entropy(log_p_TV: torch.Tensor) -> torch.Tensor:
+    """H = -sum_v p_v log p_v in nats per token [T], from finite log-probs [T, V]."""
     return -(log_p_TV.exp() * log_p_TV).sum(-1)

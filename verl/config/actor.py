@@ -5,13 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.config.algorithm import SampledKl
 from verl.config.fields import section, setting
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
 from verl.config.rollout import RolloutConfig
 
-KlLossType = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3plusplus", "k4", "k5", "full_forward", "full_reverse"
-]
+KlLossType = SampledKl | Literal["full_forward", "full_reverse"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What to do about the sampler's probabilities being a little different from the trainer's.
+
+    The ratio is pi_old (trainer) / pi_rollout (sampler), of a token or, multiplied up, of a trajectory.
+    """
+
+    importance: Literal["none", "token", "sequence"] = setting(
+        "none", "Weight the policy loss by the ratio, cut at importance_cap (truncated importance sampling)."
+    )
+    importance_cap: float = setting(2.0, "Largest weight.", gt=0)
+    reject: Literal["none", "token", "sequence", "geometric"] = setting(
+        "none", "Leave out tokens, or whole trajectories (geometric: by their mean ratio), outside reject_low..high."
+    )
+    reject_low: float = setting(0.5, "Smallest ratio that stays in the loss.", ge=0)
+    reject_high: float = setting(2.0, "Largest ratio that stays in the loss.", gt=0)
 
 
 @dataclass
@@ -36,14 +54,31 @@ class ActorConfig:
     clip_ratio: float = setting(0.2, "PPO clip range of the probability ratio.", ge=0)
     clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", ge=0)
     clip_ratio_high: float | None = setting(None, "Upper clip range; null: clip_ratio.", ge=0)
+    clip_ratio_c: float | None = setting(
+        None, "Dual clip: bound of the loss for negative advantages, as a probability ratio; null: none.", gt=1
+    )
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = setting(
+        "ppo", "Policy loss: clipped ratio per token, per sequence (gspo), clipped weight (cispo), or none (reinforce)."
+    )
+    loss_agg_mode: LossAggMode = setting(
+        "token-mean", "How token losses are put together over a mini-batch (verl/algorithms/aggregation.py)."
+    )
+    loss_scale_factor: int | None = setting(
+        None, "seq-mean-token-sum-norm (Dr.GRPO): the constant number of tokens to divide by.", ge=1
+    )
     entropy_coeff: float = setting(0.001, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
     kl_loss_type: KlLossType = setting(
-        "low_var_kl", "KL estimator in the loss (kl = k1, mse = k2, low_var_kl = k3; full_*: over the vocabulary)."
+        "low_var_kl",
+        "KL estimator in the loss (kl = k1, mse = k2, low_var_kl = k3; NAME+: its value with k2's gradient; "
+        "full_*: over the vocabulary).",
     )
     kl_topk_tokens: int | None = setting(
         None, "Tokens summed exactly by full_*; the rest is estimated from the sample. null or <= 0: all tokens."
+    )
+    kl_topk_gradient: Literal["corrected", "published"] = setting(
+        "corrected", "Top-k KL: unbiased gradient, or the published one (docs/topk_kl.md)."
     )
     kl_use_tail_sampling: bool = setting(True, "Top-k KL: add the sampled estimate of the tail.")
     use_kl_iw: bool = setting(
@@ -57,19 +92,33 @@ class ActorConfig:
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
     num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
-    head_chunk_tokens: int = setting(
-        1024, "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result.", ge=1
+    head_chunk_tokens: int | None = setting(
+        None,
+        "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: a 32nd of a "
+        "micro-batch's tokens, at least 128.",
+        ge=1,
     )
     use_rollout_log_probs: bool = setting(
         False, "Take the sampler's log-probs as those of the old policy instead of recomputing them."
     )
-    policy_loss: str = setting("ppo", "Registered name of the policy loss.")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    llds_coef: float = setting(
+        0.0, "Weight of the likelihood-preserving regulariser (LLDS, arXiv 2512.04220) against GRPO's collapse.", ge=0
+    )
+    llds_gate: Literal["action", "response"] = setting(
+        "action", "LLDS acts where the likelihood of a whole turn (action) or trajectory (response) fell."
+    )
 
 
 @dataclass
 class RefConfig:
     """The reference policy (the anchor), which lives beside the actor."""
 
+    path: str | None = setting(
+        None,
+        "Folder or hub name of the anchor's first weights (a saved ref/global_step_N); null: the actor's.",
+        path=True,
+    )
     log_prob_micro_batch_size: int = setting(
         128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1
     )

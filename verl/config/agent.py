@@ -34,6 +34,9 @@ class RewardConfig:
 
     function: str = setting("search_r1.rewards.exact_match.ExactMatchReward", "Dotted name of the reward class.")
     kwargs: dict[str, Any] = setting({}, "Keyword arguments of the reward class.")
+    val_kwargs: dict[str, Any] | None = setting(
+        None, "Keyword arguments of the reward class in validation; null: those of training."
+    )
 
 
 @dataclass

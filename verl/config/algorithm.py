@@ -7,7 +7,14 @@ from typing import Literal
 
 from verl.config.fields import section, setting
 
-KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3plusplus", "k4", "k5"]
+SampledKl = (
+    Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3plusplus", "k4", "k5"]
+    | Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3plusplus+", "k4+", "k5+"]
+)
+AdvEstimator = Literal[
+    "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"
+]
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 
 @dataclass
@@ -29,19 +36,34 @@ class StateMaskingConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): prompts whose trajectories all have the same reward are replaced."""
+
+    enable: bool = setting(False, "Leave such groups out of the update and draw new prompts in their place.")
+    max_num_gen_batches: int = setting(
+        10, "Most rounds of sampling in a step; then it goes on with the groups it has.", ge=1
+    )
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages, the KL, and the anchor."""
 
-    gamma: float = setting(1.0, "Discount per token (gae).", ge=0, le=1)
+    gamma: float = setting(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
     lam: float = setting(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1)
-    adv_estimator: Literal["gae", "grpo"] = setting("gae", "Advantage estimator.")
+    adv_estimator: AdvEstimator = setting(
+        "gae", "Advantage estimator: gae has a critic; the others compare rewards (verl/algorithms/advantages)."
+    )
+    gae_over_environment_tokens: bool = setting(
+        False, "gae: let the recursion, the whitening and the critic go over retrieved tokens too, as published."
+    )
     no_think_rl: bool = setting(False, "Not available, in the published code neither; must be False.")
-    kl_penalty: KlPenalty = setting("kl", "KL estimator in the reward.")
+    kl_penalty: SampledKl = setting("kl", "KL estimator in the reward.")
     kl_ctrl: KlCtrlConfig = section(KlCtrlConfig)
     state_masking: StateMaskingConfig = section(StateMaskingConfig)
     norm_adv_by_std_in_grpo: bool = setting(True, "grpo: divide by the standard deviation of the group.")
     norm_adv_by_batch_std: bool = setting(
-        False, "grpo: divide by the standard deviation of the batch; needs norm_adv_by_std_in_grpo=False."
+        False, "grpo, reinforce: divide by the standard deviation of the batch; needs norm_adv_by_std_in_grpo=False."
     )
     use_kl_in_reward: bool | None = setting(
         None, "Subtract the KL from the reward; null: yes for gae without use_kl_loss (as published), else no."
@@ -56,3 +78,7 @@ class AlgorithmConfig:
         1.0, "Share the anchor keeps of itself: anchor = tau * anchor + (1 - tau) * actor; 1: frozen.", ge=0, le=1
     )
     ref_policy_ema_update_period: int = setting(10, "RL steps between two moves of the anchor.", ge=1)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    filter_overlong: bool = setting(
+        False, "Leave trajectories that were cut at the length limit out of every loss (they keep their reward)."
+    )

@@ -38,7 +38,9 @@ class SftTrainerConfig:
     num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
     grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
     max_token_len_per_gpu: int = setting(16384, "Most tokens per worker in one forward and backward pass.", ge=1)
-    head_chunk_tokens: int = setting(1024, "Tokens per chunk of the vocabulary projection.", ge=1)
+    head_chunk_tokens: int | None = setting(
+        None, "Tokens per chunk of the vocabulary projection; null: a 32nd of a micro-batch, at least 128.", ge=1
+    )
     log_freq: int = setting(20, "Steps between two lines of log when there is no terminal.", ge=1)
 
 

@@ -10,9 +10,6 @@ from verl.config.validate import ACTOR, ROLLOUT, raise_problems
 
 log = logging.getLogger(__name__)
 
-EXACT_KL = f"use {ACTOR}.kl_loss_type=full_reverse with {ACTOR}.kl_topk_tokens=null"
-UNAVAILABLE_KL = ("k3plusplus", "k4", "k5", "full_forward")
-
 
 def check_supported(config: Config) -> None:
     """Raise one ConfigError that lists everything `config` asks for and this version does not have.
@@ -44,25 +41,15 @@ def _everywhere(config: Config) -> Iterator[str]:
     for name in ("structure_format_score", "final_format_score", "retrieval_score"):
         value = getattr(config.reward_model, name)
         if value:
-            yield _not_available(f"reward_model.{name}", value, "it belongs to main_ppo_format; leave it at 0")
+            yield _not_available(
+                f"reward_model.{name}", value, "run python3 -m verl.trainer.main_ppo_format, or leave it at 0"
+            )
 
 
 def _training(config: Config) -> Iterator[str]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    if algorithm.adv_estimator == "gae":
-        yield _not_available(
-            "algorithm.adv_estimator",
-            "gae",
-            f"critic: not yet. Set algorithm.adv_estimator=grpo and {ROLLOUT}.n_agent=5",
-        )
-    elif algorithm.use_kl_in_reward:
-        yield _not_available("algorithm.use_kl_in_reward", True, f"set {ACTOR}.use_kl_loss=True instead")
+    actor = config.actor_rollout_ref.actor
     if not actor.state_masking:
         yield _not_available(f"{ACTOR}.state_masking", False, "retrieved text is never trained on; leave it at True")
-    if actor.use_kl_loss and actor.kl_loss_type in UNAVAILABLE_KL:
-        yield _not_available(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, EXACT_KL)
-    elif actor.use_kl_loss and (actor.kl_topk_tokens or 0) > 0:
-        yield _not_available(f"{ACTOR}.kl_topk_tokens", actor.kl_topk_tokens, EXACT_KL)
     for key, size in _shard_groups(config):
         if size not in (-1, config.trainer.n_gpus_per_node * config.trainer.nnodes):
             yield _not_available(key, size, "leave it at -1 (all workers)")
@@ -74,6 +61,7 @@ def _training(config: Config) -> Iterator[str]:
 def _shard_groups(config: Config) -> Iterator[tuple[str, int]]:
     yield f"{ACTOR}.fsdp_config.fsdp_size", config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     yield "actor_rollout_ref.ref.fsdp_config.fsdp_size", config.actor_rollout_ref.ref.fsdp_config.fsdp_size
+    yield "critic.model.fsdp_config.fsdp_size", config.critic.model.fsdp_config.fsdp_size
 
 
 def _sequence_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl.config.fields import setting
+from verl.config.collapse_guard import CollapseGuardConfig
+from verl.config.fields import section, setting
 
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
 
@@ -41,3 +42,4 @@ class TrainerConfig:
     seed: int = setting(0, "Seed of everything random.", ge=0)
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
     step_timeout_s: float = setting(3600.0, "Longest time any one phase of a step may take, in seconds.", gt=0)
+    collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from verl.config.algorithm import GROUP_ESTIMATORS
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
 from verl.config.rollout import ValKwargs
@@ -31,6 +32,14 @@ def trajectories_per_step(config: Config) -> int:
     return config.data.train_batch_size * (rollout.n_agent if config.do_search else rollout.n)
 
 
+def has_kl_in_reward(config: Config) -> bool:
+    """Whether rewards are reduced by the KL to the anchor; unless it is said, for gae without a KL in the loss."""
+    wanted = config.algorithm.use_kl_in_reward
+    if wanted is not None:
+        return wanted
+    return config.algorithm.adv_estimator == "gae" and not config.actor_rollout_ref.actor.use_kl_loss
+
+
 def _lengths(config: Config) -> Iterator[str]:
     data = config.data
     for name in ("max_start_length", "max_response_length", "max_obs_length"):
@@ -49,12 +58,14 @@ def _groups(config: Config) -> Iterator[str]:
         yield f"{ROLLOUT}.n_agent has no effect with do_search=false: set {ROLLOUT}.n={rollout.n_agent} instead"
     if config.trainer.val_only:
         return
-    if config.algorithm.adv_estimator == "grpo" and trajectories_per_step(config) == config.data.train_batch_size:
-        name = "n_agent" if config.do_search else "n"
-        yield (
-            f"algorithm.adv_estimator=grpo compares the trajectories of one prompt, and {ROLLOUT}.{name}=1 gives it "
-            f"one: set {ROLLOUT}.{name} to 2 or more"
-        )
+    if trajectories_per_step(config) > config.data.train_batch_size:
+        return
+    name = "n_agent" if config.do_search else "n"
+    wish = f"the trajectories of one prompt, and {ROLLOUT}.{name}=1 gives it one: set {ROLLOUT}.{name} to 2 or more"
+    if config.algorithm.adv_estimator in GROUP_ESTIMATORS:
+        yield f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares {wish}"
+    if config.algorithm.filter_groups.enable:
+        yield f"algorithm.filter_groups compares {wish}"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -91,12 +102,19 @@ def _advantages(config: Config) -> Iterator[str]:
             "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
             "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
         )
-    if algorithm.adv_estimator != "gae":
-        for name, used in (("gamma", algorithm.gamma != 1), ("lam", algorithm.lam != 1)):
-            if used:
-                yield f"algorithm.{name} has no effect with adv_estimator={algorithm.adv_estimator}: leave it at 1.0"
+    estimator = algorithm.adv_estimator
+    no_effect = f"has no effect with algorithm.adv_estimator={estimator}"
+    if algorithm.norm_adv_by_batch_std and estimator not in ("grpo", "reinforce"):
+        yield f"algorithm.norm_adv_by_batch_std {no_effect}: leave it at False"
+    if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
+        yield f"algorithm.gamma {no_effect}: leave it at 1.0"
+    if estimator != "gae":
+        if algorithm.lam != 1:
+            yield f"algorithm.lam {no_effect}: leave it at 1.0"
+        if algorithm.gae_over_environment_tokens:
+            yield f"algorithm.gae_over_environment_tokens {no_effect}: leave it at False"
         if config.trainer.critic_warmup:
-            yield f"trainer.critic_warmup must be 0: there is no critic with adv_estimator={algorithm.adv_estimator}"
+            yield f"trainer.critic_warmup must be 0: there is no critic with algorithm.adv_estimator={estimator}"
     if algorithm.apply_kl_after_advantage and not algorithm.use_kl_in_reward:
         yield "algorithm.apply_kl_after_advantage needs algorithm.use_kl_in_reward=True"
     if algorithm.use_future_kl_as_reward and not algorithm.apply_kl_after_advantage:
@@ -108,7 +126,18 @@ def _advantages(config: Config) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
-    if (actor.kl_topk_tokens or 0) > 0 and not actor.kl_loss_type.startswith("full_"):
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward exclude each other, as the KL would count twice: "
+            "set one of them to False"
+        )
+    top_k = actor.kl_topk_tokens or 0
+    if actor.kl_topk_gradient != "corrected" and top_k <= 0:
+        yield (
+            f"{ACTOR}.kl_topk_gradient={actor.kl_topk_gradient} belongs to a Top-k KL: "
+            f"set {ACTOR}.kl_topk_tokens to a number of tokens (32, say) or leave the gradient at corrected"
+        )
+    if top_k > 0 and not actor.kl_loss_type.startswith("full_"):
         yield (
             f"{ACTOR}.kl_topk_tokens={actor.kl_topk_tokens} has no effect with kl_loss_type={actor.kl_loss_type}: "
             "it belongs to full_reverse and full_forward"
@@ -116,11 +145,37 @@ def _kl(config: Config) -> Iterator[str]:
     lower, upper = actor.kl_iw_clip_lower, actor.kl_iw_clip_upper
     if lower is not None and upper is not None and lower > upper:
         yield f"{ACTOR}.kl_iw_clip_lower ({lower}) is larger than {ACTOR}.kl_iw_clip_upper ({upper})"
-    anchored = actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.trainer.eval_ref_policy_freq > 0
+    anchored = actor.use_kl_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
     if config.algorithm.ref_policy_ema_tau < 1 and not anchored and not config.trainer.val_only:
         yield (
             f"algorithm.ref_policy_ema_tau={config.algorithm.ref_policy_ema_tau} moves an anchor that nothing uses: "
             f"set {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True"
+        )
+
+
+def _policy_loss(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    normed = actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    if normed and actor.loss_scale_factor is None:
+        yield (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by a constant number of tokens: "
+            f"set {ACTOR}.loss_scale_factor, to data.max_prompt_length say"
+        )
+    if not normed and actor.loss_scale_factor is not None:
+        yield f"{ACTOR}.loss_scale_factor has no effect with loss_agg_mode={actor.loss_agg_mode}: leave it at null"
+    if actor.clip_ratio_c is not None and actor.policy_loss not in ("ppo", "gspo"):
+        yield f"{ACTOR}.clip_ratio_c has no effect with policy_loss={actor.policy_loss}: leave it at null"
+    correction = actor.rollout_correction
+    corrects = correction.importance != "none" or correction.reject != "none"
+    if corrects and actor.use_rollout_log_probs:
+        yield (
+            f"{ACTOR}.rollout_correction compares the sampler's log-probs with recomputed ones: "
+            f"set {ACTOR}.use_rollout_log_probs=False"
+        )
+    if not correction.reject_low <= 1 <= correction.reject_high or correction.importance_cap < 1:
+        yield (
+            f"{ACTOR}.rollout_correction has to let a ratio of 1 (equal probabilities) pass: "
+            "set reject_low to at most 1, reject_high and importance_cap to at least 1"
         )
 
 
@@ -149,6 +204,14 @@ def _run(config: Config) -> Iterator[str]:
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
         if tag in config.agent.feedback:
             yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
+    guard = trainer.collapse_guard
+    if guard.min_entropy is not None and guard.max_entropy is not None and guard.min_entropy >= guard.max_entropy:
+        yield (
+            f"trainer.collapse_guard.min_entropy ({guard.min_entropy}) must be smaller than "
+            f"max_entropy ({guard.max_entropy})"
+        )
+    if guard.action == "rollback" and trainer.save_freq < 0:
+        yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
     for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be a number of steps, or -1 for never"
@@ -176,6 +239,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _devices,
     _advantages,
     _kl,
+    _policy_loss,
     _schedules,
     _run,
     _sampling,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,15 @@ class ModelInput:
     select_N: torch.Tensor
     token_N: torch.Tensor
     label_N: torch.Tensor
+
+
+class RankValues(NamedTuple):
+    """One rank's answer: row numbers, and CPU values [T, ...] by name of those rows one after the other (0 where
+    unmasked). `merge_rows` puts the answers of all ranks together.
+    """
+
+    rows: list[int]
+    tokens: dict[str, torch.Tensor]
 
 
 def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
@@ -119,6 +129,13 @@ def model_input(batch: TrainBatch, device: torch.device, packed: bool) -> ModelI
         token_N,
         label_N.to(device),
     )
+
+
+def values_at(batch: TrainBatch, name: str, inputs: ModelInput) -> torch.Tensor:
+    """`batch.tokens[name]` at the selected tokens, on the model's device. Raises ValueError when it is not there."""
+    if name not in batch.tokens:
+        raise ValueError(f"the batch has no tokens['{name}']; it has {', '.join(batch.tokens)}")
+    return batch.tokens[name][inputs.token_N].to(inputs.label_N.device)
 
 
 def merge_rows(

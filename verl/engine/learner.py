@@ -1,7 +1,7 @@
 """Gradient accumulation over micro-batches and ranks, clipping, and the optimizer step: shared by RL and SFT.
 
-The loss of a mini-batch is the sum over its trained tokens on all ranks divided by their number. Every rank knows that
-number, because every rank sees the whole batch, so nothing depends on how the mini-batch is cut.
+The loss of a mini-batch is the weighted sum over its trained tokens on all ranks. Every rank works out the weights from
+the whole mini-batch (1 / number of trained tokens by default), so nothing depends on how the mini-batch is cut.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.algorithms.aggregation import loss_weights
 from verl.engine.batching import Budget, ModelInput, model_input, plan, selected_tokens
-from verl.engine.model import CausalModel
 from verl.engine.sharding import is_main_rank
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
@@ -33,6 +35,13 @@ class TokenLoss(NamedTuple):
 
 
 LossFunction = Callable[[TrainBatch, ModelInput], TokenLoss]
+TokenWeights = Callable[[TrainBatch], torch.Tensor]
+
+
+def token_mean(batch: TrainBatch) -> torch.Tensor:
+    """[T] float32: every trained token counts the same."""
+    mask_T = batch.tokens["loss_mask"]
+    return loss_weights(mask_T, batch.row_of_token_T, len(batch), "token-mean")
 
 
 class Learner:
@@ -40,17 +49,19 @@ class Learner:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         budget: Budget,
         grad_clip: float,
         failure_dir: Path,
         packed: bool,
+        weigh: TokenWeights = token_mean,
     ) -> None:
         """`grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf.
 
-        `packed` puts a micro-batch's rows into one long row (see `batching.model_input`).
+        `packed` puts a micro-batch's rows into one long row (see `batching.model_input`). `weigh` gives each token's
+        weight [T] in the loss of a mini-batch.
         """
         self.model = model
         self.optimizer = optimizer
@@ -59,9 +70,10 @@ class Learner:
         self.grad_clip = grad_clip
         self.failure_dir = failure_dir
         self.packed = packed
+        self.weigh = weigh
 
     def learn(self, batch: TrainBatch, loss: LossFunction, step: int) -> dict[str, float]:
-        """One optimizer step on `batch`; returns token means over all ranks, `loss` and `grad_norm` among them.
+        """One optimizer step on `batch`; returns its `loss`, `grad_norm`, and the reports' token means over all ranks.
 
         A batch without trained tokens changes nothing and returns {}. Raises NumericalError on every rank, before
         the weights change, when the loss or the gradient is not finite; `step` is named there.
@@ -79,18 +91,20 @@ class Learner:
         return means | {"grad_norm": norm}
 
     def accumulate(self, batch: TrainBatch, loss: LossFunction) -> dict[str, float]:
-        """Add the gradient of the batch's mean loss to the parameters' `.grad`; returns means over all ranks."""
-        denominator = len(selected_tokens(batch))
+        """Add the gradient of the batch's loss to the parameters' `.grad`; returns the loss and the reports' means."""
+        num_tokens = len(selected_tokens(batch))
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
         sums: dict[str, torch.Tensor] = {}
         for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, self.budget):
             micro_batch = batch.select(rows)
-            token_loss = loss(micro_batch, model_input(micro_batch, self.device, self.packed))
-            mean = token_loss.loss_N.sum() / denominator
-            (mean * num_ranks).backward()  # sharded gradients are averaged over ranks; the loss is a sum over them
-            for name, value_N in {"loss": token_loss.loss_N.detach(), **token_loss.reports}.items():
-                part = value_N.sum(dtype=torch.float64) / denominator
-                sums[name] = sums[name] + part if name in sums else part
+            inputs = model_input(micro_batch, self.device, self.packed)
+            token_loss = loss(micro_batch, inputs)
+            weighted_N = token_loss.loss_N * micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
+            (weighted_N.sum() * num_ranks).backward()  # sharded gradients are averaged over ranks; this is a sum
+            parts = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
+            parts["loss"] = weighted_N.detach().sum(dtype=torch.float64)
+            sums = {name: sums[name] + part if sums else part for name, part in parts.items()}
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total)
         return dict(zip(sums, total.tolist(), strict=True))
@@ -102,7 +116,8 @@ class Learner:
             torch.save({"lengths_B": batch.lengths_B, "tokens": batch.tokens, "rows": batch.rows}, path)
         return (
             f"step {step}: loss {loss}, gradient norm {norm}; the weights were not changed. The mini-batch is in "
-            f"{path}: look at its advantages and old_log_probs, then lower the learning rate or grad_clip"
+            f"{path}: look at its tensors (rewards, advantages, log-probs, values), then lower the learning rate or "
+            "grad_clip"
         )
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from verl.engine.batching import ModelInput
-from verl.engine.head import AnchorView, Head, TokenStats, token_stats
+from verl.engine.head import Head, Question, TokenStats, token_stats
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,26 +23,12 @@ logger = logging.getLogger(__name__)
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-class CausalModel(nn.Module):
-    """Decoder, then the head in chunks of `head_chunk_tokens` over the selected tokens only."""
+class Decoder(nn.Module):
+    """A Hugging Face model whose last hidden states are wanted at the selected tokens only."""
 
-    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.head_chunk_tokens = head_chunk_tokens
-
-    def forward(
-        self,
-        inputs: ModelInput,
-        temperature: float,
-        entropy_gradient: bool = True,
-        anchor: AnchorView | None = None,
-    ) -> TokenStats:
-        """Statistics [N] of the selected tokens; logits are divided by `temperature` first."""
-        hidden_NH = self.hidden(inputs)
-        return token_stats(
-            hidden_NH, self.head(), inputs.label_N, temperature, self.head_chunk_tokens, entropy_gradient, anchor
-        )
 
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
         """[N, H] last hidden states at the positions that predict the selected tokens."""
@@ -50,6 +36,22 @@ class CausalModel(nn.Module):
             input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False
         )
         return output.last_hidden_state.flatten(0, 1).index_select(0, inputs.select_N)
+
+
+class CausalModel(Decoder):
+    """Decoder, then the head in chunks of tokens (`head_chunk_tokens`, see `head.Question`), selected tokens only."""
+
+    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int | None) -> None:
+        super().__init__(model)
+        self.head_chunk_tokens = head_chunk_tokens
+
+    def forward(self, inputs: ModelInput, temperature: float, **asked: Any) -> TokenStats:
+        """Statistics [N] of the selected tokens; logits are divided by `temperature` first.
+
+        `asked` are further fields of `head.Question`.
+        """
+        question = Question(inputs.label_N, temperature, self.head_chunk_tokens, **asked)
+        return token_stats(self.hidden(inputs), self.head(), question)
 
     def head(self) -> Head:
         """The output projection as it is right now (whole while the sharded model is gathered)."""
@@ -64,18 +66,15 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> PreTrainedModel:
-    """Load a model folder (or hub name) with float32 weights into CPU memory.
+    """Load a model folder (or hub name) with float32 weights into CPU memory, without dropout.
 
     Attention is flash-attention 2 on CUDA where that package is installed, else PyTorch's own.
     Raises ConfigError when there is no usable model at `path`.
     """
-    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"no model at '{path}': there is no config.json; set model.path to a Hugging Face folder")
-    source = str(Path(path).expanduser()) if path.startswith("~") else path
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+    source = source_of(path, "model.path")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
+        switch_off_dropout(config)
         model = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -89,6 +88,22 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def source_of(path: str, setting: str) -> str:
+    """What to load a model from. Raises ConfigError, naming `setting`, for a folder without a model in it."""
+    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"no model at '{path}': there is no config.json; set {setting} to a Hugging Face folder")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def switch_off_dropout(config: Any) -> None:
+    """Old and new log-probs (or values) of one token are compared, so the forward must not be random."""
+    for name, value in config.to_dict().items():
+        if value and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
 
 
 def attention_for(device: torch.device) -> str:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from verl.algorithms import anchor as anchor_rule
-from verl.algorithms.kl import EXACT_KL
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
-from verl.engine.batching import Budget, ModelInput, flat_positions, model_input, plan, split_rows
+from verl.engine.anchor_reader import AnchorReader
+from verl.engine.batching import RankValues, flat_positions, model_input, plan, split_rows
 from verl.engine.device import set_threads
-from verl.engine.head import AnchorView
 from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
+from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, can_pack
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.policy_objective import PolicyObjective
+from verl.engine.restoring import load_saved
 from verl.engine.saving import save_model
 from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
 from verl.errors import NumericalError
@@ -32,17 +33,6 @@ logger = logging.getLogger(__name__)
 Which = Literal["policy", "anchor"]
 
 
-class RankValues(NamedTuple):
-    """One rank's answer: row numbers, and [T] float32 CPU values of those rows one after the other (0 where unmasked).
-
-    `batching.merge_rows` puts the answers of all ranks together.
-    """
-
-    rows: list[int]
-    log_prob_T: torch.Tensor
-    entropy_T: torch.Tensor
-
-
 class PolicyEngine:
     """The trained policy, sharded over all ranks of the process group, and optionally its anchor beside it.
 
@@ -50,15 +40,8 @@ class PolicyEngine:
     rank calls them in the same order.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        total_training_steps: int,
-        with_anchor: bool,
-        anchor_path: str | None = None,
-    ) -> None:
-        """Load `model.path` (and the anchor from `anchor_path`, by default the same) and shard both.
+    def __init__(self, config: Config, device: torch.device, total_training_steps: int, with_anchor: bool) -> None:
+        """Load `model.path` (and the anchor from `ref.path`, by default the same) and shard both.
 
         `total_training_steps` is the length of the learning-rate schedule unless optim.total_training_steps says
         otherwise. The process group must exist. Raises ConfigError.
@@ -67,76 +50,95 @@ class PolicyEngine:
         self.device = device
         self.role = config.actor_rollout_ref
         self.step = 0  # RL steps done
+        self.lr_factor = 1.0  # on top of the schedule
         actor = self.role.actor
         set_threads(actor.num_threads)
         self.policy = self._load(self.role.model.path, actor.fsdp_config, trained=True)
         self.anchor: CausalModel | None = None
         if with_anchor:
-            path = anchor_path or self.role.model.path
-            self.anchor = self._load(path, self.role.ref.fsdp_config, trained=False)
+            self.anchor = self._load(
+                self.role.ref.path or self.role.model.path, self.role.ref.fsdp_config, trained=False
+            )
         self.packed = self.role.model.use_remove_padding and can_pack(self.policy.model)
         optim = actor.optim
         num_steps = total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
         self.schedule = Schedule.from_config(optim, num_steps)
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
-        budget = _budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size)
-        failure_dir = Path(config.trainer.default_local_dir) / "failures"
-        self.learner = Learner(self.policy, optimizer, device, budget, actor.grad_clip, failure_dir, self.packed)
-        look = self._look if self.anchor is not None else None
-        self.objective = PolicyObjective(actor, self.policy, self.role.rollout.temperature, look)
+        temperature = self.role.rollout.temperature
+        reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
+        self.objective = PolicyObjective(actor, self.policy, temperature, reader)
+        self.learner = Learner(
+            self.policy,
+            optimizer,
+            device,
+            micro_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size),
+            actor.grad_clip,
+            Path(config.trainer.default_local_dir) / "failures",
+            self.packed,
+            self.objective.weigh,
+        )
 
     def rows_of_rank(self, batch: TrainBatch) -> list[int]:
         """The rows whose log-probs this rank computes."""
         return split_rows(batch.lengths_B, dist.get_world_size())[dist.get_rank()]
 
     @torch.no_grad()
-    def log_probs(self, batch: TrainBatch, temperature: float, of: Which = "policy") -> RankValues:
-        """Log-prob and entropy of the loss mask's tokens in this rank's rows, with logits over `temperature`.
+    def log_probs(self, batch: TrainBatch, temperature: float, of: Which = "policy", top_k: int = 0) -> RankValues:
+        """`log_prob` and `entropy` [T] float32 of the loss mask's tokens in this rank's rows.
 
-        Raises NumericalError when one of them is not finite.
+        Logits are divided by `temperature` first. `top_k` adds `top_index` [T, k] int32: the most likely ids at each of
+        these tokens.
+        Raises NumericalError when a log-prob or entropy is not finite.
         """
         model = self._model(of)
         model.eval()
         settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
-        budget = _budget(
+        budget = micro_budget(
             settings.log_prob_use_dynamic_bsz,
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
-        token_values = {name: torch.zeros(len(batch.tokens["ids"])) for name in ("log_prob", "entropy")}
+        num_tokens = len(batch.tokens["ids"])
+        found = {name: torch.zeros(num_tokens) for name in ("log_prob", "entropy")}
         for rows in plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget):
             micro_batch = batch.select(rows)
             inputs = model_input(micro_batch, self.device, self.packed)
-            stats = model(inputs, temperature)
+            stats = model(inputs, temperature, top_k=top_k)
             token_N = flat_positions(batch.lengths_B, rows)[inputs.token_N]
-            token_values["log_prob"][token_N] = stats.log_prob_N.cpu()
-            token_values["entropy"][token_N] = stats.entropy_N.cpu()
+            found["log_prob"][token_N] = stats.log_prob_N.float().cpu()
+            found["entropy"][token_N] = stats.entropy_N.float().cpu()
+            if top_k:
+                index_Nk = stats.index_Nk.to("cpu", torch.int32)
+                found.setdefault("top_index", index_Nk.new_zeros(num_tokens, index_Nk.shape[1]))[token_N] = index_Nk
         reshard(model)
-        if not all(value_T.isfinite().all() for value_T in token_values.values()):
+        if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = self.rows_of_rank(batch)
-        values = TrainBatch(batch.lengths_B, token_values).select(own).tokens
-        return RankValues(own, values["log_prob"], values["entropy"])
+        return RankValues(own, TrainBatch(batch.lengths_B, found).select(own).tokens)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, one AdamW step for each.
 
-        Needs `advantages`, `old_log_probs` and, for a sampled KL, `ref_log_probs`, all [T] float32 at
-        rollout.temperature. Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
+        Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
+        (`kl_objective`). Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
         Raises NumericalError when a loss or gradient is not finite.
         """
-        lr = self.schedule.at(self.step)
+        actor = self.role.actor
+        lr = self.schedule.at(self.step) * self.lr_factor
         set_lr(self.learner.optimizer, lr)
         results = []
-        for rows in self._mini_batches(len(batch)):
+        parts = mini_batches(
+            len(batch), actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
+        )
+        for rows in parts:
             means = self.learner.learn(batch.select(rows), self.objective, self.step)
             if means:
                 results.append(means)
         self._release()
         self.step += 1
-        metrics = {f"actor/{name}": sum(r[name] for r in results) / len(results) for name in (results or [{}])[0]}
-        if self.role.actor.use_kl_loss:
-            metrics["actor/kl_coef"] = self.role.actor.kl_loss_coef
+        metrics = mean_of(results, "actor")
+        if actor.use_kl_loss:
+            metrics["actor/kl_coef"] = actor.kl_loss_coef
         return metrics | {"actor/lr": lr, "actor/num_updates": float(len(results))}
 
     def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
@@ -170,6 +172,12 @@ class PolicyEngine:
                 state[name] = tensor
         return state
 
+    def load_saved(self, path: Path, of: Which = "policy") -> None:
+        """Replace the weights by a saved model's. The policy's optimizer starts anew. Raises CheckpointError."""
+        load_saved(self._model(of), path)
+        if of == "policy":
+            self.learner.optimizer.state.clear()
+
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
         save_model(self._model(of), Path(path), tokenizer)
@@ -186,27 +194,7 @@ class PolicyEngine:
             raise ValueError("this engine was made without an anchor")
         return self.anchor
 
-    @torch.no_grad()
-    def _look(self, inputs: ModelInput) -> AnchorView:
-        anchor = self._model("anchor")
-        anchor.eval()
-        return AnchorView(anchor.hidden(inputs), anchor.head(), EXACT_KL[self.role.actor.kl_loss_type])
-
-    def _mini_batches(self, num_rows: int) -> Iterator[list[int]]:
-        actor = self.role.actor
-        generator = torch.Generator().manual_seed(hash((self.config.trainer.seed, self.step)) % 2**63)
-        for _ in range(actor.ppo_epochs):
-            order = torch.randperm(num_rows, generator=generator) if actor.shuffle else torch.arange(num_rows)
-            yield from (part.tolist() for part in order.split(actor.ppo_mini_batch_size))
-
     def _release(self) -> None:
         reshard(self.policy)
         if self.anchor is not None:
             reshard(self.anchor)
-
-
-def _budget(by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
-    """Row limits are given over all ranks, token limits per rank."""
-    if by_tokens:
-        return Budget(tokens=max_tokens)
-    return Budget(rows=max(1, micro_batch_size // dist.get_world_size()))

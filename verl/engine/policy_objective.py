@@ -1,92 +1,90 @@
 """What the actor minimises, per token:
 
-loss = policy loss(l, l_old, A) - entropy_coeff H + kl_loss_coef KL(policy, anchor) / (batch std of advantages + 1e-6)
+loss = w policy_loss(l, l_old, A) - entropy_coeff H + kl_loss_coef KL / (s + 1e-6) + llds_coef LLDS
 
-The last divisor is there only when the advantages were scaled by the batch std (`rows["adv_batch_std"]`).
+`w` corrects for the sampler's own probabilities (`tokens["correction"]`, else 1); the divisor is there only when the
+advantages were scaled by the batch std s (`rows["adv_batch_std"]`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from verl.algorithms.advantages import EPSILON
-from verl.algorithms.kl import EXACT_KL, SAMPLED_KL
-from verl.algorithms.policy_loss import POLICY_LOSSES
+from verl.algorithms.aggregation import loss_weights
+from verl.algorithms.likelihood import llds
+from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
-from verl.engine.batching import ModelInput
-from verl.engine.head import AnchorView
+from verl.engine.anchor_reader import AnchorReader
+from verl.engine.batching import ModelInput, values_at
+from verl.engine.kl_objective import build_kl
 from verl.engine.learner import TokenLoss
 from verl.engine.model import CausalModel
-from verl.errors import ConfigError
 from verl.protocol import TrainBatch
-
-AnchorLook = Callable[[ModelInput], AnchorView]
 
 
 class PolicyObjective:
     """The actor's loss on one micro-batch; needs `advantages` and `old_log_probs` [T] float32 in `batch.tokens`.
 
-    A sampled KL also needs `ref_log_probs` [T]; an exact one asks `look` for the anchor's hidden states.
+    What the KL needs is said in `kl_objective`.
     """
 
-    def __init__(self, actor: ActorConfig, model: CausalModel, temperature: float, look: AnchorLook | None) -> None:
-        """Raises ConfigError for an unknown loss or KL, or an exact KL without an anchor."""
-        if actor.policy_loss not in POLICY_LOSSES:
-            raise ConfigError(f"actor.policy_loss '{actor.policy_loss}' is unknown; use {', '.join(POLICY_LOSSES)}")
+    def __init__(self, actor: ActorConfig, model: CausalModel, temperature: float, anchor: AnchorReader | None) -> None:
+        """Raises ConfigError when the KL needs an anchor and there is none."""
         self.actor = actor
         self.model = model
         self.temperature = temperature
         self.policy_loss = POLICY_LOSSES[actor.policy_loss]
-        self.clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-        self.clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-        self.look = look if actor.use_kl_loss and actor.kl_loss_type in EXACT_KL else None
-        if actor.use_kl_loss and self.look is None:
-            self._require_sampled(actor.kl_loss_type)
+        low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+        high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        self.clip = Clip(low, high, actor.clip_ratio_c)
+        self.kl = build_kl(actor, anchor) if actor.use_kl_loss else None
+
+    def weigh(self, batch: TrainBatch) -> torch.Tensor:
+        """Each token's weight [T] in the loss of a mini-batch (`actor.loss_agg_mode`)."""
+        mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
+        return loss_weights(mask_T, row_T, len(batch), self.actor.loss_agg_mode, self.actor.loss_scale_factor)
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
         """Loss and reports per selected token of a micro-batch."""
         actor = self.actor
-        view = None if self.look is None else self.look(inputs)
-        stats = self.model(inputs, self.temperature, actor.entropy_coeff != 0, view)
-        old_log_prob_N = self._tokens(batch, "old_log_probs", inputs)
-        policy = self.policy_loss(
-            stats.log_prob_N, old_log_prob_N, self._tokens(batch, "advantages", inputs), self.clip_low, self.clip_high
-        )
-        loss_N = policy.loss_T - actor.entropy_coeff * stats.entropy_N
+        kl = None if self.kl is None else self.kl(batch, inputs)
+        asked = {} if kl is None else kl.asked
+        stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **asked)
+        old_N, advantage_N = values_at(batch, "old_log_probs", inputs), values_at(batch, "advantages", inputs)
+        row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
+        policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
         reports = {
             "pg_loss": policy.loss_T.detach(),
             "pg_clipfrac": policy.clipped_T.float(),
-            "ppo_kl": old_log_prob_N - stats.log_prob_N.detach(),
+            "ppo_kl": old_N - stats.log_prob_N.detach(),
             "entropy_loss": stats.entropy_N.detach(),
         }
-        if actor.use_kl_loss:
-            kl_N = self._kl(batch, inputs, stats.log_prob_N, stats.kl_N)
+        loss_N = policy.loss_T
+        if "correction" in batch.tokens:
+            loss_N = loss_N * values_at(batch, "correction", inputs)
+        if actor.entropy_coeff:
+            loss_N = loss_N - actor.entropy_coeff * stats.entropy_N
+        if kl is not None:
+            kl_N = kl.answer(stats) / _kl_divisor(batch, inputs)
             loss_N = loss_N + actor.kl_loss_coef * kl_N
             reports["kl_loss"] = kl_N.detach()
+        if actor.llds_coef:
+            fallen_N = llds(stats.log_prob_N, old_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
+            loss_N = loss_N + actor.llds_coef * fallen_N
+            reports["llds_loss"] = fallen_N.detach()
         return TokenLoss(loss_N, reports)
 
-    def _kl(
-        self, batch: TrainBatch, inputs: ModelInput, log_prob_N: torch.Tensor, exact_N: torch.Tensor | None
-    ) -> torch.Tensor:
-        if exact_N is None:
-            reference_N = self._tokens(batch, "ref_log_probs", inputs)
-            exact_N = SAMPLED_KL[self.actor.kl_loss_type](log_prob_N, reference_N)
-        if "adv_batch_std" not in batch.rows:
-            return exact_N
-        std_N = batch.rows["adv_batch_std"].repeat_interleave(batch.lengths_B)[inputs.token_N]
-        return exact_N / (std_N.to(exact_N.device) + EPSILON)
 
-    def _tokens(self, batch: TrainBatch, name: str, inputs: ModelInput) -> torch.Tensor:
-        if name not in batch.tokens:
-            raise ValueError(f"the batch has no tokens['{name}']; it has {', '.join(batch.tokens)}")
-        return batch.tokens[name][inputs.token_N].to(inputs.label_N.device)
+def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:
+    if "adv_batch_std" not in batch.rows:
+        return 1.0
+    std_N = batch.rows["adv_batch_std"].repeat_interleave(batch.lengths_B)[inputs.token_N]
+    return std_N.to(inputs.label_N.device) + EPSILON
 
-    @staticmethod
-    def _require_sampled(kind: str) -> None:
-        if kind in EXACT_KL:
-            raise ConfigError(f"actor.kl_loss_type '{kind}' needs the anchor, but this engine was made without one")
-        if kind not in SAMPLED_KL:
-            known = ", ".join([*SAMPLED_KL, *EXACT_KL])
-            raise ConfigError(f"actor.kl_loss_type '{kind}' is not available; use one of {known}")
+
+def _gate_units(batch: TrainBatch, inputs: ModelInput, gate: str) -> torch.Tensor:
+    """[N] int64: what a gate of LLDS covers, a row (response) or a turn of a row (action), as one number."""
+    row_T = batch.row_of_token_T
+    unit_T = row_T if gate == "response" else row_T * len(row_T) + batch.turn_of_token_T
+    return unit_T[inputs.token_N].to(inputs.label_N.device)

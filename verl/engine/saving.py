@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from verl.engine.model import CausalModel
+from verl.engine.model import Decoder
 from verl.engine.sharding import is_main_rank, iter_full_parameters, parameter_shapes
 from verl.errors import CheckpointError
 
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 5 * 2**30
 BYTES_PER_VALUE = 4  # float32
 
 
-def save_model(model: CausalModel, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Save config, float32 weights and tokenizer to the folder `path`, replacing what is there. All ranks call it.
 
     Rank 0 writes; it holds one file's worth of weights at a time. A failure (a full disk, say) removes what was
@@ -47,7 +47,7 @@ def save_model(model: CausalModel, path: Path, tokenizer: Any, max_file_bytes: i
 
 
 def _write(
-    model: CausalModel, path: Path, tokenizer: Any, parameters: Iterator[tuple[str, torch.Tensor]], max_file_bytes: int
+    model: Decoder, path: Path, tokenizer: Any, parameters: Iterator[tuple[str, torch.Tensor]], max_file_bytes: int
 ) -> None:
     temporary = path.with_name(f".{path.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from verl.engine.device import Precision
-from verl.engine.model import CausalModel, decoder_layers
+from verl.engine.model import Decoder, decoder_layers
 
 logger = logging.getLogger(__name__)
 
 
 def shard(
-    model: CausalModel, mesh: DeviceMesh, precision: Precision, offload: bool = False, min_num_params: int = 0
+    model: Decoder, mesh: DeviceMesh, precision: Precision, offload: bool = False, min_num_params: int = 0
 ) -> None:
     """Shard `model` in place over `mesh`.
 
@@ -78,15 +78,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(full.shape, dtype=full.dtype).copy_(full)
 
 
-def parameter_shapes(model: CausalModel) -> dict[str, torch.Size]:
+def parameter_shapes(model: Decoder) -> dict[str, torch.Size]:
     """Hugging Face names and whole shapes, in the model's order; a tied head appears under the embedding only."""
-    return {name: tensor.shape for name, tensor in _named_tensors(model)}
+    return {name: tensor.shape for name, tensor in named_tensors(model)}
 
 
-def iter_full_parameters(model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_parameters(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
     reshard(model)
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         yield name, whole(tensor)
 
 
@@ -95,7 +95,8 @@ def is_main_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _named_tensors(model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and saved buffers under their Hugging Face names, sharded as they are."""
     yield from model.model.named_parameters()
     persistent = model.model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.model.named_buffers() if name in persistent)

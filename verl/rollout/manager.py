@@ -14,7 +14,7 @@ from verl.config import Config
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.rollout.weight_file import WeightHandle
-from verl.rollout.worker import EpisodeRequest, RolloutWorker, ranks_per_engine
+from verl.rollout.worker import EpisodeRequest, How, RolloutWorker, ranks_per_engine
 from verl.single_controller import ResourcePool, wait_for
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,18 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._call_all("check")
 
-    def collect(self, prompts: Sequence[Prompt], n: int, step: int, validate: bool = False) -> list[Trajectory]:
+    def collect(
+        self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train", first_group: int = 0
+    ) -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order; the group of a prompt is sampled by one engine.
 
+        Groups are numbered from `first_group`, so that several calls in one step draw different things.
         A trajectory that failed (infrastructure) is drawn again, with another seed, at most `agent.max_redraws` times;
         what still fails is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when
         more than `agent.max_failed_ratio` of all attempts failed, or are sure to.
         """
         self._wait_until_started()
-        draws = _Draws(self.config, prompts, n, step, validate)
+        draws = _Draws(self.config, prompts, n, step, how, first_group)
         pending = list(range(len(prompts) * n))
         for attempt in range(self.config.agent.max_redraws + 1):
             self._run(draws, pending, attempt)
@@ -86,8 +89,7 @@ class RolloutManager:
         shares = [[s for s in slots if draws.prompt_of(s) % len(self._workers) == i] for i in range(len(self._workers))]
         busy = [(worker, share) for worker, share in zip(self._workers, shares, strict=True) if share]
         calls = [
-            worker.run.remote([draws.request(slot, attempt) for slot in share], draws.validate)
-            for worker, share in busy
+            worker.run.remote([draws.request(slot, attempt) for slot in share], draws.how) for worker, share in busy
         ]
         for (_, share), results in zip(busy, wait_for(calls, "rollout", self.timeout_s), strict=True):
             draws.record(share, results)
@@ -105,8 +107,11 @@ class RolloutManager:
 class _Draws:
     """The trajectories of one `collect`: slot s is sample s % n of prompt s // n."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], n: int, step: int, validate: bool) -> None:
-        self.config, self.prompts, self.n, self.step, self.validate = config, prompts, n, step, validate
+    def __init__(
+        self, config: Config, prompts: Sequence[Prompt], n: int, step: int, how: How, first_group: int
+    ) -> None:
+        self.config, self.prompts, self.n, self.step, self.how = config, prompts, n, step, how
+        self.first_group = first_group
         self.results: list[Trajectory | None] = [None] * (len(prompts) * n)
         self.num_attempts = self.num_failures = 0
         self.first_failure: str | None = None
@@ -115,8 +120,9 @@ class _Draws:
         return slot // self.n
 
     def request(self, slot: int, attempt: int) -> EpisodeRequest:
-        group = self.prompt_of(slot)
-        return EpisodeRequest(self.prompts[group], f"{self._kind}-{self.step}-{group}", self._seed(slot, attempt))
+        prompt = self.prompt_of(slot)
+        group_id = f"{self.how}-{self.step}-{self.first_group + prompt}"
+        return EpisodeRequest(self.prompts[prompt], group_id, self._seed(slot, attempt))
 
     def record(self, slots: Sequence[int], results: Sequence[Trajectory]) -> None:
         for slot, trajectory in zip(slots, results, strict=True):
@@ -147,15 +153,12 @@ class _Draws:
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for trajectory in self.results if trajectory is not None]
 
-    @property
-    def _kind(self) -> str:
-        return "val" if self.validate else "train"
-
     def _seed(self, slot: int, attempt: int) -> int | None:
         """In [0, 2^63): a function of the run's seed and of what is drawn, not of how many engines there are."""
         if not self.config.actor_rollout_ref.rollout.seed_per_request:
             return None
-        name = f"{self.config.trainer.seed}/{self._kind}/{self.step}/{self.prompt_of(slot)}/{slot % self.n}/{attempt}"
+        group = self.first_group + self.prompt_of(slot)
+        name = f"{self.config.trainer.seed}/{self.how}/{self.step}/{group}/{slot % self.n}/{attempt}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 

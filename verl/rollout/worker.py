@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from transformers import AutoTokenizer
 
@@ -20,6 +20,10 @@ from verl.rollout.weight_file import WeightHandle
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
+
+
+How = Literal["train", "val", "greedy"]
+"""Which distribution to sample from: that of training, that of validation, or always the most likely token."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,14 @@ class RolloutWorker:
         """Raise `EnvironmentUnavailable` when the environment's infrastructure does not answer."""
         await self.environment.check()
 
-    async def run(self, requests: Sequence[EpisodeRequest], validate: bool) -> list[Trajectory]:
+    async def run(self, requests: Sequence[EpisodeRequest], how: How) -> list[Trajectory]:
         """Play all episodes, at most `rollout.max_concurrent` at a time; results in the order of `requests`.
 
         An unavailable environment makes a `FAILED` trajectory. Any other error ends the call, and the episodes that
         are still running, as a typed error that names the group.
         """
         places = asyncio.Semaphore(self.at_once)
-        sampling = sampling_of(self.config, validate)
+        sampling = sampling_of(self.config, how)
         tasks = [asyncio.create_task(self._play(request, sampling, places)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
@@ -146,12 +150,12 @@ def ranks_per_engine(config: Config, device: str) -> int:
     return config.actor_rollout_ref.rollout.tensor_model_parallel_size if device == "cuda" else 1
 
 
-def sampling_of(config: Config, validate: bool) -> Sampling:
-    """The distribution of training, or of validation (greedy unless `val_kwargs.do_sample`)."""
+def sampling_of(config: Config, how: How) -> Sampling:
+    """The distribution that `how` names; that of validation is greedy unless `val_kwargs.do_sample`."""
     rollout = config.actor_rollout_ref.rollout
-    if not validate:
+    if how == "train":
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)
-    how = rollout.val_kwargs
-    if not how.do_sample:
+    validation = rollout.val_kwargs
+    if how == "greedy" or not validation.do_sample:
         return Sampling(temperature=0.0)
-    return Sampling(how.temperature, how.top_p, how.top_k)
+    return Sampling(validation.temperature, validation.top_p, validation.top_k)

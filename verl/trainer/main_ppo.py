@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted."""
+def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
+    """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted.
+
+    `adapt` changes the config that the command line gave.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        config = load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer")
+        config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
         run(config)
     except VerlError as error:

@@ -20,6 +20,8 @@ def check_inputs(config: Config) -> None:
         if files:
             check_files(files, data.prompt_key)
     load_by_name(config.reward.function, "reward.function")
+    if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
+        _check_critic(config.critic.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer or config.actor_rollout_ref.model.path)
     except (OSError, ValueError) as error:
@@ -41,6 +43,17 @@ def _check_window(config: Config) -> None:
             f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path} was made for {window} "
             "(max_position_embeddings): lower the two"
         )
+
+
+def _check_critic(path: str) -> None:
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.adv_estimator=gae needs a critic, and critic.model.path={path} is no model: {error}\n"
+            "Set critic.model.path (the policy's own path, say), or use algorithm.adv_estimator=grpo with "
+            "actor_rollout_ref.rollout.n_agent=5"
+        ) from error
 
 
 async def _check(environment: Environment) -> None:

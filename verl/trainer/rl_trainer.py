@@ -1,18 +1,17 @@
-"""The RL loop: collect, score, estimate, update, sync, validate, save."""
+"""The RL loop: collect, estimate, update, sync, validate, save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from verl.by_name import load_by_name
 from verl.config import Config
+from verl.config.validate import has_kl_in_reward
 from verl.data.prompts import PromptSource
-from verl.errors import RolloutError
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
@@ -21,9 +20,14 @@ from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
-from verl.trainer.advantages import estimate_advantages
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.collection import Collector
+from verl.trainer.estimates import Estimator, for_critic, for_losses
+from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics, validation_metrics
-from verl.trainer.roles import ActorGroup
+from verl.trainer.recovery import Recovery
+from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.scoring import Scorer
 
 
 class RLTrainer:
@@ -37,13 +41,22 @@ class RLTrainer:
         self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
         self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()
-        self.reward = load_by_name(config.reward.function, "reward.function")(**config.reward.kwargs)
+        self.scorer = Scorer(config.reward, self.tokenizer)
+        self.estimator = Estimator(config)
         self.timer = Timer()
         self._undo: list[Callable[[], None]] = []  # how to stop what was started, oldest first
         self._start(device)
 
     def fit(self) -> Path:
-        """Train to the last step. Returns the path of the report."""
+        """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
+        try:
+            self._run()
+        finally:
+            self.tracker.finish()
+            report = write_report(self.run_dir)
+        return report
+
+    def _run(self) -> None:
         trainer = self.config.trainer
         if trainer.val_before_train or trainer.val_only:
             self._log(self._validate(0) | self._test(0), 0)
@@ -56,57 +69,55 @@ class RLTrainer:
             if _due(trainer.eval_ref_policy_freq, step):
                 metrics |= self._validate_anchor(step)
             if last or _due(trainer.save_freq, step):
-                self._save(step)
+                with self.timer("save_checkpoint"):
+                    self.checkpoints.save(step)
             if last:
                 metrics |= self._test(step)
             self._log(metrics, step)
-        self.tracker.finish()
-        return write_report(self.run_dir)
+            if self.recovery.watch(metrics, step) is not None:
+                self._sync(step)
 
     def _train_step(self, step: int) -> dict[str, float]:
         config, timed = self.config, self.timer
         with timed("gen"):
-            prompts = self.train_prompts.next(config.data.train_batch_size)
-            trajectories = self.rollouts.collect(prompts, config.actor_rollout_ref.rollout.n_agent, step)
-            rollout_metrics = self.rollouts.stats
+            collected = self.collector.collect(step)
             self.rollouts.sleep()
-        batch = self._score(trajectories)
-        with timed("old_log_prob"):
-            batch.tokens["old_log_probs"] = self._old_log_probs(batch)
-        if self._needs_anchor_log_probs:
-            with timed("ref"):
-                batch.tokens["ref_log_probs"], _ = self.actor.log_probs(batch, of="anchor")
-        with timed("adv"):
-            metrics = estimate_advantages(batch, config.algorithm)
-        with timed("update_actor"):
-            metrics |= self.actor.update(batch)
-        metrics |= self._follow_anchor(step)
-        with timed("weight_sync"):
+        batch = collected.batch
+        metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
+        trained = for_losses(batch, self._not_cut(collected.trained))
+        if self.critic is not None:
+            with timed("update_critic"):
+                metrics |= self.critic.update(for_critic(trained, config.algorithm))
+        if step > config.trainer.critic_warmup:
+            with timed("update_actor"):
+                metrics |= self.actor.update(trained)
+            metrics |= self._follow_anchor(step)
+        self._sync(step)
+        self._store(collected.sampled, "train", step)
+        longest = config.data.max_start_length
+        metrics |= step_metrics(collected.sampled, trained, seconds=timed.seconds, max_prompt_length=longest)
+        return metrics | health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
+
+    def _sync(self, step: int) -> None:
+        with self.timer("weight_sync"):
             self.rollouts.wake()
             self.rollouts.load_weights(self.actor.publish_weights(step))
-        self._store(trajectories, "train", step)
-        longest = config.data.max_start_length
-        metrics |= step_metrics(trajectories, batch, seconds=timed.seconds, max_prompt_length=longest)
-        return metrics | rollout_metrics
 
-    def _score(self, trajectories: list[Trajectory]) -> TrainBatch:
-        """Reward every trajectory that did not fail; the failed ones stay out of the batch."""
-        usable = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
-        if not usable:
-            raise RolloutError(f"all {len(trajectories)} trajectories of the step failed: {trajectories[0].failure}")
-        for trajectory in usable:
-            trajectory.reward, trajectory.reward_components = self.reward.score(trajectory, self.tokenizer)
-        return TrainBatch.from_trajectories(usable)
+    def _not_cut(self, trajectories: list[Trajectory]) -> torch.Tensor | None:
+        """[B] bool for algorithm.filter_overlong: the trajectories that came to an end by themselves."""
+        if not self.config.algorithm.filter_overlong:
+            return None
+        return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
 
-    def _old_log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """[T] float32: what the policy said when it sampled: recomputed, or as the sampler reported it."""
-        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
-            return batch.tokens["rollout_log_probs"]
-        return self.actor.log_probs(batch)[0]
+    def _recomputed(self, batch: TrainBatch) -> TrainBatch:
+        """The batch without `old_log_probs` where these are the sampler's own: they say nothing about a mismatch."""
+        if not self.config.actor_rollout_ref.actor.use_rollout_log_probs:
+            return batch
+        return replace(batch, tokens={name: value for name, value in batch.tokens.items() if name != "old_log_probs"})
 
     def _follow_anchor(self, step: int) -> dict[str, float]:
         tau, period = self.config.algorithm.ref_policy_ema_tau, self.config.algorithm.ref_policy_ema_update_period
-        if not self._has_anchor or tau >= 1.0 or step % period:
+        if not self._anchor_moves or step % period:
             return {}
         with self.timer("update_ref_policy_ema"):
             self.actor.follow_anchor(tau)
@@ -135,16 +146,10 @@ class RLTrainer:
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
         rows, size = prompts.all(), self.config.data.val_batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        trajectories = [t for part in parts for t in self.rollouts.collect(part, 1, step, validate=True)]
-        self._score(trajectories)
+        trajectories = [t for part in parts for t in self.rollouts.collect(part, 1, step, how="val")]
+        self.scorer.score(trajectories, validate=True)
         self._store(trajectories, split, step)
         return validation_metrics(trajectories, split)
-
-    def _save(self, step: int) -> None:
-        with self.timer("save_checkpoint"):
-            self.actor.save(self.run_dir / "actor" / f"global_step_{step}")
-            if self._has_anchor and self.config.algorithm.ref_policy_ema_tau < 1.0:
-                self.actor.save(self.run_dir / "ref" / f"global_step_{step}", of="anchor")
 
     def _start(self, device: str) -> None:
         config, trainer = self.config, self.config.trainer
@@ -160,6 +165,13 @@ class RLTrainer:
             self._undo.append(self.rollouts.shutdown)
             self.actor = ActorGroup(config, pool, self.total_steps, self._has_anchor)
             self._undo.append(self.actor.shutdown)
+            self.critic: CriticGroup | None = None
+            if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
+                self.critic = CriticGroup(config, pool, self.total_steps)
+                self._undo.append(self.critic.shutdown)
+            self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
+            self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, self._anchor_moves)
+            self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.rollouts.load_weights(self.actor.publish_weights(0))
         except BaseException:
             self.shutdown()
@@ -196,13 +208,14 @@ class RLTrainer:
 
     @property
     def _has_anchor(self) -> bool:
-        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.trainer.eval_ref_policy_freq > 0
+        actor, trainer = self.config.actor_rollout_ref.actor, self.config.trainer
+        if trainer.val_only:
+            return False
+        return actor.use_kl_loss or has_kl_in_reward(self.config) or trainer.eval_ref_policy_freq > 0
 
     @property
-    def _needs_anchor_log_probs(self) -> bool:
-        """The exact KL reads the anchor's distributions during the update; sampled KL needs only its log-probs."""
-        actor = self.config.actor_rollout_ref.actor
-        return actor.use_kl_loss and actor.kl_loss_type != "full_reverse"
+    def _anchor_moves(self) -> bool:
+        return self._has_anchor and self.config.algorithm.ref_policy_ema_tau < 1.0
 
 
 def _due(frequency: int, step: int) -> bool:

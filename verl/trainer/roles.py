@@ -1,4 +1,4 @@
-"""The driver's view of the actor role: calls on batches, with the ranks' answers merged."""
+"""The driver's view of the trained roles: calls on batches, with the ranks' answers merged."""
 
 from __future__ import annotations
 
@@ -6,43 +6,30 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from verl.config import Config
-from verl.engine.batching import merge_rows
+from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.workers.actor import ActorWorker
+from verl.workers.critic import CriticWorker
 
 
 class ActorGroup:
     """The actor and its anchor on all ranks."""
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
-        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
-        # Waiting threads sleep: one that spins takes the core from the roles that share it.
-        env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        self.group = WorkerGroup(
-            ActorWorker,
-            pool,
-            config,
-            total_training_steps,
-            with_anchor,
-            timeout_s=config.trainer.step_timeout_s,
-            env_vars=env_vars,
-        )
+        self.group = _start(ActorWorker, config, pool, total_training_steps, with_anchor)
         self.weight_dir = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=_shared_memory()))
-        self.group.call_all("start", self.group.call_first("rendezvous"))
 
-    def log_probs(self, batch: TrainBatch, of: str = "policy") -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [T], entropies [T]) float32; 0 where the loss mask is False."""
-        answers = self.group.call_all("log_probs", batch, of)
-        log_prob_T = merge_rows(batch.lengths_B, [(answer.rows, answer.log_prob_T) for answer in answers])
-        entropy_T = merge_rows(batch.lengths_B, [(answer.rows, answer.entropy_T) for answer in answers])
-        return log_prob_T, entropy_T
+    def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+        """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""
+        return _merged(batch, self.group.call_all("log_probs", batch, of, top_k))
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
@@ -54,12 +41,65 @@ class ActorGroup:
     def publish_weights(self, version: int, of: str = "policy") -> WeightHandle:
         return self.group.call_all("publish_weights", version, str(self.weight_dir), of)[0]
 
+    def load(self, path: Path, of: str = "policy") -> None:
+        """Replace the weights by a saved model's; the optimizer starts anew."""
+        self.group.call_all("load", str(path), of)
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.group.call_all("scale_lr", factor)
+
     def save(self, path: Path, of: str = "policy") -> None:
         self.group.call_all("save", str(path), of)
 
     def shutdown(self) -> None:
         self.group.shutdown()
         shutil.rmtree(self.weight_dir, ignore_errors=True)
+
+
+class CriticGroup:
+    """The critic on all ranks."""
+
+    def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int) -> None:
+        self.group = _start(CriticWorker, config, pool, total_training_steps)
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """[T] float32: at each of the loss mask's tokens, the value of the state before it; 0 elsewhere."""
+        return _merged(batch, self.group.call_all("values", batch))["value"]
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One RL step on all ranks."""
+        return self.group.call_all("update", batch)[0]
+
+    def load(self, path: Path) -> None:
+        """Replace the weights by a saved critic's; the optimizer starts anew."""
+        self.group.call_all("load", str(path))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.group.call_all("scale_lr", factor)
+
+    def save(self, path: Path) -> None:
+        self.group.call_all("save", str(path))
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+
+def _start(worker_class: type, config: Config, pool: ResourcePool, *args: object) -> WorkerGroup:
+    threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
+    # Waiting threads sleep: one that spins takes the core from the roles that share it.
+    env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    group = WorkerGroup(worker_class, pool, config, *args, timeout_s=config.trainer.step_timeout_s, env_vars=env_vars)
+    group.call_all("start", group.call_first("rendezvous"))
+    return group
+
+
+def _merged(batch: TrainBatch, answers: Sequence[RankValues]) -> dict[str, torch.Tensor]:
+    return {
+        name: merge_rows(batch.lengths_B, [(answer.rows, answer.tokens[name]) for answer in answers])
+        for name in answers[0].tokens
+    }
 
 
 def _shared_memory() -> str | None:

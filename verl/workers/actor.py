@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from verl.config import Config
-from verl.engine.device import init_process_group, resolve_device
-from verl.engine.policy_engine import PolicyEngine, RankValues, Which
+from verl.engine.batching import RankValues
+from verl.engine.policy_engine import PolicyEngine, Which
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, publish_weights
+from verl.workers.base import RankWorker
 
 
-class ActorWorker:
-    """One rank of the actor. Every method is called on all ranks at once, since the sharded model needs all of them."""
+class ActorWorker(RankWorker):
+    """One rank of the actor. Every method but `rendezvous` is called on all ranks at once."""
 
     def __init__(self, config: Config, total_training_steps: int, with_anchor: bool, rank: int, world_size: int):
-        self.config = config
+        super().__init__(config, rank, world_size)
         self.total_training_steps = total_training_steps
         self.with_anchor = with_anchor
-        self.rank, self.world_size = rank, world_size
-
-    def rendezvous(self) -> str:
-        """Address of a free port on this worker's node, for `torch.distributed`."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        host = "127.0.0.1" if self.config.trainer.nnodes == 1 else socket.gethostbyname(socket.gethostname())
-        return f"tcp://{host}:{port}"
 
     def start(self, init_method: str) -> None:
-        device = resolve_device(self.config.trainer.device)
-        init_process_group(self.rank, self.world_size, init_method, device)
-        self.engine = PolicyEngine(self.config, device, self.total_training_steps, self.with_anchor)
+        """Meet the other ranks and load the models."""
+        self.engine = PolicyEngine(self.config, self.join(init_method), self.total_training_steps, self.with_anchor)
         self.tokenizer = AutoTokenizer.from_pretrained(
             self.config.data.tokenizer or self.config.actor_rollout_ref.model.path
         )
 
-    def log_probs(self, batch: TrainBatch, of: Which) -> RankValues:
+    def log_probs(self, batch: TrainBatch, of: Which, top_k: int) -> RankValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""
-        return self.engine.log_probs(batch, self.config.actor_rollout_ref.rollout.temperature, of)
+        return self.engine.log_probs(batch, self.config.actor_rollout_ref.rollout.temperature, of, top_k)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         return self.engine.update(batch)
@@ -57,6 +47,14 @@ class ActorWorker:
         for _ in weights:  # every rank takes part in each gather
             pass
         return None
+
+    def load(self, path: str, of: Which) -> None:
+        """Replace the weights by a saved model's; the optimizer starts anew."""
+        self.engine.load_saved(Path(path), of)
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.engine.lr_factor *= factor
 
     def save(self, path: str, of: Which) -> None:
         """Write the model and tokenizer in Hugging Face format to `path`."""

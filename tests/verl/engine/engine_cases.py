@@ -52,8 +52,13 @@ def make_config(model_path: str, run_dir: Path | str, *overrides: str) -> Config
     )
 
 
-def make_engine(model_path: str, run_dir: Path | str, *overrides: str, **options: Any) -> PolicyEngine:
-    settings = {"total_training_steps": 10, "with_anchor": False} | options
+def make_engine(
+    model_path: str, run_dir: Path | str, *overrides: str, anchor_path: str | None = None, **options: Any
+) -> PolicyEngine:
+    """`anchor_path`: where the anchor's weights come from, when not from `model_path`."""
+    settings = {"total_training_steps": 10, "with_anchor": anchor_path is not None} | options
+    if anchor_path is not None:
+        overrides += (f"actor_rollout_ref.ref.path={anchor_path}",)
     return PolicyEngine(make_config(model_path, run_dir, *overrides), CPU, **settings)
 
 

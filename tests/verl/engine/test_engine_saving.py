@@ -35,7 +35,7 @@ def test_round_trip(model_path: str, run_dir: Path, tokenizer: PreTrainedTokeniz
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, state[name])
     again = make_engine(str(target), run_dir)
-    assert torch.equal(again.log_probs(batch, 1.0).log_prob_T, engine.log_probs(batch, 1.0).log_prob_T)
+    assert torch.equal(again.log_probs(batch, 1.0).tokens["log_prob"], engine.log_probs(batch, 1.0).tokens["log_prob"])
     assert PreTrainedTokenizerFast.from_pretrained(target).get_vocab() == {"a": 0, "<unk>": 1}
     engine.save_pretrained(run_dir / "ref" / "global_step_1", tokenizer, of="anchor")
     anchor = AutoModelForCausalLM.from_pretrained(run_dir / "ref" / "global_step_1", dtype=torch.float32)

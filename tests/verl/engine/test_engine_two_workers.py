@@ -54,9 +54,9 @@ def test_log_probs_of_both_ranks_make_the_batch(one: dict[str, Any], two: dict[s
     batch = make_batch(12)
     rows = [part[0] for part in two["parts"]]
     assert sorted(rows[0] + rows[1]) == list(range(12)) and rows[0] and rows[1]
-    for index in (1, 2):
-        merged = merge_rows(batch.lengths_B, [(part[0], part[index]) for part in two["parts"]])
-        expected = merge_rows(batch.lengths_B, [(one["part"][0], one["part"][index])])
+    for name in ("log_prob", "entropy"):
+        merged = merge_rows(batch.lengths_B, [(part[0], part[1][name]) for part in two["parts"]])
+        expected = merge_rows(batch.lengths_B, [(one["part"][0], one["part"][1][name])])
         torch.testing.assert_close(merged, expected, atol=2e-2, rtol=0)
     difference = merged - expected
     assert difference.abs().mean() < 1e-3

@@ -89,9 +89,9 @@ def test_what_is_drawn_depends_on_seed_and_step_and_not_on_the_company(
 
 def test_validation_is_greedy(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = prompts_of(byte_tokenizer, {})
-    first, second = manager.collect(prompts, n=2, step=1, validate=True)
+    first, second = manager.collect(prompts, n=2, step=1, how="val")
     assert first.ids == second.ids
-    assert sampled(manager.collect(prompts, n=1, step=9, validate=True)) == sampled([first])
+    assert sampled(manager.collect(prompts, n=1, step=9, how="val")) == sampled([first])
 
 
 def test_context_is_what_was_sampled_and_what_the_environment_answered(

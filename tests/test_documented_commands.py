@@ -1,0 +1,155 @@
+"""Every command of README.md, CONTRIBUTING.md and docs/ works. trying_commands.py says how each kind is tried."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, parse
+from trying_commands import server, try_command
+
+import infer
+from verl.config import load_config_from_argv
+from verl.errors import ConfigError
+
+# What a reader has made or downloaded before.
+PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
+PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train")
+
+# Commands that do not work today, and why. Strict: one that works again fails here.
+BROKEN = {"bash scripts/test.sh -m slow": "no test is marked slow, so pytest selects none and ends with 5"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """With the files of the reader, and as the current folder."""
+    made = Checkout(tmp_path)
+    for folder in PROMPTS:
+        (made.folder / folder).mkdir(parents=True)
+        for split in ("train", "test"):
+            (made.folder / folder / f"{split}.parquet").touch()
+    rows = [
+        {"id": "river", "contents": "Lune\nThe Lune is a river."},
+        {"id": "town", "contents": "Osk\nOsk is a town."},
+    ]
+    for name in PASSAGES:
+        (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (made.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+def why_broken(line: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(strict=True, reason=BROKEN[line])] if line in BROKEN else []
+
+
+COMMANDS = [pytest.param(command, id=command.where, marks=why_broken(command.line)) for command in all_commands()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documented_command(command: Command, checkout: Checkout) -> None:
+    try_command(command, checkout)
+
+
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{page.relative_to(ROOT)}:{line}")
+    for page in PAGES
+    for line, language, block in blocks(page.read_text())
+    if language == "python"
+]
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_documented_python_runs_against_a_server(block: str, checkout: Checkout) -> None:
+    with server(only_call_of("bash retrieval_launch.sh", checkout), checkout) as url:
+        code = block.replace("http://127.0.0.1:8000/retrieve", url)
+        names: dict[str, Any] = {}
+        running = eval(compile(code, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if running is not None:
+            asyncio.run(running)
+    assert "passages" not in names or names["passages"][0]["id"] == "river"
+
+
+def test_what_comes_after_the_quickstart_finds_what_it_left(tmp_path: Path) -> None:
+    """The model that README.md asks is the last that the quickstart saves, the default corpus the one it writes."""
+    checkout = Checkout(tmp_path)
+    calls = checkout.rehearse(next(parse("bash scripts/quickstart.sh")))
+    training = next(call for call in calls if "verl.trainer.main_ppo" in call.words)
+    trainer = load_config_from_argv(training.arguments).trainer
+    last = f"{trainer.default_local_dir}/actor/global_step_{trainer.total_training_steps}"
+    questions = [command for command in all_commands() if command.line.startswith("python infer.py")]
+    assert {infer.parse_arguments(question.arguments).model for question in questions} == {last}
+    assert only_call_of("bash retrieval_launch.sh", checkout).words[2] == "search_r1.search.retrieval_server"
+
+
+def only_call_of(line: str, checkout: Checkout) -> Command:
+    [call] = checkout.rehearse(next(parse(line)))
+    return call
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bash scripts/quickstart.sh --short",
+        "bash scripts/quickstart.sh --seed three",
+        "bash scripts/setup.sh --tpu",
+        "bash scripts/gone.sh",
+        "bash scripts/test.sh tests/gone",
+        "bash scripts/test.sh --no-such-option",
+        "bash train_grpo.sh trainer.total_step=20",
+        "DATA_FOLDER=data/nq_search bash train_grpo.sh",
+        "DATA_DIR=data/nq_hotpotqa_train bash retrieval_launch.sh",
+        "DATA_DIR=data/gone bash train_grpo.sh",
+        "TOPP=1 bash retrieval_launch.sh",
+        "bash retrieval_launch.sh --address 127.0.0.1",
+        "RETRIEVER_NAME=e5 bash retrieval_launch.sh --address 127.0.0.1",
+        "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path gone.jsonl",
+        "python -m search_r1.search.index_builder --retrieval_method e5 --passages corpus.jsonl",
+        "python -m search_r1.data.tinywiki --output_dir data/tinywiki --hops 2",
+        "python3 -m verl.trainer.main_ppo --config-name gone --cfg job",
+        "python3 -m verl.trainer.sft model.pth=x",
+        "python infer.py --model x --config-name gone",
+        "python infer.py --ask x",
+        "python -m verl.trainer.gone",
+        "unheard-of --option",
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, checkout: Checkout) -> None:
+    with pytest.raises((AssertionError, ConfigError)):
+        try_command(next(parse(line)), checkout)
+
+
+def test_commands_are_found_in_a_page() -> None:
+    page = """\
+Run `A=1 bash x.sh [--long] --seed N`, or
+`python -m
+module`. Not `bash` and not `x.sh y`.
+
+```bash
+B="a b" python3 one \\
+  --two   # why
+three | head > file
+```
+
+```
+no command
+```
+
+```text
+$ four
+output
+```
+"""
+    found = [(command.where, command.line, command.variables) for command in commands_of(page, "p")]
+    assert found == [
+        ("p:6", "python one --two", {"B": "a b"}),
+        ("p:8", "three", {}),
+        ("p:8", "head", {}),
+        ("p:16", "four", {}),
+        ("p:1", "bash x.sh --long --seed 3", {"A": "1"}),
+        ("p:2", "python -m module", {}),
+    ]

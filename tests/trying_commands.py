@@ -1,0 +1,230 @@
+"""How each kind of command is tried: run where that takes seconds, else up to where it would load an engine.
+
+A script runs to its end in a copy of the repository where Python is a stand-in that writes down its calls; each call is
+then tried like a command of its own. What needs a model to train or to answer runs in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+from documented_commands import ROOT, Checkout, Command
+
+import infer
+from verl.config import check_supported, load_config_from_argv
+from verl.config.command_line import load_from_argv
+from verl.config.sft import SftConfig, load_sft_config
+
+Rule = Callable[[Command, Checkout], None]
+
+# Programs that are not tried, and why.
+NOT_OURS = {
+    "head": "shows the start of what another command prints",
+    "git": "fetches code",
+    "pip": "installs from the network",
+    "ray": "starts a cluster",
+    "ruff": "runs beside this test in scripts/test.sh",
+    "lint-imports": "runs beside this test in scripts/test.sh",
+}
+
+
+def try_command(command: Command, checkout: Checkout) -> None:
+    """Raises when the command is wrong, or when no rule or more than one says how to try it."""
+    for path in paths_of_ours(command):
+        assert path.exists(), f"{command.where}: {path.relative_to(ROOT)} does not exist"
+    if Path(command.words[0]).name in NOT_OURS:
+        return
+    fitting = [rule for pattern, rule in RULES if re.match(rf"(?:{pattern})(?=\s|$)", command.line, re.DOTALL)]
+    assert fitting, f"{command.where}: add a way to try `{command.line}` to RULES in {Path(__file__).name}"
+    assert len(fitting) == 1, f"{command.where}: more than one rule fits `{command.line}`"
+    fitting[0](command, checkout)
+
+
+def paths_of_ours(command: Command) -> Iterator[Path]:
+    folders = ("configs/", "docs/", "requirements/", "scripts/", "search_r1/", "tests/", "verl/")
+    for word in command.words:
+        value = word.rpartition("=")[2]
+        if value.startswith(folders) or re.fullmatch(r"\w+\.(sh|py)", value):
+            yield ROOT / value
+
+
+def rehearses(command: Command, checkout: Checkout) -> None:
+    """The script ends well, what it was given arrives at a program, and every program accepts its arguments."""
+    calls = checkout.rehearse(command)
+    assert calls, f"{command.line} calls no program"
+    scripts = "".join(path.read_text() for path in checkout.folder.glob("**/*.sh"))
+    for name in command.variables:
+        assert f"${{{name}" in scripts, f"no script reads {name}"
+    lines = " ".join(call.line for call in calls)
+    for value in [*command.variables.values(), *(word for word in command.words if "=" in word)]:
+        assert re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", lines), f"{value} is lost in {lines}"
+    for call in calls:
+        try_command(call, checkout)
+
+
+def composes_training(command: Command, _: Checkout) -> None:
+    with ends_well():
+        check_supported(load_config_from_argv(command.arguments))
+
+
+def composes_warm_start(command: Command, _: Checkout) -> None:
+    with ends_well():
+        load_from_argv(SftConfig, load_sft_config, command.arguments, "sft")
+
+
+def composes_answering(command: Command, _: Checkout) -> None:
+    with ends_well():
+        infer.build_config(infer.parse_arguments(command.arguments))
+
+
+def writes_a_page(command: Command, _: Checkout) -> None:
+    with patch.object(Path, "write_text") as write:
+        run_python(command)
+    write.assert_called_once()
+
+
+def runs(*more: str) -> Rule:
+    """Runs it for real, with more arguments: those that keep it small."""
+    return lambda command, _: run_python(command, *more)
+
+
+def accepts_options(command: Command, _: Checkout) -> None:
+    """Runs the program until its own parser has taken the arguments."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *given: list[str]) -> None:
+        real(parser, *given)
+        raise OptionsAccepted
+
+    with patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
+        try:
+            run_python(command)
+        except OptionsAccepted:
+            return
+    raise AssertionError(f"{command.line} parses no options")
+
+
+class OptionsAccepted(Exception):
+    pass
+
+
+def serves(command: Command, checkout: Checkout) -> None:
+    with server(command, checkout) as url:
+        corpus = checkout.folder / command.words[command.words.index("--corpus_path") + 1]
+        first = json.loads(corpus.read_text().splitlines()[0])
+        found = post(url, {"queries": [first["contents"]]})["result"][0]
+        assert found and found[0] == first, f"{first} is not found but {found}"
+
+
+def selects_tests(command: Command, _: Checkout) -> None:
+    """With a path the tests are collected. Without one only the options are tried: the whole suite is running."""
+    words = command.arguments
+    only = "--collect-only" if any(word.startswith("tests/") for word in words) else "--markers"
+    run_pytest(only, *words)
+    marker = words[len(words) - words[::-1].index("-m")]  # the last -m wins
+    sources = [path.read_text() for path in ROOT.glob("tests/**/test_*.py")]
+    assert marker.startswith("not ") or any(f"pytest.mark.{marker}" in text for text in sources), f"no test is {marker}"
+
+
+@cache
+def run_pytest(*arguments: str) -> None:
+    program = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider"]
+    done = subprocess.run([*program, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"pytest {arguments} ended with {done.returncode}: {done.stdout}{done.stderr}"
+
+
+def part_of_set_up(_: Command, __: Checkout) -> None:
+    """What scripts/setup.sh and scripts/test.sh do to the machine they run this test on."""
+
+
+def run_python(command: Command, *more: str) -> None:
+    """`python ...` in this process: a new one would first import torch."""
+    with patch.object(sys, "argv", [command.words[1], *command.arguments, *more]), ends_well():
+        if command.words[1] == "-m":
+            runpy.run_module(command.words[2], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(ROOT / command.words[1]), run_name="__main__")
+
+
+@contextmanager
+def ends_well() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        assert not end.code, f"exit status {end.code}"
+
+
+@contextmanager
+def server(command: Command, checkout: Checkout) -> Iterator[str]:
+    """The server that the command starts, on a free port."""
+    port = free_port()
+    arguments = [sys.executable, *command.words[1:], "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(arguments, cwd=checkout.folder, env=environment)
+    try:
+        wait_until_healthy(process, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}/retrieve"
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+    for _ in range(600):
+        assert process.poll() is None, f"the server ended with {process.returncode}"
+        try:
+            urllib.request.urlopen(f"{url}/healthz", timeout=2).close()
+            return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise AssertionError(f"{url} was not ready within a minute")
+
+
+def post(url: str, request: object) -> dict:
+    with urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=10) as reply:
+        return json.load(reply)
+
+
+SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "--num_sft_rows", "8")
+
+RULES: list[tuple[str, Rule]] = [
+    (r"bash \S+\.sh", rehearses),
+    (r"python -m verl\.trainer\.main_ppo", composes_training),
+    (r"python -m verl\.trainer\.sft", composes_warm_start),
+    (r"python -m verl\.config\.docs", writes_a_page),
+    (r"python -m verl\.tracking\.report", accepts_options),
+    (r"python infer\.py", composes_answering),
+    (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),
+    (r"python -m search_r1\.data\.tinywiki\.difficulty", runs()),
+    (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
+    (r"python -m search_r1\.data\.qa_jsonl$", runs("--help")),
+    (r"python -m search_r1\.evaluation\.example_question", accepts_options),
+    (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
+    (r"python -m search_r1\.search\.index_builder .*--retrieval_method (?!bm25)\S+", accepts_options),
+    (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
+    (r"python -m search_r1\.search\.retrieval_server .*--retriever_name (?!bm25)\S+", accepts_options),
+    (r"python -m search_r1\.search\.retrieval_server$", runs("--help")),
+    (r"python -m pytest", selects_tests),
+    (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
+]

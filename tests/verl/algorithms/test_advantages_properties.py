@@ -1,0 +1,180 @@
+"""What holds for every estimator on any batch of policy and environment tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given as generated
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+
+NAN = float("nan")
+EVERY = pytest.mark.parametrize("name", sorted(ADVANTAGES))
+BASELINED = [
+    ("grpo", "group_std"),
+    ("grpo", "none"),
+    ("grpo", "batch_std"),
+    ("rloo", "none"),
+    ("opo", "none"),
+    ("reinforce_plus_plus_baseline", "none"),
+]
+
+NUMBER = st.integers(-8, 8).map(lambda number: number / 4)
+TOKEN = st.tuples(st.booleans(), NUMBER, NUMBER)  # is a policy token, reward, value
+ANY_ROW = st.lists(TOKEN, min_size=1, max_size=6)
+TRAINED_ROW = ANY_ROW.map(lambda row: [*row, (True, 0.5, 0.0)])
+ROW_OF_GROUP = st.tuples(st.integers(0, 2), ANY_ROW, NUMBER)  # group, tokens, greedy baseline
+ANY_BATCH = st.lists(ROW_OF_GROUP, min_size=1, max_size=6)
+GROUP = st.lists(st.tuples(TRAINED_ROW, NUMBER), min_size=2, max_size=4)
+FULL_GROUPS = st.lists(GROUP, min_size=1, max_size=3).map(
+    lambda groups: [(g, row, baseline) for g, group in enumerate(groups) for row, baseline in group]
+)
+SETTINGS = AdvantageSettings(gamma=0.75, lam=0.5, scale="none")
+
+properties = hypothesis_settings(max_examples=40, deadline=None)
+Rows = list[tuple[int, list[tuple[bool, float, float]], float]]
+
+
+def build(rows: Rows) -> AdvantageInput:
+    tokens = [(number, *token) for number, (_, row, _) in enumerate(rows) for token in row]
+    return AdvantageInput(
+        reward_T=f64([reward for _, _, reward, _ in tokens]),
+        mask_T=torch.tensor([policy for _, policy, _, _ in tokens], dtype=torch.bool),
+        row_T=torch.tensor([number for number, _, _, _ in tokens], dtype=torch.int64),
+        group_B=torch.tensor([group for group, _, _ in rows], dtype=torch.int64),
+        value_T=f64([value for _, _, _, value in tokens]),
+        baseline_B=f64([baseline for _, _, baseline in rows]),
+    )
+
+
+def f64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def at_policy_tokens(name: str, given: AdvantageInput, settings: AdvantageSettings = SETTINGS) -> list[Tensor]:
+    answer: Advantages = ADVANTAGES[name](given, settings)
+    return [part[given.mask_T] for part in (answer.advantage_T, answer.return_T) if part is not None]
+
+
+def advantages_of_rows(name: str, given: AdvantageInput, settings: AdvantageSettings = SETTINGS) -> Tensor:
+    """[B]: the advantage at each row's last token, which is a policy token."""
+    last_B = torch.bincount(given.row_T).cumsum(0) - 1
+    return ADVANTAGES[name](given, settings).advantage_T[last_B]
+
+
+def sums_over_groups(value_B: Tensor, group_B: Tensor) -> Tensor:
+    return torch.stack([value_B[group_B == group].sum() for group in group_B.unique()])
+
+
+@EVERY
+@properties
+@generated(rows=ANY_BATCH, garbage=st.sampled_from([NAN, float("inf"), 1e30]))
+def test_what_lies_outside_the_mask_is_never_read(name: str, rows: Rows, garbage: float) -> None:
+    given = build(rows)
+    assert given.value_T is not None
+    spoilt = replace(
+        given,
+        reward_T=given.reward_T.masked_fill(~given.mask_T, garbage),
+        value_T=given.value_T.masked_fill(~given.mask_T, garbage),
+    )
+    clean, other = ADVANTAGES[name](given, SETTINGS), ADVANTAGES[name](spoilt, SETTINGS)
+    assert torch.equal(clean.advantage_T, other.advantage_T) and clean.advantage_T.isfinite().all()
+    assert not other.advantage_T[~given.mask_T].any()
+    if clean.return_T is not None and other.return_T is not None:
+        assert torch.equal(clean.return_T, other.return_T) and not other.return_T[~given.mask_T].any()
+
+
+@EVERY
+@properties
+@generated(rows=ANY_BATCH)
+def test_removing_environment_tokens_changes_nothing(name: str, rows: Rows) -> None:
+    given = build(rows)
+    kept_T = given.mask_T
+    assert given.value_T is not None
+    shorter = replace(
+        given,
+        reward_T=given.reward_T[kept_T],
+        mask_T=kept_T[kept_T],
+        row_T=given.row_T[kept_T],
+        value_T=given.value_T[kept_T],
+    )
+    for whole, part in zip(at_policy_tokens(name, given), at_policy_tokens(name, shorter), strict=True):
+        assert torch.equal(whole, part)
+
+
+@EVERY
+@properties
+@generated(rows=ANY_BATCH, data=st.data())
+def test_the_order_of_rows_changes_nothing(name: str, rows: Rows, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(rows))))
+    given, moved = build(rows), build([rows[i] for i in order])
+    tokens_of = [torch.nonzero(given.row_T == row).flatten() for row in range(len(rows))]
+    index_T = torch.cat([tokens_of[i] for i in order])
+    before, after = ADVANTAGES[name](given, SETTINGS), ADVANTAGES[name](moved, SETTINGS)
+    torch.testing.assert_close(after.advantage_T, before.advantage_T[index_T], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "scale"), BASELINED)
+@properties
+@generated(rows=FULL_GROUPS, shifts=st.lists(NUMBER, min_size=3, max_size=3))
+def test_a_constant_on_all_rewards_of_a_group_changes_nothing(
+    name: str, scale: str, rows: Rows, shifts: list[float]
+) -> None:
+    shifted = [(g, [*row[:-1], (True, row[-1][1] + shifts[g], 0.0)], baseline) for g, row, baseline in rows]
+    before_B, after_B = (advantages_of_rows(name, build(r), AdvantageSettings(scale=scale)) for r in (rows, shifted))
+    torch.testing.assert_close(after_B, before_B, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scale", ["none", "batch_std"])
+@properties
+@generated(rows=FULL_GROUPS, shift=NUMBER)
+def test_reinforce_a_constant_on_all_rewards_of_the_batch_changes_nothing(scale: str, rows: Rows, shift: float) -> None:
+    shifted = [(g, [*row[:-1], (True, row[-1][1] + shift, 0.0)], baseline) for g, row, baseline in rows]
+    settings = AdvantageSettings(scale=scale)
+    before_B, after_B = (advantages_of_rows("reinforce", build(r), settings) for r in (rows, shifted))
+    torch.testing.assert_close(after_B, before_B, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@properties
+@generated(rows=FULL_GROUPS)
+def test_advantages_of_a_group_sum_to_zero(name: str, rows: Rows) -> None:
+    given = build(rows)
+    sums = sums_over_groups(advantages_of_rows(name, given), given.group_B)
+    torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-12, rtol=0)
+
+
+@properties
+@generated(rows=FULL_GROUPS)
+def test_rloo_is_the_centred_reward_times_n_over_n_minus_one(rows: Rows) -> None:
+    given = build(rows)
+    size_B = torch.bincount(given.group_B)[given.group_B].double()
+    torch.testing.assert_close(
+        advantages_of_rows("rloo", given),
+        size_B / (size_B - 1) * advantages_of_rows("grpo", given),
+        atol=1e-12,
+        rtol=0,
+    )
+
+
+@properties
+@generated(rows=ANY_BATCH, data=st.data())
+def test_gae_reads_values_on_its_chain_only(rows: Rows, data: st.DataObject) -> None:
+    given = build(rows)
+    extra = data.draw(st.lists(st.booleans(), min_size=len(given.row_T), max_size=len(given.row_T)))
+    chain_T = given.mask_T | torch.tensor(extra)
+    assert given.value_T is not None
+    clean = replace(given, chain_T=chain_T)
+    spoilt = replace(
+        clean,
+        reward_T=given.reward_T.masked_fill(~given.mask_T, NAN),
+        value_T=given.value_T.masked_fill(~chain_T, NAN),
+    )
+    before, after = ADVANTAGES["gae"](clean, SETTINGS), ADVANTAGES["gae"](spoilt, SETTINGS)
+    assert torch.equal(before.advantage_T, after.advantage_T)
+    assert not after.advantage_T[~chain_T].any()

@@ -1,0 +1,177 @@
+"""Policy losses: numbers by hand, gradients by autograd on the definitions in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
+
+NAMES = ("ppo", "gspo", "cispo", "reinforce")
+
+
+def f64(*values: float, grad: bool = False) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert actual is not None
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+def with_ratios(*ratios: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs (with gradient) and old log-probs, so that exp(l - l_old) are the given ratios."""
+    old_T = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    return (old_T + f64(*ratios).log()).requires_grad_(), old_T
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def test_ppo_clip_by_hand() -> None:
+    # low 0.2, high 0.28: only ratios above 1.28 with A > 0 and below 0.8 with A < 0 are clipped
+    log_prob_T, old_T = with_ratios(1.5, 0.5, 1.5, 0.5, 1.1)
+    advantage_T = f64(2.0, 2.0, -2.0, -2.0, 3.0)
+    loss_T, clipped_T = POLICY_LOSSES["ppo"](log_prob_T, old_T, advantage_T, rows(0, 0, 0, 0, 0), Clip(0.2, 0.28))
+    close(loss_T, f64(-2.56, -1.0, 3.0, 1.6, -3.3))
+    assert clipped_T.tolist() == [True, False, False, True, False]
+    loss_T.sum().backward()
+    # unclipped: d(-A rho)/dl = -A rho; clipped: 0
+    close(log_prob_T.grad, f64(0.0, -1.0, 3.0, 0.0, -3.3))
+
+
+def test_ppo_dual_clip_by_hand() -> None:
+    # c = 3: with A = -2 the loss is at most 2 * 3 = 6, so ratio 5 gives 6 instead of 10 and no gradient; ratio 2.5
+    # stays 5; ratio 0.5 is held at 0.8 by the lower bound. A = 2 is untouched: ratio 5 is clipped to 1.2
+    log_prob_T, old_T = with_ratios(5.0, 2.5, 0.5, 5.0)
+    advantage_T = f64(-2.0, -2.0, -2.0, 2.0)
+    loss_T, clipped_T = POLICY_LOSSES["ppo"](log_prob_T, old_T, advantage_T, rows(0, 0, 0, 0), Clip(dual=3.0))
+    close(loss_T, f64(6.0, 5.0, 1.6, -2.4))
+    assert clipped_T.tolist() == [True, False, True, True]
+    loss_T.sum().backward()
+    close(log_prob_T.grad, f64(0.0, 5.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_dual_bound_of_at_most_one_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="dual clip is 1.0"):
+        POLICY_LOSSES[name](f64(-1.0), f64(-1.0), f64(1.0), rows(0), Clip(dual=1.0))
+
+
+def test_gspo_by_hand() -> None:
+    # row 0 (tokens 0, 2): ratios 2 and 1/2, so s = 1: nothing is clipped although both tokens are far off
+    # row 1 (tokens 1, 3, 4): ratios 4, 1, 2, so s = 8^(1/3) = 2, clipped to 1.2 for A = 3: loss -3.6
+    # row 2 (token 5): s = 2 with A = -1 is not clipped: loss 2
+    log_prob_T, old_T = with_ratios(2.0, 4.0, 0.5, 1.0, 2.0, 2.0)
+    advantage_T = f64(5.0, 3.0, 5.0, 3.0, 3.0, -1.0)
+    loss_T, clipped_T = POLICY_LOSSES["gspo"](log_prob_T, old_T, advantage_T, rows(0, 1, 0, 1, 1, 2), Clip())
+    close(loss_T, f64(-5.0, -3.6, -5.0, -3.6, -3.6, 2.0))
+    assert clipped_T.tolist() == [False, True, False, True, True, False]
+    loss_T.sum().backward()
+    # per token -A s where not clipped, else 0
+    close(log_prob_T.grad, f64(-5.0, 0.0, -5.0, 0.0, 0.0, 2.0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gspo_has_the_value_and_gradient_of_the_sequence_objective(seed: int) -> None:
+    """The mean over each row's tokens, against min(s A, clip(s) A) of the row's length-normalised ratio s."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 4, 7, 3]
+    row_T = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    old_T = -torch.rand(15, generator=generator, dtype=torch.float64)
+    log_prob_T = (old_T + 0.3 * torch.randn(15, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantage_B = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    loss_T = POLICY_LOSSES["gspo"](log_prob_T, old_T, advantage_B[row_T], row_T, Clip(0.05, 0.1)).loss_T
+    loss = torch.stack([part.mean() for part in loss_T.split(lengths)]).sum()
+
+    sequence = f64(0.0)
+    for new, old, advantage in zip(log_prob_T.split(lengths), old_T.split(lengths), advantage_B, strict=True):
+        s = (new.sum() - old.sum()).div(len(new)).exp()
+        sequence = sequence - torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage)
+    close(loss.reshape(1), sequence)
+    close(torch.autograd.grad(loss, log_prob_T)[0], torch.autograd.grad(sequence, log_prob_T)[0])
+
+
+def test_cispo_by_hand() -> None:
+    # l = log rho - 1; weights: 1.5 -> 1.28, 0.5 -> 0.8, 1.1 stays. Clipped tokens keep their gradient -weight A
+    log_prob_T, old_T = with_ratios(1.5, 0.5, 1.1)
+    loss_T, clipped_T = POLICY_LOSSES["cispo"](log_prob_T, old_T, f64(2.0, -2.0, 3.0), rows(0, 0, 0), Clip(0.2, 0.28))
+    close(loss_T, f64(-2.56 * (math.log(1.5) - 1), 1.6 * (math.log(0.5) - 1), -3.3 * (math.log(1.1) - 1)))
+    assert clipped_T.tolist() == [True, True, False]
+    loss_T.sum().backward()
+    close(log_prob_T.grad, f64(-2.56, 1.6, -3.3))
+
+
+def test_cispo_without_a_lower_bound() -> None:
+    log_prob_T, old_T = with_ratios(0.01)
+    loss_T, clipped_T = POLICY_LOSSES["cispo"](log_prob_T, old_T, f64(2.0), rows(0), Clip(low=1.0))
+    loss_T.sum().backward()
+    close(log_prob_T.grad, f64(-0.02))
+    assert not clipped_T.any()
+
+
+def test_reinforce_by_hand() -> None:
+    # -A l; the old log-probs play no part
+    log_prob_T = f64(-0.5, -2.0, grad=True)
+    loss_T, clipped_T = POLICY_LOSSES["reinforce"](log_prob_T, f64(-9.0, 0.0), f64(3.0, -1.0), rows(0, 1), Clip())
+    close(loss_T, f64(1.5, -2.0))
+    assert clipped_T.tolist() == [False, False]
+    loss_T.sum().backward()
+    close(log_prob_T.grad, f64(-3.0, 1.0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_every_gradient_is_the_policy_gradient(name: str) -> None:
+    log_prob_T = f64(-0.3, -1.0, -2.0, grad=True)
+    advantage_T = f64(2.0, 2.0, -1.0)
+    policy = POLICY_LOSSES[name](log_prob_T, log_prob_T.detach().clone(), advantage_T, rows(0, 0, 1), Clip())
+    policy.loss_T.sum().backward()
+    close(log_prob_T.grad, -advantage_T)
+    assert policy.clipped_T.dtype == torch.bool and not policy.clipped_T.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_goes_to_the_policy_only(name: str) -> None:
+    log_prob_T, old_T, advantage_T = (f64(-1.0, -2.0, grad=True) for _ in range(3))
+    POLICY_LOSSES[name](log_prob_T, old_T, advantage_T, rows(0, 0), Clip()).loss_T.sum().backward()
+    assert log_prob_T.grad is not None and log_prob_T.grad.all()
+    assert old_T.grad is None and advantage_T.grad is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratios_beyond_all_numbers_stay_finite(name: str) -> None:
+    """exp(1000) is infinite; the log ratio is held at +-20. In ppo and gspo it then has no gradient."""
+    log_prob_T = torch.tensor([0.0, -1000.0], requires_grad=True)
+    loss_T = POLICY_LOSSES[name](log_prob_T, torch.tensor([-1000.0, 0.0]), -torch.ones(2), rows(0, 1), Clip()).loss_T
+    loss_T.sum().backward()
+    assert loss_T.isfinite().all() and log_prob_T.grad is not None and log_prob_T.grad.isfinite().all()
+    if name in ("ppo", "gspo"):
+        assert loss_T[0].item() == pytest.approx(math.exp(20.0))
+        assert not log_prob_T.grad.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_token_gives_no_loss(name: str) -> None:
+    empty = torch.zeros(0)
+    assert POLICY_LOSSES[name](empty, empty, empty, rows(), Clip()).loss_T.shape == (0,)
+
+
+@given(st.sampled_from(NAMES), st.integers(0, 2**31), st.integers(1, 12))
+def test_order_and_names_of_rows_do_not_matter(name: str, seed: int, num_tokens: int) -> None:
+    """Tokens in any order, with rows called by any numbers, keep their losses and bounds."""
+    generator = torch.Generator().manual_seed(seed)
+    log_prob_T, old_T = -3 * torch.rand(2, num_tokens, generator=generator, dtype=torch.float64)
+    row_T = torch.randint(3, (num_tokens,), generator=generator)
+    advantage_T = torch.randn(3, generator=generator, dtype=torch.float64)[row_T]
+    order = torch.randperm(num_tokens, generator=generator)
+    renamed_T = torch.tensor([7, 10**6, 0])[row_T]
+    loss_T, clipped_T = POLICY_LOSSES[name](log_prob_T, old_T, advantage_T, row_T, Clip(dual=2.0))
+    moved = POLICY_LOSSES[name](log_prob_T[order], old_T[order], advantage_T[order], renamed_T[order], Clip(dual=2.0))
+    close(moved.loss_T, loss_T[order])
+    assert torch.equal(moved.clipped_T, clipped_T[order])

@@ -1,0 +1,31 @@
+"""Group-relative advantages (GRPO).
+
+For a trajectory i of group g (the trajectories of one prompt) with reward R_i, mean mu_g and unbiased std sigma_g:
+
+    scale "group_std":  A_i = (R_i - mu_g) / (sigma_g + 1e-6)
+    scale "none":       A_i =  R_i - mu_g
+    scale "batch_std":  A_i = (R_i - mu_g) / (s + 1e-6),  s = unbiased std over the batch of (R_j - mu_g(j))
+
+A group of one has no mean to compare with: mu_g = 0 and sigma_g = 1, so its advantage is its reward.
+Sources: GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2; "none" is Dr. GRPO (arXiv 2503.20783);
+"batch_std" is EMA-PG (arXiv 2602.04417), which also divides the KL loss by s + 1e-6.
+"""
+
+from __future__ import annotations
+
+from verl.algorithms.advantages.groups import centred
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import policy_rows, spread
+from verl.algorithms.advantages.scaling import over_batch_std, over_group_std
+
+
+@ADVANTAGES.register("grpo")
+def grpo(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+    """R_i minus its group's mean, scaled by `settings.scale`; ValueError: "batch_std" with fewer than two rows."""
+    rows = policy_rows(given)
+    advantage_B, batch_std = centred(rows.reward_B, rows.group_B), None
+    if settings.scale == "group_std":
+        advantage_B = over_group_std(advantage_B, rows.group_B)
+    elif settings.scale == "batch_std":
+        advantage_B, batch_std = over_batch_std(advantage_B)
+    return Advantages(spread(advantage_B, rows, given), batch_std=batch_std)

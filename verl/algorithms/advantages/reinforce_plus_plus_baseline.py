@@ -1,0 +1,23 @@
+"""REINFORCE++ with a group baseline.
+
+    a_i = R_i - mu_g                                  at every policy token of trajectory i
+    A_t = (a_t - mean a) / sqrt(var a + 1e-8)         over all policy tokens of the batch
+
+A group of one has no mean to compare with: mu_g = 0.
+Source: Hu et al., REINFORCE++ (arXiv 2501.03262), the variant "w/ Baseline".
+"""
+
+from __future__ import annotations
+
+from verl.algorithms.advantages.groups import centred
+from verl.algorithms.advantages.inputs import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.rows import policy_rows, scattered
+from verl.algorithms.advantages.scaling import whitened
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+    """R_i minus its group's mean, whitened over policy tokens; reads no setting."""
+    rows = policy_rows(given)
+    centred_B = centred(rows.reward_B, rows.group_B)
+    return Advantages(scattered(whitened(centred_B[rows.row_N]), given.mask_T))

@@ -1,0 +1,43 @@
+"""From token rewards to one reward a row, and from one advantage a row back to its tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.inputs import AdvantageInput
+
+
+class PolicyRows(NamedTuple):
+    """The rows that have policy tokens, numbered anew from 0; the other rows take no part in any comparison."""
+
+    reward_B: Tensor
+    """[B] float: R_i, the sum of the row's token rewards over its policy tokens."""
+    length_B: Tensor
+    """[B] in the reward's dtype: number of policy tokens, at least 1."""
+    group_B: Tensor
+    """[B] int64."""
+    row_N: Tensor
+    """[N] int64: row (in the new numbers) of each policy token."""
+
+
+def policy_rows(given: AdvantageInput) -> PolicyRows:
+    """Sum `given.reward_T` over the policy tokens of each row that has any."""
+    reward_N = given.reward_T[given.mask_T]
+    row_B, row_N, length_B = torch.unique_consecutive(
+        given.row_T[given.mask_T], return_inverse=True, return_counts=True
+    )
+    reward_B = reward_N.new_zeros(len(row_B)).index_add(0, row_N, reward_N)
+    return PolicyRows(reward_B, length_B.to(reward_B.dtype), given.group_B[row_B], row_N)
+
+
+def scattered(value_N: Tensor, mask_T: Tensor) -> Tensor:
+    """[T]: `value_N` at the true positions of `mask_T`, 0 elsewhere."""
+    return value_N.new_zeros(len(mask_T)).masked_scatter(mask_T, value_N)
+
+
+def spread(value_B: Tensor, rows: PolicyRows, given: AdvantageInput) -> Tensor:
+    """[T]: each row's value at all its policy tokens, 0 elsewhere."""
+    return scattered(value_B[rows.row_N], given.mask_T)

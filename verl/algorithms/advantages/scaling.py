@@ -1,0 +1,36 @@
+"""Divisors for centred rewards, and whitening over tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.groups import group_size, group_sum
+from verl.algorithms.advantages.inputs import EPSILON
+
+WHITENING_EPSILON = 1e-8  # as veRL has it, inside the square root
+
+
+def over_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
+    """[B]: c_i / (sigma_g + 1e-6), sigma_g the unbiased std of the group (1 for a group of one)."""
+    size_B = group_size(centred_B, group_B)
+    std_B = (group_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)).sqrt().masked_fill(size_B == 1, 1.0)
+    return centred_B / (std_B + EPSILON)
+
+
+def over_batch_std(centred_B: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] and scalar: c_i / (s + 1e-6) and s, the unbiased std over all rows. ValueError for fewer than two rows."""
+    if len(centred_B) < 2:
+        raise ValueError(
+            f"the std over a batch needs at least two trajectories with policy tokens, not {len(centred_B)}: "
+            'take more of them, or the scale "none"'
+        )
+    batch_std = centred_B.std()
+    return centred_B / (batch_std + EPSILON), batch_std
+
+
+def whitened(value_N: Tensor) -> Tensor:
+    """[N]: (x - mean) / sqrt(var + 1e-8), var unbiased; a single value becomes 0."""
+    if len(value_N) < 2:
+        return torch.zeros_like(value_N)
+    return (value_N - value_N.mean()) * (value_N.var() + WHITENING_EPSILON).rsqrt()

@@ -1,0 +1,21 @@
+"""The weight that makes a KL estimate right when the token was drawn from an older policy."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algorithms.kl.sampled import LOG_RATIO_LIMIT
+
+
+def importance_weight(
+    log_prob_T: torch.Tensor, old_log_prob_T: torch.Tensor, lower: float | None = None, upper: float | None = None
+) -> torch.Tensor:
+    """p / p_old at the sampled token, [T] without gradient: exp(clamp(l - l_old, +-20)), then kept in [lower, upper].
+
+    Without bounds the weighted estimate has the expectation it has on policy; bounds trade bias for variance.
+    Raises ValueError when `lower` is above `upper`.
+    """
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"importance weight: the lower bound {lower} is above the upper bound {upper}; swap them")
+    weight_T = (log_prob_T - old_log_prob_T).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return weight_T if lower is None and upper is None else weight_T.clamp(lower, upper)

@@ -1,0 +1,129 @@
+"""The KL between policy and anchor as a term of the actor's loss: sampled, Top-k, or exact over the vocabulary.
+
+Which tokens a Top-k KL sums over (k = kl_topk_tokens): those that were most likely under the policy that sampled, for
+`full_reverse` (`batch.tokens["top_index"]`, found before the step's first update), or under the anchor, for
+`full_forward` (found when they are needed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from verl.algorithms.kl import EXACT_KL, TOPK_KL, importance_weight, sampled_kl
+from verl.config import ActorConfig
+from verl.engine.anchor_reader import AnchorReader
+from verl.engine.batching import ModelInput, values_at
+from verl.engine.head import TokenStats
+from verl.errors import ConfigError
+from verl.protocol import TrainBatch
+
+
+class KLQuestion(NamedTuple):
+    """`asked` are fields of `head.Question` for the policy; `answer` makes the KL per token [N] from what it said."""
+
+    asked: dict[str, Any]
+    answer: Callable[[TokenStats], torch.Tensor]
+
+
+KLTerm = Callable[[TrainBatch, ModelInput], KLQuestion]
+
+
+def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
+    """The term that `kl_loss_type` and `kl_topk_tokens` name. Raises ConfigError when it needs an anchor."""
+    if actor.kl_loss_type not in EXACT_KL:
+        return SampledTerm(actor)
+    if anchor is None:
+        raise ConfigError(
+            f"actor.kl_loss_type '{actor.kl_loss_type}' needs the anchor, but this engine was made without one"
+        )
+    return TopkTerm(actor, anchor) if topk_of(actor) else FullTerm(actor, anchor)
+
+
+def topk_of(actor: ActorConfig) -> int:
+    """k of the Top-k KL, 0 when the KL is another one."""
+    return max(0, actor.kl_topk_tokens or 0) if actor.use_kl_loss and actor.kl_loss_type in EXACT_KL else 0
+
+
+def policy_topk(actor: ActorConfig) -> int:
+    """k of the policy's most likely tokens that a batch must carry as `top_index`, 0 for none."""
+    return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
+
+
+def needs_ref_log_probs(actor: ActorConfig) -> bool:
+    """Whether a batch must carry the anchor's log-probs of the sampled tokens as `ref_log_probs`."""
+    return actor.use_kl_loss and actor.kl_loss_type not in EXACT_KL
+
+
+class SampledTerm:
+    """From the log-probs of the sampled token alone; needs `batch.tokens["ref_log_probs"]`."""
+
+    def __init__(self, actor: ActorConfig) -> None:
+        self.actor = actor
+        self.estimate = sampled_kl(actor.kl_loss_type)
+
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        def answer(stats: TokenStats) -> torch.Tensor:
+            kl_N = self.estimate(stats.log_prob_N, values_at(batch, "ref_log_probs", inputs))
+            weight_N = _weight(self.actor, batch, inputs, stats)
+            return kl_N if weight_N is None else weight_N * kl_N
+
+        return KLQuestion({}, answer)
+
+
+class FullTerm:
+    """Summed over the vocabulary, next to the anchor."""
+
+    def __init__(self, actor: ActorConfig, anchor: AnchorReader) -> None:
+        self.divergence = EXACT_KL[actor.kl_loss_type]
+        self.anchor = anchor
+
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        def answer(stats: TokenStats) -> torch.Tensor:
+            assert stats.kl_N is not None
+            return stats.kl_N
+
+        return KLQuestion({"anchor": self.anchor.view(inputs, self.divergence)}, answer)
+
+
+class TopkTerm:
+    """Exact over k tokens, and the sampled estimate of the rest (algorithms/kl/topk.py)."""
+
+    def __init__(self, actor: ActorConfig, anchor: AnchorReader) -> None:
+        self.actor = actor
+        self.anchor = anchor
+        self.formula = TOPK_KL[actor.kl_loss_type]
+
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        if policy_topk(self.actor):
+            index_Nk = values_at(batch, "top_index", inputs).long()
+            reference = self.anchor.at(inputs, index_Nk)
+        else:
+            reference = self.anchor.top(inputs, topk_of(self.actor))
+            assert reference.index_Nk is not None
+            index_Nk = reference.index_Nk
+        sampled_in_top_N = (index_Nk == inputs.label_N[:, None]).any(-1)
+
+        def answer(stats: TokenStats) -> torch.Tensor:
+            return self.formula(
+                stats.log_prob_Nk,
+                reference.log_prob_Nk,
+                stats.log_prob_N,
+                reference.log_prob_N,
+                sampled_in_top_N,
+                gradient=self.actor.kl_topk_gradient,
+                tail=self.actor.kl_use_tail_sampling,
+                weight_T=_weight(self.actor, batch, inputs, stats),
+            )
+
+        return KLQuestion({"index_Nk": index_Nk}, answer)
+
+
+def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor | None:
+    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when not asked for."""
+    if not actor.use_kl_iw:
+        return None
+    old_N = values_at(batch, "old_log_probs", inputs)
+    return importance_weight(stats.log_prob_N, old_N, actor.kl_iw_clip_lower, actor.kl_iw_clip_upper)

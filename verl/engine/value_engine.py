@@ -1,0 +1,114 @@
+"""The critic: values of the policy's tokens, and their regression on returns. One object per rank, no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.algorithms.value_loss import value_loss
+from verl.config import Config
+from verl.engine.batching import ModelInput, RankValues, flat_positions, model_input, plan, split_rows, values_at
+from verl.engine.device import set_threads
+from verl.engine.learner import Learner, TokenLoss
+from verl.engine.loading import load_sharded_critic
+from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
+from verl.engine.model import can_pack
+from verl.engine.optimizer import Schedule, build_adamw, set_lr
+from verl.engine.restoring import load_saved
+from verl.engine.saving import save_model
+from verl.engine.sharding import reshard
+from verl.errors import NumericalError
+from verl.protocol import TrainBatch
+
+
+class ValueEngine:
+    """The value model, sharded over all ranks of the process group.
+
+    Each rank gets the same whole batch in every call and works on its own rows. All methods are collective: every
+    rank calls them in the same order. The batch's `loss_mask` says which tokens have a value.
+    """
+
+    def __init__(self, config: Config, device: torch.device, total_training_steps: int) -> None:
+        """Load and shard `critic.model.path`. The process group must exist. Raises ConfigError.
+
+        `total_training_steps` is the length of the learning-rate schedule unless optim.total_training_steps says
+        otherwise.
+        """
+        self.critic = config.critic
+        self.device = device
+        self.seed = config.trainer.seed
+        self.step = 0  # RL steps done
+        self.lr_factor = 1.0  # on top of the schedule
+        set_threads(config.actor_rollout_ref.actor.num_threads)
+        self.model = load_sharded_critic(self.critic.model, device)
+        self.packed = self.critic.model.use_remove_padding and can_pack(self.model.model)
+        optim = self.critic.optim
+        num_steps = total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
+        self.schedule = Schedule.from_config(optim, num_steps)
+        optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
+        budget = micro_budget(
+            self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size
+        )
+        failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
+        self.learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
+
+    @torch.no_grad()
+    def values(self, batch: TrainBatch) -> RankValues:
+        """`value` [T] float32: at each of the loss mask's tokens in this rank's rows, that of the state before it.
+
+        Raises NumericalError when one of them is not finite.
+        """
+        self.model.eval()
+        critic = self.critic
+        budget = micro_budget(
+            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size
+        )
+        value_T = torch.zeros(len(batch.tokens["ids"]))
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, budget):
+            inputs = model_input(batch.select(rows), self.device, self.packed)
+            value_T[flat_positions(batch.lengths_B, rows)[inputs.token_N]] = self.model(inputs).cpu()
+        reshard(self.model)
+        if not value_T.isfinite().all():
+            raise NumericalError(f"step {self.step}: the critic's values are not finite; its weights have diverged")
+        own = split_rows(batch.lengths_B, num_ranks)[rank]
+        return RankValues(own, {"value": value_T[flat_positions(batch.lengths_B, own)]})
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, one AdamW step for each.
+
+        Needs `values` (from before the update) and `returns` in `batch.tokens`, [T] float32. Returns `critic/vf_loss`,
+        `vf_clipfrac`, `vpred_mean` and `grad_norm`, means over the mini-batches of token means over all ranks, and
+        `lr`; only `lr` when no token has a value. Raises NumericalError when a loss or gradient is not finite.
+        """
+        critic = self.critic
+        lr = self.schedule.at(self.step) * self.lr_factor
+        set_lr(self.learner.optimizer, lr)
+        cut = mini_batches(
+            len(batch), critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.seed, self.step
+        )
+        steps = [self.learner.learn(batch.select(rows), self.loss, self.step) for rows in cut]
+        reshard(self.model)
+        self.step += 1
+        results = [{"vf_loss" if name == "loss" else name: means[name] for name in means} for means in steps if means]
+        return mean_of(results, "critic") | {"critic/lr": lr}
+
+    def loss(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
+        """Clipped value loss per selected token of a micro-batch."""
+        value_N = self.model(inputs)
+        old_value_N, return_N = (values_at(batch, name, inputs) for name in ("values", "returns"))
+        result = value_loss(value_N, old_value_N, return_N, self.critic.cliprange_value)
+        reports = {"vf_clipfrac": result.clipped_T.float(), "vpred_mean": value_N.detach()}
+        return TokenLoss(result.loss_T, reports)
+
+    def load_saved(self, path: Path) -> None:
+        """Replace the weights by a saved critic's; the optimizer starts anew. Raises CheckpointError."""
+        load_saved(self.model, path)
+        self.learner.optimizer.state.clear()
+
+    def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:
+        """Save in Hugging Face format, usable as `critic.model.path`. Raises CheckpointError on every rank."""
+        save_model(self.model, Path(path), tokenizer)

@@ -1,0 +1,217 @@
+"""Watches the metrics of each step and says when a run has collapsed. It neither stops nor loads: the trainer does."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from verl.config.collapse_guard import CollapseGuardConfig, GuardAction
+
+SCORE = "critic/score/mean"
+SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
+GRAD_NORM = "actor/grad_norm"
+ZERO_VARIANCE = "health/zero_variance_groups"
+ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sampled, else of the update
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A condition that has held for long enough, and what the trainer should now do about it.
+
+    `name` is the setting that was broken, `value` the latest value of `metric`, `steps` for how many steps in a row
+    the condition has held. `first_bad_step` is the step of the first weights that showed it, one before the first
+    step whose metrics did: a step samples, and starts its update, from the weights of the step before.
+    """
+
+    name: str
+    metric: str
+    value: float
+    threshold: float
+    steps: int
+    first_bad_step: int
+    action: GuardAction
+    message: str
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """One threshold: the condition holds where `crossed(value, threshold)`. The first metric reported is read."""
+
+    setting: str
+    metrics: tuple[str, ...]
+    crossed: Callable[[float, float], bool]
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one step says about one condition."""
+
+    setting: str
+    metric: str
+    value: float
+    threshold: float
+    holds: bool
+    patience: int
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+
+@dataclass
+class _Streak:
+    first_step: int
+    steps: int = 0
+
+
+LIMITS = (
+    _Limit("max_invalid_action_ratio", ("health/invalid_action_ratio",), operator.gt),
+    _Limit("max_repetition", ("health/repetition",), operator.gt),
+    _Limit("max_empty_think_ratio", ("health/empty_think_ratio",), operator.gt),
+    _Limit("max_zero_variance_groups", (ZERO_VARIANCE,), operator.gt),
+    _Limit("min_reward", (SCORE,), operator.lt),
+    _Limit("min_entropy", ENTROPY, operator.lt),
+    _Limit("max_entropy", ENTROPY, operator.gt),
+    _Limit("max_kl", ("actor/kl_loss",), operator.gt),
+    _Limit("max_grad_norm", (GRAD_NORM,), operator.gt),
+    _Limit("max_mismatch", ("health/mismatch/mean_abs",), operator.gt),
+)
+ADVICE = {
+    "max_invalid_action_ratio": "read some trajectories; a format reward or a longer warm start teaches the tags",
+    "max_repetition": "read some trajectories; lower the learning rate or raise the weight of the KL",
+    "max_empty_think_ratio": "the policy no longer thinks; reward the format or raise the weight of the KL",
+    "max_zero_variance_groups": "choose prompts neither too easy nor too hard, or sample more trajectories of each",
+    "min_reward": "check the reward on a trajectory that looks right; use a longer warm start or easier prompts",
+    "min_entropy": "the policy no longer explores; lower the learning rate or raise the entropy coefficient",
+    "max_entropy": "the policy turns into noise; lower the learning rate or the entropy coefficient",
+    "max_kl": "the policy runs away from its anchor; lower the learning rate or raise the weight of the KL",
+    "max_grad_norm": "lower the learning rate, or clip the gradient at a smaller norm",
+    "max_mismatch": "compare the sampler's precision, temperature and top-p with what the trainer computes",
+    "max_score_drop": "go back to a checkpoint from before the fall and lower the learning rate",
+    "dead_run_steps": "nothing can be learned from equal rewards or a zero gradient; with a high score the run is "
+    "done, with a low one the prompts are too hard or the reward is broken",
+}
+NOT_FINITE_ADVICE = "a value that is not a finite number does not recover; go back to a checkpoint from before it"
+
+
+class CollapseGuard:
+    """Counts for how many steps in a row each condition of `config` has held.
+
+    A step without a condition's metric leaves its count as it is; a value within the threshold sets it back to zero.
+    NaN or infinity in a watched metric is an alarm at once. Raises ValueError for a guard with nothing to watch.
+    """
+
+    def __init__(self, config: CollapseGuardConfig) -> None:
+        _check(config)
+        self.config = config
+        self.num_rollbacks = 0
+        self._forget()
+
+    def observe(self, metrics: Mapping[str, float], step: int) -> Alarm | None:
+        """Take in the metrics of a step. None while all is well, and always with `action=off`.
+
+        An alarm comes again after as many steps more, for as long as its condition holds. When several are due it is
+        the one that began first, and its message names the others.
+        """
+        if self.config.action == "off":
+            return None
+        alarms = [alarm for finding in self._findings(metrics) if (alarm := self._count(finding, step))]
+        if not alarms:
+            return None
+        first = min(alarms, key=lambda alarm: alarm.first_bad_step)
+        others = ", ".join(alarm.name for alarm in alarms if alarm is not first)
+        return replace(first, message=f"{first.message} Also: {others}.") if others else first
+
+    def reset(self) -> None:
+        """To be called after a rollback: counts it, and forgets all steps. The next alarm may then be a stop."""
+        self.num_rollbacks += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._streaks: dict[str, _Streak] = {}
+        self._scores: deque[float] = deque(maxlen=SCORE_WINDOW)
+        self._best_average = -math.inf
+
+    def _findings(self, metrics: Mapping[str, float]) -> Iterator[_Finding]:
+        for limit in LIMITS:
+            threshold = getattr(self.config, limit.setting)
+            metric = next((name for name in limit.metrics if name in metrics), None)
+            if threshold is not None and metric is not None:
+                value = metrics[metric]
+                holds = limit.crossed(value, threshold)
+                yield _Finding(limit.setting, metric, value, threshold, holds, self.config.patience)
+        yield from self._score_drop(metrics)
+        yield from self._dead_run(metrics)
+
+    def _score_drop(self, metrics: Mapping[str, float]) -> Iterator[_Finding]:
+        if self.config.max_score_drop is None or SCORE not in metrics:
+            return
+        score = metrics[SCORE]
+        if math.isfinite(score):
+            self._scores.append(score)
+        if len(self._scores) == SCORE_WINDOW:
+            self._best_average = max(self._best_average, sum(self._scores) / SCORE_WINDOW)
+        lowest, patience = self._best_average - self.config.max_score_drop, self.config.patience
+        yield _Finding("max_score_drop", SCORE, score, lowest, score < lowest, patience)
+
+    def _dead_run(self, metrics: Mapping[str, float]) -> Iterator[_Finding]:
+        patience = self.config.dead_run_steps
+        if patience is None:
+            return
+        dead_values = {ZERO_VARIANCE: 1.0, GRAD_NORM: 0.0}
+        findings = [
+            _Finding("dead_run_steps", name, metrics[name], dead, metrics[name] == dead, patience)
+            for name, dead in dead_values.items()
+            if name in metrics
+        ]
+        if findings:
+            yield max(findings, key=lambda finding: (not finding.finite, finding.holds))
+
+    def _count(self, finding: _Finding, step: int) -> Alarm | None:
+        if finding.finite and not finding.holds:
+            self._streaks.pop(finding.setting, None)
+            return None
+        streak = self._streaks.setdefault(finding.setting, _Streak(step))
+        streak.steps += 1
+        if finding.finite and streak.steps % finding.patience:
+            return None
+        return Alarm(
+            finding.setting,
+            finding.metric,
+            finding.value,
+            finding.threshold,
+            streak.steps,
+            streak.first_step - 1,
+            self._action,
+            _message(finding, streak),
+        )
+
+    @property
+    def _action(self) -> GuardAction:
+        spent = self.num_rollbacks >= self.config.max_rollbacks
+        return "stop" if self.config.action == "rollback" and spent else self.config.action
+
+
+def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | None:
+    """The newest of `saved_steps` from before `first_bad_step` (see `Alarm`); None if there is none."""
+    return max((step for step in saved_steps if step < first_bad_step), default=None)
+
+
+def _message(finding: _Finding, streak: _Streak) -> str:
+    steps = "1 step" if streak.steps == 1 else f"{streak.steps} steps"
+    advice = ADVICE[finding.setting] if finding.finite else NOT_FINITE_ADVICE
+    return (
+        f"{finding.setting}: {finding.metric} is {finding.value:.4g} (threshold {finding.threshold:.4g}), "
+        f"for {steps} since step {streak.first_step}. What to do: {advice}."
+    )
+
+
+def _check(config: CollapseGuardConfig) -> None:
+    thresholds = [config.max_score_drop, config.dead_run_steps, *(getattr(config, limit.setting) for limit in LIMITS)]
+    if config.action != "off" and all(threshold is None for threshold in thresholds):
+        raise ValueError(
+            f"trainer.collapse_guard.action={config.action} with nothing to watch: set a threshold, or action=off"
+        )

@@ -1,0 +1,161 @@
+"""From a batch of scored trajectories to what the updates need: log-probs, values, rewards per token, advantages.
+
+Masks are set last: what is left out of the losses (rejected tokens, cut trajectories) still counts in the estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
+from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
+from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
+from verl.config import AlgorithmConfig, Config, KlCtrlConfig
+from verl.config.validate import has_kl_in_reward
+from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
+from verl.protocol import TrainBatch
+from verl.tracking.timing import Timer
+from verl.trainer.roles import ActorGroup, CriticGroup
+
+
+class Estimator:
+    """Adds estimates to a batch. The weight of a KL in the reward lives here, as it may change from step to step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.actor_config = config.actor_rollout_ref.actor
+        self.kl_in_reward = has_kl_in_reward(config)
+        self.kl_weight = build_controller(config.algorithm.kl_ctrl)
+
+    def prepare(
+        self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
+    ) -> dict[str, float]:
+        """Adds to `batch.tokens` [T]: `old_log_probs`, `advantages`, and where they are used `entropy`, `top_index`,
+        `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
+        """
+        with timed("old_log_prob"):
+            self._policy(batch, actor)
+        if self.kl_in_reward or needs_ref_log_probs(self.actor_config):
+            with timed("ref"):
+                batch.tokens["ref_log_probs"] = actor.log_probs(batch, of="anchor")["log_prob"]
+        if critic is not None:
+            with timed("values"):
+                batch.tokens["values"] = critic.values(for_critic(batch, self.config.algorithm))
+        with timed("adv"):
+            return self._correct(batch) | self._advantages(batch)
+
+    def _policy(self, batch: TrainBatch, actor: ActorGroup) -> None:
+        top_k = policy_topk(self.actor_config)
+        if self.actor_config.use_rollout_log_probs:
+            batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
+            if not top_k:
+                return
+        found = actor.log_probs(batch, top_k=top_k)
+        batch.tokens.setdefault("old_log_probs", found.pop("log_prob"))
+        batch.tokens |= found
+
+    def _correct(self, batch: TrainBatch) -> dict[str, float]:
+        config = self.actor_config.rollout_correction
+        if config.importance == "none" and config.reject == "none":
+            return {}
+        correction = rollout_correction(
+            batch.tokens["old_log_probs"],
+            batch.tokens["rollout_log_probs"],
+            batch.tokens["loss_mask"],
+            batch.row_of_token_T,
+            len(batch),
+            CorrectionSettings(
+                config.importance, config.importance_cap, config.reject, config.reject_low, config.reject_high
+            ),
+        )
+        batch.tokens["correction"] = correction.weight_T
+        batch.tokens["keep"] = correction.keep_T
+        return {f"rollout_correction/{name}": value for name, value in correction.metrics.items()}
+
+    def _advantages(self, batch: TrainBatch) -> dict[str, float]:
+        algorithm, mask_T, row_T = self.config.algorithm, batch.tokens["loss_mask"], batch.row_of_token_T
+        reward_T = token_rewards(batch)
+        metrics: dict[str, float] = {}
+        kl_T, weight = torch.zeros_like(reward_T), 0.0
+        if self.kl_in_reward:
+            kl_T = sampled_kl(algorithm.kl_penalty)(batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
+            weight = self.kl_weight.value
+            mean = float(kl_T[mask_T].mean())
+            self.kl_weight.update(mean, len(batch))
+            metrics = {"critic/kl": mean, "critic/kl_coeff": weight}
+        if not algorithm.apply_kl_after_advantage:
+            reward_T = penalised_rewards(reward_T, kl_T, mask_T, weight)
+        found = ADVANTAGES[algorithm.adv_estimator](
+            AdvantageInput(
+                reward_T,
+                mask_T,
+                row_T,
+                batch.rows["group"],
+                batch.tokens.get("values"),
+                batch.rows.get("baseline"),
+                response_mask(batch) if algorithm.gae_over_environment_tokens else None,
+            ),
+            AdvantageSettings(algorithm.gamma, algorithm.lam, _scale(algorithm)),
+        )
+        advantage_T = found.advantage_T
+        if algorithm.apply_kl_after_advantage:
+            cost_T = kl_to_go(kl_T, mask_T, row_T) if algorithm.use_future_kl_as_reward else kl_T
+            advantage_T = penalised_rewards(advantage_T, cost_T, mask_T, weight)
+        batch.tokens |= {"rewards": reward_T, "advantages": advantage_T}
+        if found.return_T is not None:
+            batch.tokens["returns"] = found.return_T
+        if found.batch_std is not None:
+            batch.rows["adv_batch_std"] = found.batch_std.expand(len(batch))
+            metrics["actor/adv_batch_std"] = float(found.batch_std)
+        return metrics
+
+
+def build_controller(config: KlCtrlConfig) -> KLController:
+    if config.type == "fixed":
+        return FixedKL(config.kl_coef)
+    assert config.target_kl is not None and config.horizon is not None
+    return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
+
+
+def token_rewards(batch: TrainBatch) -> torch.Tensor:
+    """[T] float32: a row's reward at its last policy token, 0 elsewhere."""
+    mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
+    position_T = torch.arange(len(mask_T))
+    last_B = torch.full((len(batch),), -1).scatter_reduce(0, row_T[mask_T], position_T[mask_T], "amax")
+    reward_T = torch.zeros(len(mask_T))
+    has_policy_B = last_B >= 0
+    reward_T[last_B[has_policy_B]] = batch.rows["reward"][has_policy_B]
+    return reward_T
+
+
+def response_mask(batch: TrainBatch) -> torch.Tensor:
+    """[T] bool: everything from a row's first policy token on."""
+    mask_T = batch.tokens["loss_mask"]
+    so_far_T = mask_T.cumsum(0)
+    before_B = torch.cat([so_far_T.new_zeros(1), so_far_T])[batch.lengths_B.cumsum(0) - batch.lengths_B]
+    return so_far_T > before_B[batch.row_of_token_T]
+
+
+def for_critic(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
+    """The batch with the tokens that the critic has a value for as its loss mask."""
+    if not algorithm.gae_over_environment_tokens:
+        return batch
+    return replace(batch, tokens=batch.tokens | {"loss_mask": response_mask(batch)})
+
+
+def for_losses(batch: TrainBatch, kept_B: torch.Tensor | None = None) -> TrainBatch:
+    """The batch without what is left out of the losses: rejected tokens, and rows where `kept_B` [B] is False."""
+    mask_T = batch.tokens["loss_mask"]
+    if "keep" in batch.tokens:
+        mask_T = mask_T & batch.tokens["keep"]
+    if kept_B is not None:
+        mask_T = mask_T & kept_B[batch.row_of_token_T]
+    return replace(batch, tokens=batch.tokens | {"loss_mask": mask_T})
+
+
+def _scale(config: AlgorithmConfig) -> str:
+    if config.norm_adv_by_batch_std:
+        return "batch_std"
+    return "group_std" if config.norm_adv_by_std_in_grpo else "none"

@@ -1,0 +1,137 @@
+"""Signs that a policy is losing its way, before its score shows it: plain floats named `health/...`.
+
+What the policy did is read from the trajectories, what the models computed from the train batch. Failed trajectories
+count nowhere. A name whose mean would be over nothing is left out.
+Letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens or n-grams, `G` ids of an n-gram, `K` turns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from verl.protocol import Source, Status, TrainBatch, Trajectory
+
+NGRAM = 4
+MAX_TURNS = 8
+"""Turns with a mismatch figure of their own; later ones count in the overall figures only."""
+
+
+def health_metrics(
+    trajectories: Sequence[Trajectory],
+    batch: TrainBatch | None,
+    empty_think: Callable[[str], bool] | None = None,
+) -> dict[str, float]:
+    """All health metrics of one step; docs/health.md says what each one means.
+
+    `trajectories`: everything sampled in the step. `batch`: its tokens; `entropy` [T] and `old_log_probs` [T] (the
+    trainer's, nats) are read where present. Pass a batch without `old_log_probs` where they are the sampler's own.
+    `empty_think` judges a turn's text where the environment's event does not say `empty_think` itself.
+
+    Raises ValueError for a finished trajectory without a reward.
+    """
+    finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
+    metrics = turn_metrics(finished, empty_think) | repetition(finished) | zero_variance_groups(finished)
+    if batch is not None:
+        metrics |= entropy(batch) | sampler_mismatch(batch)
+    return metrics
+
+
+def turn_metrics(finished: Sequence[Trajectory], empty_think: Callable[[str], bool] | None = None) -> dict[str, float]:
+    """`health/invalid_action_ratio` over all turns, `health/empty_think_ratio` over the turns of which it is known."""
+    metrics = {}
+    num_turns = sum(trajectory.num_turns for trajectory in finished)
+    if num_turns:
+        num_valid = sum(trajectory.num_valid_actions for trajectory in finished)
+        metrics["health/invalid_action_ratio"] = 1 - num_valid / num_turns
+    if known := list(_empty_thinks(finished, empty_think)):
+        metrics["health/empty_think_ratio"] = sum(known) / len(known)
+    return metrics
+
+
+def repetition(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """`health/repetition`: share of policy 4-grams of ids that occur earlier in the same trajectory.
+
+    A 4-gram lies within one turn; the earlier one may be in any turn.
+    """
+    turns = [
+        (row, torch.tensor(segment.ids).unfold(0, NGRAM, 1))
+        for row, trajectory in enumerate(finished)
+        for segment in trajectory.segments
+        if segment.source is Source.POLICY and len(segment.ids) >= NGRAM
+    ]
+    if not turns:
+        return {}
+    ngram_NG = torch.cat([ngrams for _, ngrams in turns])
+    row_N = torch.repeat_interleave(
+        torch.tensor([row for row, _ in turns]), torch.tensor([len(ngrams) for _, ngrams in turns])
+    )
+    return {"health/repetition": 1 - _num_distinct(row_N, ngram_NG) / len(row_N)}
+
+
+def zero_variance_groups(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """`health/zero_variance_groups`: share of the groups of two or more whose rewards are all equal."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in finished:
+        if trajectory.reward is None:
+            raise ValueError(
+                f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet: "
+                "score the trajectories before asking for health metrics"
+            )
+        rewards[trajectory.group_id].append(trajectory.reward)
+    groups = [values for values in rewards.values() if len(values) >= 2]
+    if not groups:
+        return {}
+    return {"health/zero_variance_groups": sum(min(values) == max(values) for values in groups) / len(groups)}
+
+
+def entropy(batch: TrainBatch) -> dict[str, float]:
+    """`health/entropy`: mean of `entropy` [T] (nats) over the loss mask."""
+    mask_T = batch.tokens["loss_mask"]
+    if "entropy" not in batch.tokens or not bool(mask_T.any()):
+        return {}
+    return {"health/entropy": float(batch.tokens["entropy"][mask_T].double().mean())}
+
+
+def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
+    """`health/mismatch...`: how far the trainer's log-probs are from the sampler's on the tokens sampled, in nats.
+
+    With d = trainer - sampler: `mean_abs` is the mean of |d|, `max_abs` its maximum, and `k3` the mean of
+    exp(d) - 1 - d, an unbiased and never negative estimate of KL(sampler || trainer) (Schulman, "Approximating KL
+    divergence", http://joschu.net/blog/kl-approx.html). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
+    """
+    mask_T = batch.tokens["loss_mask"]
+    if "old_log_probs" not in batch.tokens or not bool(mask_T.any()):
+        return {}
+    d_N = batch.tokens["old_log_probs"][mask_T].double() - batch.tokens["rollout_log_probs"][mask_T].double()
+    abs_N, k3_N = d_N.abs(), torch.expm1(d_N) - d_N
+    metrics = {
+        "health/mismatch/mean_abs": float(abs_N.mean()),
+        "health/mismatch/max_abs": float(abs_N.max()),
+        "health/mismatch/k3": float(k3_N.mean()),
+    }
+    turn_N = batch.turn_of_token_T[mask_T]
+    count_K = torch.bincount(turn_N)
+    means = {"mean_abs": torch.bincount(turn_N, abs_N) / count_K, "k3": torch.bincount(turn_N, k3_N) / count_K}
+    for name, mean_K in means.items():
+        for turn, mean in enumerate(mean_K[:MAX_TURNS].tolist()):
+            metrics[f"health/mismatch_turn_{turn}/{name}"] = mean
+    return metrics
+
+
+def _empty_thinks(finished: Sequence[Trajectory], empty_think: Callable[[str], bool] | None) -> Iterator[bool]:
+    for event in (event for trajectory in finished for event in trajectory.events):
+        if "empty_think" in event:
+            yield bool(event["empty_think"])
+        elif empty_think is not None:
+            yield empty_think(event["text"])
+
+
+def _num_distinct(row_N: torch.Tensor, ngram_NG: torch.Tensor) -> int:
+    """Distinct (row, n-gram) pairs: each prefix is renamed to a small number, so that one sort a token is enough."""
+    prefix_N, num_ids = row_N, int(ngram_NG.max()) + 1
+    for id_N in ngram_NG.unbind(1):
+        prefix_N = torch.unique(prefix_N * num_ids + id_N, return_inverse=True)[1]
+    return int(prefix_N.max()) + 1

@@ -1,0 +1,50 @@
+"""What a run does about an alarm of the collapse guard: warn, stop, or go back to a good checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from verl.config.collapse_guard import CollapseGuardConfig
+from verl.errors import TrainingCollapsed
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.collapse_guard import Alarm, CollapseGuard, good_checkpoint
+
+log = logging.getLogger(__name__)
+
+LR_FACTOR = 0.5
+
+
+class Recovery:
+    """Acts on the guard's alarms."""
+
+    def __init__(self, config: CollapseGuardConfig, checkpoints: Checkpoints) -> None:
+        self.guard = CollapseGuard(config)
+        self.checkpoints = checkpoints
+
+    def watch(self, metrics: Mapping[str, float], step: int) -> int | None:
+        """Take in a step's metrics. Returns the step whose weights were put back, None when none were.
+
+        Raises TrainingCollapsed, which names the last good checkpoint, when the run should end.
+        """
+        alarm = self.guard.observe(metrics, step)
+        if alarm is None:
+            return None
+        if alarm.action == "warn":
+            log.warning("step %d: %s", step, alarm.message)
+            return None
+        good = good_checkpoint(self.checkpoints.steps, alarm.first_bad_step)
+        if alarm.action == "stop" or good is None:
+            raise TrainingCollapsed(f"step {step}: {alarm.message} {self._advice(alarm, good)}")
+        log.warning("step %d: %s Going back to step %d with half the learning rate.", step, alarm.message, good)
+        self.checkpoints.load(good)
+        self.checkpoints.actor.scale_lr(LR_FACTOR)
+        if self.checkpoints.critic is not None:
+            self.checkpoints.critic.scale_lr(LR_FACTOR)
+        self.guard.reset()
+        return good
+
+    def _advice(self, alarm: Alarm, good: int | None) -> str:
+        if good is None:
+            return "No checkpoint is from before that; set trainer.save_freq to have one."
+        return f"The last good checkpoint is {self.checkpoints.path('actor', good)}."

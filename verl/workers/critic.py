@@ -1,0 +1,48 @@
+"""The critic role: the value model of a run whose advantages need one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from verl.config import Config
+from verl.engine.batching import RankValues
+from verl.engine.value_engine import ValueEngine
+from verl.protocol import TrainBatch
+from verl.workers.base import RankWorker
+
+
+class CriticWorker(RankWorker):
+    """One rank of the critic. Every method but `rendezvous` is called on all ranks at once."""
+
+    def __init__(self, config: Config, total_training_steps: int, rank: int, world_size: int) -> None:
+        super().__init__(config, rank, world_size)
+        self.total_training_steps = total_training_steps
+
+    def start(self, init_method: str) -> None:
+        """Meet the other ranks and load the model."""
+        self.engine = ValueEngine(self.config, self.join(init_method), self.total_training_steps)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            self.config.data.tokenizer or self.config.critic.model.tokenizer_path
+        )
+
+    def values(self, batch: TrainBatch) -> RankValues:
+        """Values of this rank's rows."""
+        return self.engine.values(batch)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One RL step; every rank returns the same metrics."""
+        return self.engine.update(batch)
+
+    def load(self, path: str) -> None:
+        """Replace the weights by a saved critic's; the optimizer starts anew."""
+        self.engine.load_saved(Path(path))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.engine.lr_factor *= factor
+
+    def save(self, path: str) -> None:
+        """Write the model and tokenizer in Hugging Face format to `path`."""
+        self.engine.save_pretrained(Path(path), self.tokenizer)
