@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # GRPO whose KL anchor is a moving average of the policy (EMA-PG), on one node. Needs a retrieval server
-# (bash retrieval_launch.sh). The KL is the exact one, summed over the whole vocabulary in chunks of tokens.
+# (bash retrieval_launch.sh). The KL is summed over the 32 likeliest tokens and sampled for the rest. Its gradient is the
+# corrected one (docs/topk_kl.md); actor_rollout_ref.actor.kl_topk_gradient=published gives that of EMA-PG, and
+# actor_rollout_ref.actor.kl_topk_tokens=null the exact KL over the whole vocabulary.
 #   bash train_grpo_ema_pg.sh
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash train_grpo_ema_pg.sh trainer.total_training_steps=20
 # Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
@@ -39,7 +41,8 @@ train \
   actor_rollout_ref.actor.use_kl_loss=true \
   actor_rollout_ref.actor.kl_loss_coef=0.001 \
   actor_rollout_ref.actor.kl_loss_type=full_reverse \
-  actor_rollout_ref.actor.kl_topk_tokens=null \
+  actor_rollout_ref.actor.kl_topk_tokens=32 \
+  actor_rollout_ref.actor.use_kl_iw=true \
   actor_rollout_ref.actor.clip_ratio_high=0.28 \
   actor_rollout_ref.actor.entropy_coeff=0.0 \
   actor_rollout_ref.actor.ppo_mini_batch_size=256 \

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a learned critic (GAE) and a KL penalty in the reward, on one node. The trainer has no critic yet and says so.
+# PPO with a learned critic (GAE) and a KL penalty in the reward, on one node. The critic starts from the same model.
+# Needs a retrieval server (bash retrieval_launch.sh).
 #   bash train_ppo.sh
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash train_ppo.sh trainer.total_training_steps=20
 # Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from verl.config import check_supported, load_config
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
 TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
@@ -103,18 +105,33 @@ def test_ema_pg_settings() -> None:
     assert actor["kl_loss_type"] == "full_reverse"
     assert list(actor["optim"]["betas"]) == [0.9, 0.95]
     assert (algorithm["ref_policy_ema_tau"], algorithm["ref_policy_ema_update_period"]) == (0.9, 10)
-    assert (actor["kl_topk_tokens"], actor["clip_ratio_high"]) == (None, 0.28)
+    assert (actor["kl_topk_tokens"], actor["use_kl_iw"], actor["kl_topk_gradient"]) == (32, True, "corrected")
+    assert actor["clip_ratio_high"] == 0.28
     assert tree["max_turns"] == 4
 
 
-def test_ppo_says_that_there_is_no_critic_and_logs_it(prompts: Path) -> None:
+def test_ppo_settings() -> None:
+    tree = composed("train_ppo.sh", BASE_MODEL="org/model")
+    assert (tree["algorithm"]["adv_estimator"], tree["algorithm"]["use_kl_in_reward"]) == ("gae", True)
+    assert tree["critic"]["model"]["path"] == tree["actor_rollout_ref"]["model"]["path"] == "org/model"
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_what_a_script_asks_for_is_there(script: str, tmp_path: Path) -> None:
+    (tmp_path / "composed.yaml").write_text(yaml.safe_dump(composed(script)))
+    check_supported(load_config("composed", config_dir=str(tmp_path)))
+
+
+def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None:
     name = f"test_scripts_{os.getpid()}"
     log = ROOT / f"{name}.log"
+    settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": name, "BASE_MODEL": "org/model", "HF_HUB_OFFLINE": "1"}
     try:
-        result = run("train_ppo.sh", DATA_DIR=str(prompts), EXPERIMENT_NAME=name, BASE_MODEL="org/model")
+        result = run("train_ppo.sh", **settings)
         assert result.returncode == 1, "the exit status is the trainer's, not tee's"
-        assert "critic: not yet" in result.stdout
-        assert "critic: not yet" in log.read_text()
+        assert "error: algorithm.adv_estimator=gae needs a critic, and critic.model.path=org/model is" in result.stdout
+        assert "critic.model.path=org/model" in log.read_text()
+        assert "Traceback" not in result.stdout
     finally:
         log.unlink(missing_ok=True)
 

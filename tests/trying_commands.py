@@ -29,6 +29,7 @@ import infer
 from verl.config import check_supported, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
+from verl.trainer.main_ppo_format import with_format_reward
 
 Rule = Callable[[Command, Checkout], None]
 
@@ -80,6 +81,11 @@ def rehearses(command: Command, checkout: Checkout) -> None:
 def composes_training(command: Command, _: Checkout) -> None:
     with ends_well():
         check_supported(load_config_from_argv(command.arguments))
+
+
+def composes_format_training(command: Command, _: Checkout) -> None:
+    with ends_well():
+        check_supported(with_format_reward(load_config_from_argv(command.arguments)))
 
 
 def composes_warm_start(command: Command, _: Checkout) -> None:
@@ -211,6 +217,7 @@ SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "-
 RULES: list[tuple[str, Rule]] = [
     (r"bash \S+\.sh", rehearses),
     (r"python -m verl\.trainer\.main_ppo", composes_training),
+    (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),

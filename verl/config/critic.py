@@ -102,6 +102,6 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = setting(
         32768, "Most tokens per worker in one pass.", ge=1, shown="${critic.forward_max_token_len_per_gpu}"
     )
-    structure_format_score: float = setting(0.0, "Reward of a well-formed trajectory with a wrong answer.")
-    final_format_score: float = setting(0.0, "Reward of a malformed trajectory that has an answer.")
-    retrieval_score: float = setting(0.0, "Further reward when a retrieved passage holds the answer.")
+    structure_format_score: float = setting(0.0, "Reward of a well-formed trajectory with a wrong answer.", ge=0, le=1)
+    final_format_score: float = setting(0.0, "Reward of a malformed trajectory that has an answer.", ge=0, le=1)
+    retrieval_score: float = setting(0.0, "Further reward when a retrieved passage holds the answer.", ge=0, le=1)

@@ -14,6 +14,10 @@ from verl.errors import ConfigError
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
+# Largest relative step of the adaptive KL weight, for one horizon of trajectories (verl/algorithms/kl/controller.py).
+LARGEST_KL_STEP = 0.2
+GUARD_ANSWERS = ("action", "patience", "max_rollbacks")
+
 
 def validate(config: Config) -> None:
     """Raise one ConfigError that lists every contradiction in `config`."""
@@ -97,15 +101,15 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _advantages(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
-        yield (
-            "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
-            "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
-        )
     estimator = algorithm.adv_estimator
     no_effect = f"has no effect with algorithm.adv_estimator={estimator}"
     if algorithm.norm_adv_by_batch_std and estimator not in ("grpo", "reinforce"):
         yield f"algorithm.norm_adv_by_batch_std {no_effect}: leave it at False"
+    elif algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
+            "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
+        )
     if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
         yield f"algorithm.gamma {no_effect}: leave it at 1.0"
     if estimator != "gae":
@@ -119,9 +123,21 @@ def _advantages(config: Config) -> Iterator[str]:
         yield "algorithm.apply_kl_after_advantage needs algorithm.use_kl_in_reward=True"
     if algorithm.use_future_kl_as_reward and not algorithm.apply_kl_after_advantage:
         yield "algorithm.use_future_kl_as_reward needs algorithm.apply_kl_after_advantage=True"
-    control = algorithm.kl_ctrl
-    if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
+
+
+def _kl_weight(config: Config) -> Iterator[str]:
+    control = config.algorithm.kl_ctrl
+    if control.type != "adaptive":
+        return
+    if control.target_kl is None or control.horizon is None:
         yield "algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"
+        return
+    largest_step = LARGEST_KL_STEP * trajectories_per_step(config)
+    if largest_step >= control.horizon and not config.trainer.val_only:
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon} lets the weight of the KL reach zero in one step of "
+            f"{trajectories_per_step(config)} trajectories: set it above {largest_step:g}"
+        )
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -204,17 +220,35 @@ def _run(config: Config) -> Iterator[str]:
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
         if tag in config.agent.feedback:
             yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
-    guard = trainer.collapse_guard
+    for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
+        if getattr(trainer, key) == 0:
+            yield f"trainer.{key} must be a number of steps, or -1 for never"
+
+
+def _guard(config: Config) -> Iterator[str]:
+    guard = config.trainer.collapse_guard
     if guard.min_entropy is not None and guard.max_entropy is not None and guard.min_entropy >= guard.max_entropy:
         yield (
             f"trainer.collapse_guard.min_entropy ({guard.min_entropy}) must be smaller than "
             f"max_entropy ({guard.max_entropy})"
         )
-    if guard.action == "rollback" and trainer.save_freq < 0:
+    if guard.action == "rollback" and config.trainer.save_freq < 0:
         yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
-    for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
-        if getattr(trainer, key) == 0:
-            yield f"trainer.{key} must be a number of steps, or -1 for never"
+    watched = {name: limit for name, limit in vars(guard).items() if name not in GUARD_ANSWERS}
+    if guard.action != "off" and all(limit is None for limit in watched.values()):
+        yield (
+            f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits "
+            "(dead_run_steps, say) or action=off"
+        )
+
+
+def _format_reward(config: Config) -> Iterator[str]:
+    model = config.reward_model
+    if model.structure_format_score + model.retrieval_score > 1:
+        yield (
+            f"reward_model.structure_format_score ({model.structure_format_score}) + reward_model.retrieval_score "
+            f"({model.retrieval_score}) is above 1, the reward of a correct answer: lower one of them"
+        )
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -238,9 +272,12 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _batches,
     _devices,
     _advantages,
+    _kl_weight,
     _kl,
     _policy_loss,
     _schedules,
     _run,
+    _guard,
+    _format_reward,
     _sampling,
 )

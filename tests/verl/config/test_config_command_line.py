@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from verl.config import Config, load_config, load_config_from_argv
 from verl.config.docs import PAGE, page
-from verl.config.keys import leaves
+from verl.config.keys import is_known, leaves
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -54,20 +55,24 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 HEAVY = ("torch", "vllm", "ray", "transformers")
 
 
+@pytest.mark.parametrize("module", ["main_ppo", "main_ppo_format"])
 @pytest.mark.parametrize(
     ("argument", "status", "words"),
     [
         ("actor_rollout_ref.actor.optim.lrr=1", 1, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-        ("algorithm.adv_estimator=gae", 1, "critic: not yet"),
+        ("algorithm.adv_estimator=grpo", 1, "compares the trajectories of one prompt"),
+        ("reward_model.enable=true", 1, "reward_model.enable=True is not available"),
         ("--help", 0, "actor_rollout_ref.actor.optim.lr = "),
     ],
 )
-def test_the_entry_point_answers_before_anything_heavy_is_imported(argument: str, status: int, words: str) -> None:
+def test_an_entry_point_answers_before_anything_heavy_is_imported(
+    argument: str, status: int, words: str, module: str
+) -> None:
     program = f"""
-import atexit, sys
+import atexit, runpy, sys
 atexit.register(lambda: print("heavy:", [name for name in {HEAVY!r} if name in sys.modules]))
-from verl.trainer.main_ppo import main
-sys.exit(main([{argument!r}]))
+sys.argv = ["program", {argument!r}]
+runpy.run_module("verl.trainer.{module}", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
@@ -77,3 +82,20 @@ sys.exit(main([{argument!r}]))
 
 def test_the_documentation_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl.config.docs"
+
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+KEY = re.compile(
+    rf"`((?:{'|'.join(sorted({key.partition('.')[0] for key in leaves(Config) if '.' in key}))})(?:\.\w+)+)[=`]"
+)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_key_in_the_documentation_exists(path: Path) -> None:
+    named = set(KEY.findall(path.read_text(encoding="utf-8")))
+    assert not [key for key in named if not is_known(Config, key)]
+
+
+def test_the_readme_names_keys() -> None:
+    found = set(KEY.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    assert {"algorithm.adv_estimator", "trainer.logger", "reward.function"} <= found

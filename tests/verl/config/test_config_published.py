@@ -15,6 +15,7 @@ import pytest
 from verl.config import check_supported, load_config
 from verl.config.keys import value_at
 from verl.errors import ConfigError
+from verl.trainer.main_ppo_format import with_format_reward
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SPECIFICATION = REPOSITORY.parent / "shared" / "spec" / "search_r1_interface.md"
@@ -33,17 +34,8 @@ SAMPLE_VALUES = {
     "<author's home>": "/home/author",
 }
 
-# What this version answers where it cannot train a published command yet.
-NOT_YET = {
-    "rP": "critic: not yet",
-    "1P": "critic: not yet",
-    "2P": "critic: not yet",
-    "3P": "critic: not yet",
-    "mnP32": "critic: not yet",
-    "3G": "reward_model.structure_format_score",
-    "E": "kl_topk_tokens=32 is not available",
-    "E2": "kl_topk_tokens=32 is not available",
-}
+# The scripts that start main_ppo_format; the others start main_ppo.
+FORMAT_SCRIPTS = ("3G", "3P")
 
 
 @dataclass(frozen=True)
@@ -128,13 +120,19 @@ def test_the_table_has_every_script_at_its_published_size() -> None:
 
 
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
-def test_what_this_version_trains(script: str) -> None:
+def test_this_version_has_what_a_published_command_asks_for(script: str) -> None:
     config = load_config("ppo_trainer", command_line(script))
-    if script not in NOT_YET:
+    check_supported(with_format_reward(config) if script in FORMAT_SCRIPTS else config)
+
+
+@pytest.mark.parametrize("script", FORMAT_SCRIPTS)
+def test_published_format_scores_reach_the_reward_of_training_alone(script: str) -> None:
+    config = load_config("ppo_trainer", command_line(script))
+    with pytest.raises(ConfigError, match=r"reward_model.structure_format_score=0.2 .*main_ppo_format"):
         check_supported(config)
-        return
-    with pytest.raises(ConfigError, match=re.escape(NOT_YET[script])):
-        check_supported(config)
+    reward = with_format_reward(config).reward
+    assert reward.kwargs == {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.0}
+    assert reward.val_kwargs == {}
 
 
 @pytest.mark.parametrize("script", ["rP", "1P", "2P", "3P", "mnP32", "rG", "E"])

@@ -22,6 +22,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "fixed_rows": (11, (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=4")),
     "one_row_for_two_workers": (1, ()),
     "gradient_checkpointing": (12, ("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
+    "top_k_kl": (12, (f"{ACTOR}.kl_loss_type=full_forward", f"{ACTOR}.kl_topk_tokens=4")),
+    "per_sequence": (12, (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.policy_loss=gspo")),
     "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
 }
 MINI_BATCHES = (f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.ppo_epochs=2")
@@ -45,6 +47,9 @@ def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, 
         results["gradients"][name] = engine.gradients(make_batch(num_rows))
     engine = make_engine(model_path, folder, *KL, *MINI_BATCHES, **options)
     batch = make_batch(12)
+    for _ in range(3):
+        engine.follow_anchor(0.9)
+    results["followed"] = engine.full_state_dict("anchor")
     results["metrics"] = []
     for _ in range(3):
         results["metrics"].append(engine.update(batch))

@@ -28,7 +28,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_p
 def test_gradient(one: dict[str, Any], two: dict[str, Any], case: str) -> None:
     assert relative_error(two["gradients"][case], one["gradients"][case]) < 1e-5
     reference = "all_at_once"
-    if engine_workers.CASES[case][0] == engine_workers.CASES[reference][0]:
+    if case in ("token_budget", "gradient_checkpointing", "one_unit"):  # the same loss, cut otherwise
         assert relative_error(two["gradients"][case], one["gradients"][reference]) < 1e-5
 
 
@@ -37,6 +37,11 @@ def test_metrics_cover_all_ranks(one: dict[str, Any], two: dict[str, Any]) -> No
         assert mine.keys() == theirs.keys()
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-4)
     assert two["metrics"][0]["actor/num_updates"] == 6.0
+
+
+def test_the_anchor_follows_to_the_same_bits(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert all(torch.equal(tensor, two["followed"][name]) for name, tensor in one["followed"].items())
+    assert relative_error(two["followed"], two["policy"]) > 1e-2
 
 
 def test_weights_and_anchor_after_updates(one: dict[str, Any], two: dict[str, Any]) -> None:

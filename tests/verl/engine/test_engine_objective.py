@@ -1,0 +1,182 @@
+"""Every term of the actor's loss, through the sharded engine, against autograd in float64 on whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+
+from verl.algorithms.kl import TOPK_KL
+from verl.protocol import TrainBatch
+
+ACTOR = "actor_rollout_ref.actor"
+SMALL = (f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.head_chunk_tokens=5", f"{ACTOR}.entropy_coeff=0")
+K = 4
+
+
+class World(NamedTuple):
+    """All logits of a batch, float64: policy (with gradient), anchor, and the sampled token's log-probs."""
+
+    batch: TrainBatch
+    log_p_TV: torch.Tensor
+    log_q_TV: torch.Tensor
+
+    @property
+    def log_p_T(self) -> torch.Tensor:
+        return self.log_p_TV.gather(-1, self.batch.tokens["ids"][:, None]).squeeze(-1)
+
+    @property
+    def log_q_T(self) -> torch.Tensor:
+        return self.log_q_TV.gather(-1, self.batch.tokens["ids"][:, None]).squeeze(-1)
+
+    @property
+    def fall_T(self) -> torch.Tensor:
+        return self.batch.tokens["old_log_probs"].double() - self.log_p_T
+
+    @property
+    def advantage_T(self) -> torch.Tensor:
+        return self.batch.tokens["advantages"].double()
+
+    def mean(self, loss_T: torch.Tensor) -> torch.Tensor:
+        return loss_T[self.batch.tokens["loss_mask"]].mean()
+
+    def rows(self, value_T: torch.Tensor) -> list[torch.Tensor]:
+        """The policy tokens' values of each row."""
+        lengths = self.batch.lengths_B.tolist()
+        masks = self.batch.tokens["loss_mask"].split(lengths)
+        return [part[mask] for part, mask in zip(value_T.split(lengths), masks, strict=True)]
+
+
+def ppo(world: World) -> torch.Tensor:
+    ratio_T = (-world.fall_T).exp()
+    return torch.maximum(-world.advantage_T * ratio_T, -world.advantage_T * ratio_T.clamp(0.8, 1.2))
+
+
+def kl_loss(term: Callable[[World], torch.Tensor]) -> Callable[[World], torch.Tensor]:
+    return lambda world: world.mean(ppo(world) + 0.5 * term(world))
+
+
+def full_forward(world: World) -> torch.Tensor:
+    return (world.log_q_TV.exp() * (world.log_q_TV - world.log_p_TV)).sum(-1)
+
+
+def top_k(direction: str, gradient: str, weighted: bool) -> Callable[[World], torch.Tensor]:
+    def term(world: World) -> torch.Tensor:
+        chosen_by = world.log_p_TV.detach() if direction == "full_reverse" else world.log_q_TV
+        index_Tk = chosen_by.topk(K).indices
+        weight_T = (-world.fall_T.detach()).exp().clamp(0.5, 1.5) if weighted else None
+        return TOPK_KL[direction](
+            world.log_p_TV.gather(-1, index_Tk),
+            world.log_q_TV.gather(-1, index_Tk),
+            world.log_p_T,
+            world.log_q_T,
+            (index_Tk == world.batch.tokens["ids"][:, None]).any(-1),
+            gradient=gradient,
+            weight_T=weight_T,
+        )
+
+    return term
+
+
+def weighted_k4(world: World) -> torch.Tensor:
+    # k4 = r sg(l - l_ref); its gradient alone is (l - l_ref) grad l, here times the clipped weight
+    log_ratio_T = world.log_p_T - world.batch.tokens["ref_log_probs"].double()
+    weight_T = (-world.fall_T).exp().clamp(0.5, 1.5)
+    return weight_T.detach() * log_ratio_T.detach() * world.log_p_T
+
+
+def straight_through_k3(world: World) -> torch.Tensor:
+    return 0.5 * (world.log_p_T - world.batch.tokens["ref_log_probs"].double()).square()  # the gradient of k2
+
+
+def llds(world: World) -> torch.Tensor:
+    """Turns of each row in make_batch: two, one before and one after the environment's segment."""
+    penalty_T = torch.zeros_like(world.fall_T)
+    starts_B = world.batch.lengths_B.cumsum(0) - world.batch.lengths_B
+    for start, length in zip(starts_B.tolist(), world.batch.lengths_B.tolist(), strict=True):
+        mask = world.batch.tokens["loss_mask"][start : start + length].int()
+        ends = (mask.diff() == -1).nonzero().flatten() + 1
+        turns = [(int((mask.diff() == 1).nonzero()[0]) + 1, int(ends[0]))]
+        turns.append((int((mask.diff() == 1).nonzero()[1]) + 1, length))
+        for first, last in turns:
+            span = slice(start + first, start + last)
+            if world.fall_T[span].sum() > 0 and world.advantage_T[span].mean() >= 0:
+                penalty_T[span] = world.fall_T[span].relu()
+    return world.mean(ppo(world) + 0.5 * penalty_T)
+
+
+def gspo(world: World) -> torch.Tensor:
+    losses = []
+    for fall, advantage in zip(world.rows(world.fall_T), world.rows(world.advantage_T), strict=True):
+        ratio, adv = (-fall.mean()).exp(), advantage[0]
+        losses.append(torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)))
+    return torch.stack(losses).mean()
+
+
+def dr_grpo(world: World) -> torch.Tensor:
+    return torch.stack([row.sum() for row in world.rows(ppo(world))]).mean() / 20
+
+
+def corrected(world: World) -> torch.Tensor:
+    return world.mean(ppo(world) * world.batch.tokens["correction"])
+
+
+def kl_setting(kind: str, *more: str) -> tuple[str, ...]:
+    return (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kind}", f"{ACTOR}.kl_loss_coef=0.5", *more)
+
+
+TOP = f"{ACTOR}.kl_topk_tokens={K}"
+PUBLISHED = f"{ACTOR}.kl_topk_gradient=published"
+WEIGHTED = (f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_lower=0.5", f"{ACTOR}.kl_iw_clip_upper=1.5")
+CASES: dict[str, tuple[tuple[str, ...], Callable[[World], torch.Tensor]]] = {
+    "full_forward": (kl_setting("full_forward"), kl_loss(full_forward)),
+    "topk_reverse": (kl_setting("full_reverse", TOP), kl_loss(top_k("full_reverse", "corrected", False))),
+    "topk_reverse_weighted": (
+        kl_setting("full_reverse", TOP, *WEIGHTED),
+        kl_loss(top_k("full_reverse", "corrected", True)),
+    ),
+    "topk_reverse_published": (
+        kl_setting("full_reverse", TOP, PUBLISHED),
+        kl_loss(top_k("full_reverse", "published", False)),
+    ),
+    "topk_forward": (kl_setting("full_forward", TOP), kl_loss(top_k("full_forward", "corrected", False))),
+    "k4_weighted": (kl_setting("k4", *WEIGHTED), kl_loss(weighted_k4)),
+    "k3+": (kl_setting("k3+"), kl_loss(straight_through_k3)),
+    "llds": ((f"{ACTOR}.llds_coef=0.5",), llds),
+    "gspo": ((f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), gspo),
+    "dr_grpo": ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=20"), dr_grpo),
+    "rollout_correction": ((), corrected),
+}
+
+
+def case_batch(name: str) -> TrainBatch:
+    """Old log-probs near the policy's, so that ratios are on both sides of every clip."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(7)
+    if name == "gspo":  # one advantage a row, as every estimator but gae gives
+        batch.tokens["advantages"] = torch.randn(len(batch), generator=generator)[batch.row_of_token_T]
+    if name == "rollout_correction":
+        batch.tokens["correction"] = torch.rand(len(batch.tokens["ids"]), generator=generator)
+    return batch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient(name: str, model_path: str, other_model_path: str, run_dir: Path) -> None:
+    overrides, loss = CASES[name]
+    batch = case_batch(name)
+    engine = make_engine(model_path, run_dir, *SMALL, *overrides, anchor_path=other_model_path)
+    found = engine.log_probs(batch, 1.0, top_k=K).tokens
+    assert found["top_index"].dtype == torch.int32
+    batch.tokens["top_index"] = found["top_index"]
+    noise_T = 0.3 * torch.randn(len(found["log_prob"]), generator=torch.Generator().manual_seed(8))
+    batch.tokens["old_log_probs"] = found["log_prob"] + noise_T
+    model, logits = full_logits(model_path, batch)
+    with torch.no_grad():
+        log_q_TV = log_softmax_rows(full_logits(other_model_path, batch)[1], 1.0)
+    loss(World(batch, log_softmax_rows(logits, 1.0), log_q_TV)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(engine.gradients(batch), expected) < 1e-5
