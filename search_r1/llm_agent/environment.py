@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import (
@@ -10,6 +11,7 @@ from search_r1.llm_agent.grammar import (
     SEARCH_STOP,
     TAGS,
     ObservationWriter,
+    has_thought,
     parse_action,
     wrap_feedback,
     wrap_information,
@@ -65,6 +67,10 @@ class SearchEnvironment:
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         """See `verl.agent.environment.Environment`. A search that is not executed counts as valid, without a reply."""
+        outcome = await self._reply(text, tools_allowed)
+        return replace(outcome, event=outcome.event | {"empty_think": not has_thought(text)})
+
+    async def _reply(self, text: str, tools_allowed: bool) -> Outcome:
         action = parse_action(text)
         if action.kind == "answer":
             return Outcome("answer", valid=True, done=True, event={"answer": action.content})

@@ -24,6 +24,7 @@ SEARCH_STOP = "</search>"
 NO_RESULTS = "No results found."
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ def parse_action(text: str) -> Action:
         return Action("invalid")
     kind, content = match.group(1), match.group(2).strip()
     return Action("invalid") if kind == "search" and not content else Action(kind, content)
+
+
+def has_thought(text: str) -> bool:
+    """Whether a turn has a think block with something in it."""
+    return any(thought.strip() for thought in _THOUGHT.findall(text))
 
 
 @dataclass(frozen=True)

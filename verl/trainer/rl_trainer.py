@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
 from verl.data.prompts import PromptSource
+from verl.errors import TrainingCollapsed
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
@@ -51,10 +52,14 @@ class RLTrainer:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
         try:
             self._run()
-        finally:
-            self.tracker.finish()
-            report = write_report(self.run_dir)
-        return report
+        except TrainingCollapsed:
+            self._finish()
+            raise
+        return self._finish()
+
+    def _finish(self) -> Path:
+        self.tracker.finish()
+        return write_report(self.run_dir)
 
     def _run(self) -> None:
         trainer = self.config.trainer

@@ -7,6 +7,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from verl.config import Config
 from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle
+from verl.rollout.weight_ipc import ExportedWeights, merge_exports
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker
@@ -25,6 +28,7 @@ class ActorGroup:
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         self.group = _start(ActorWorker, config, pool, total_training_steps, with_anchor)
+        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1
         self.weight_dir = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=_shared_memory()))
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
@@ -38,7 +42,14 @@ class ActorGroup:
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
 
-    def publish_weights(self, version: int, of: str = "policy") -> WeightHandle:
+    def publish_weights(self, version: int, of: str = "policy") -> WeightHandle | ExportedWeights:
+        """Offer the weights to the engines: from GPU memory on a GPU node, else in a file.
+
+        Exported ones take GPU memory until `RolloutManager.load_weights` has given them to all engines.
+        """
+        if self._exports_weights:
+            exported = merge_exports(self.group.call_all("export_weights", version, of))
+            return replace(exported, release=partial(self.group.call_all, "release_weights"))
         return self.group.call_all("publish_weights", version, str(self.weight_dir), of)[0]
 
     def load(self, path: Path, of: str = "policy") -> None:

@@ -158,7 +158,7 @@ def _found(function: str, libraries: Path) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        print(f"{module_name} of {', '.join(PINS)} cannot be imported: {error}", file=sys.stderr)
+        print(f"{module_name} in {libraries} cannot be imported: {error}", file=sys.stderr)
         sys.exit(CANNOT_IMPORT)
     if not Path(str(module.__file__)).is_relative_to(libraries):
         raise RuntimeError(f"{module_name} was taken from {module.__file__}, not from {libraries}")

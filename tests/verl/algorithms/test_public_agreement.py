@@ -95,7 +95,7 @@ def random_batch(
 BATCHES = [
     random_batch("small", 0, 5, 7, torch.float64),
     random_batch("many rows", 1, 24, 40, torch.float64),
-    random_batch("no environment tokens", 2, 9, 12, torch.float64, share=1.1),
+    random_batch("no environment tokens", 2, 9, 12, torch.float64, share=1.0),
     random_batch("float32", 3, 8, 16, torch.float32),
 ]
 # Public veRL, too, leaves rows without policy tokens out of the means over rows.
@@ -120,7 +120,7 @@ def advantages(batch: Batch) -> Iterator[Comparison]:
     config = {"config": Call("verl.trainer.config:AlgoConfig", {"gamma": 0.9})}
     plain = AdvantageSettings(gamma=0.9, lam=0.8, scale="none")
     scaled = AdvantageSettings(scale="group_std")
-    for public, name, settings, given in [
+    estimators: list[tuple[str, str, AdvantageSettings, dict[str, Any]]] = [
         ("grpo_outcome_advantage", "grpo", scaled, index),
         ("grpo_outcome_advantage", "grpo", plain, index | {"norm_adv_by_std_in_grpo": False}),
         ("rloo_outcome_advantage", "rloo", plain, index),
@@ -129,7 +129,8 @@ def advantages(batch: Batch) -> Iterator[Comparison]:
         ("reinforce_plus_plus_outcome_advantage", "reinforce_plus_plus", plain, config),
         ("remax_outcome_advantage", "remax", plain, {"reward_baselines": batch.of["baseline_B"]}),
         ("gae_advantage_return", "gae", plain, {"values": batch.of["value"], "gamma": 0.9, "lam": 0.8}),
-    ]:
+    ]
+    for public, name, settings, given in estimators:
         yield advantage(batch, f"{CORE}compute_{public}", name, settings, given, batch.mask_BL)
     # Search-R1's GAE visits all response tokens: public veRL's with all of them taken as the policy's.
     gae = {"values": batch.of["value"], "gamma": 0.9, "lam": 0.8, "response_mask": batch.valid_BL.to(batch.of["value"])}
@@ -295,7 +296,7 @@ def exact_kl_of_a_head(batch: Batch, name: str, alpha: float) -> Comparison:
     """TRL's kernel takes hidden states and a head, in float32: with the identity as head, hidden states are logits."""
     logits_NV, ref_logits_NV = batch.policy(batch.of["logits"]).float(), batch.policy(batch.of["ref_logits"]).float()
     head_VV = torch.eye(logits_NV.shape[-1])
-    given = {"hidden": logits_NV, "head": head_VV, "bias": None}
+    given: dict[str, Any] = {"hidden": logits_NV, "head": head_VV, "bias": None}
     given |= {"ref_hidden": ref_logits_NV, "ref_head": head_VV, "ref_bias": None, "beta": alpha}
 
     def ours() -> Numbers:
@@ -329,7 +330,7 @@ def entropies(batch: Batch) -> Iterator[Comparison]:
 
 
 def corrections(batch: Batch) -> Iterator[Comparison]:
-    log_ratio = {"log_ratio": batch.of["log_prob"] - batch.of["old_log_prob"]} | batch.padded()
+    log_ratio: dict[str, Any] = {"log_ratio": batch.of["log_prob"] - batch.of["old_log_prob"]} | batch.padded()
     for level in ("token", "sequence"):
         settings = CorrectionSettings(importance=level, importance_cap=1.5)  # type: ignore[arg-type]
         given = log_ratio | {"rollout_is": level, "rollout_is_threshold": 1.5}
@@ -401,10 +402,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 def test_same_as_public(name: str, public: dict[str, Answer]) -> None:
     theirs, ours = COMPARISONS[name].theirs(public[name]), COMPARISONS[name].ours()
     assert ours
-    for key, value in ours.items():
-        torch.testing.assert_close(
-            value, theirs[key], atol=1e-6, rtol=1e-6, check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
-        )
+    torch.testing.assert_close(ours, {key: theirs[key] for key in ours}, atol=1e-6, rtol=1e-6, check_dtype=False)
 
 
 def ours_without_std(reward_BL: Tensor, mask_BL: Tensor) -> list[float]:
@@ -428,8 +426,8 @@ def test_a_reward_on_an_environment_token_counts_in_public_verl(public: dict[str
 
 def test_the_log_ratio_of_gspo_is_held_at_10_in_public_verl(public: dict[str, Answer]) -> None:
     # with advantage -1 a ratio of e^12 is not clipped; this project holds log ratios at 20, as in PPO
-    given = [FAR_BL[name].flatten() for name in ("log_prob", "old_log_prob", "advantages")]
-    ours = POLICY_LOSSES["gspo"](*given, torch.tensor([0]), Clip()).loss_T
+    log_prob_T, old_T, advantage_T = (FAR_BL[name].flatten() for name in ("log_prob", "old_log_prob", "advantages"))
+    ours = POLICY_LOSSES["gspo"](log_prob_T, old_T, advantage_T, torch.tensor([0]), Clip()).loss_T
     torch.testing.assert_close(public["far row"].values[0], f64([10.0]).exp().sum())
     torch.testing.assert_close(ours, f64([12.0]).exp().flatten())
 
