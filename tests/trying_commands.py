@@ -160,11 +160,13 @@ def part_of_set_up(_: Command, __: Checkout) -> None:
 
 def run_python(command: Command, *more: str) -> None:
     """`python ...` in this process: a new one would first import torch."""
-    with patch.object(sys, "argv", [command.words[1], *command.arguments, *more]), ends_well():
+    file = ROOT / command.words[1]
+    argv, path = [command.words[1], *command.arguments, *more], [str(file.parent), *sys.path]
+    with patch.object(sys, "argv", argv), patch.object(sys, "path", path), ends_well():
         if command.words[1] == "-m":
             runpy.run_module(command.words[2], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(str(ROOT / command.words[1]), run_name="__main__")
+            runpy.run_path(str(file), run_name="__main__")
 
 
 @contextmanager
@@ -225,6 +227,8 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),
     (r"python -m search_r1\.data\.tinywiki\.difficulty", runs()),
     (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
+    (r"python scripts/experiments/grid\.py", runs("--dry_run")),
+    (r"python scripts/experiments/collect\.py", accepts_options),
     (r"python -m search_r1\.data\.qa_jsonl$", runs("--help")),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),

@@ -17,6 +17,7 @@ from experiment import ROOT, TEST_SCORE, Experiment, Run, Variant, add_options, 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from verl.errors import DataError, VerlError
 from verl.tracking.learning_curve import COLOURS
@@ -92,6 +93,7 @@ def draw_figure(title: str, results: Results, path: Path) -> None:
     axes.set_title(title, loc="left")
     axes.set_xlabel("training step")
     axes.set_ylabel("exact match on validation, mean and range over seeds")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.02)
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
@@ -146,7 +148,7 @@ def _last(run: RunData, name: str) -> float:
 
 
 def _step_seconds(runs: Iterable[RunData]) -> list[float]:
-    return [seconds for run in runs for step, seconds in run.curve("timing_s/step").items() if step > 0]
+    return [seconds for run in runs for seconds in run.curve("timing_s/step").values()]
 
 
 def _minutes(run: RunData) -> float:

@@ -141,8 +141,9 @@ def values_at(batch: TrainBatch, name: str, inputs: ModelInput) -> torch.Tensor:
 def merge_rows(
     lengths_B: torch.Tensor, parts: Sequence[tuple[Sequence[int] | torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """The whole batch's [T] values from `(rows, values of these rows one after the other)` of each rank."""
-    merged_T = parts[0][1].new_zeros(int(lengths_B.sum()))
+    """The whole batch's [T, ...] values from `(rows, values of these rows one after the other)` of each rank."""
+    first_T = parts[0][1]
+    merged_T = first_T.new_zeros(int(lengths_B.sum()), *first_T.shape[1:])
     for rows, value_T in parts:
         merged_T[flat_positions(lengths_B, rows)] = value_T
     return merged_T

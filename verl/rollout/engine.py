@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vllm is imported
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -19,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 GIB = 2**30
@@ -79,7 +81,7 @@ class VLLMEngine:
             worker_extension_cls="verl.rollout.weight_sync.WeightSyncExtension",
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **_device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
+            **device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
         )
         with _environment(_engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)):
             self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
@@ -111,11 +113,23 @@ class VLLMEngine:
         Raises `WeightSyncError` when the tensors that arrived are not the ones with `checksum`: the old ones stay.
         """
         found = await self._llm.collective_rpc("load_published_weights", args=(path, checksum))
+        await self._loaded(f"weights version {version} at {path}", version, checksum, found)
+
+    async def load_exported_weights(self, exported: ExportedWeights) -> None:
+        """Replace the weights by those that the trainer exported on this engine's GPUs; else like `load_weights`."""
+        args = (dict(exported.exports), exported.checksum)
+        found = await self._llm.collective_rpc("load_exported_weights", args=args)
+        await self._loaded(
+            f"weights version {exported.version} in GPU memory", exported.version, exported.checksum, found
+        )
+
+    async def _loaded(self, what: str, version: int, checksum: str, found: Sequence[str]) -> None:
+        """Take note of new weights that the engine's ranks `found` to have these checksums."""
         for rank, value in enumerate(found):
             if value != checksum:
                 raise WeightSyncError(
-                    f"weights version {version} at {path}: the engine's rank {rank} read checksum {value[:16]}, "
-                    f"the trainer wrote {checksum[:16]}; the file was changed or cut short"
+                    f"{what}: the engine's rank {rank} read checksum {value[:16]}, "
+                    f"the trainer wrote {checksum[:16]}; they were changed or cut short on the way"
                 )
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
@@ -157,11 +171,13 @@ def _is_cpu(device: str) -> bool:
     return on_cpu
 
 
-def _device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+    """Engine arguments that only one kind of device has."""
     if on_cpu:
         # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
         return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
-    return {"gpu_memory_utilization": gpu_memory_utilization}
+    transfer = WeightTransferConfig(backend="ipc")
+    return {"gpu_memory_utilization": gpu_memory_utilization, "weight_transfer_config": transfer}
 
 
 def _engine_variables(on_cpu: bool, ranks: int, num_threads: int | None, eager: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from verl.config import Config
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.rollout.weight_file import WeightHandle
+from verl.rollout.weight_ipc import ExportedWeights
 from verl.rollout.worker import EpisodeRequest, How, RolloutWorker, ranks_per_engine
 from verl.single_controller import ResourcePool, wait_for
 
@@ -65,9 +67,19 @@ class RolloutManager:
         self.stats = draws.stats()
         return draws.trajectories()
 
-    def load_weights(self, handle: WeightHandle) -> None:
-        """Give published weights to every engine. Raises `WeightSyncError` when one read something else."""
-        self._call_all("load_weights", handle)
+    def load_weights(self, handle: WeightHandle | ExportedWeights) -> None:
+        """Give published weights to every engine. Raises `WeightSyncError` when one read something else.
+
+        Exported weights are released afterwards, whether or not that went well.
+        """
+        if isinstance(handle, WeightHandle):
+            self._call_all("load_weights", handle)
+            return
+        try:
+            self._call_all("load_weights", replace(handle, release=None))
+        finally:
+            if handle.release is not None:
+                handle.release()
 
     def sleep(self) -> None:
         """Free the GPU memory of the engines while the policy is updated. Does nothing on CPU."""

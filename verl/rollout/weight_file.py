@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,21 @@ class WeightHandle:
     checksum: str
 
 
-def checksum(named_tensors: NamedTensors) -> str:
-    """A digest of names, dtypes, shapes and every byte of the tensors, whatever order they come in."""
-    lines = sorted(f"{name} {tensor.dtype} {list(tensor.shape)} {_crc(tensor)}" for name, tensor in named_tensors)
+def crc(tensor: torch.Tensor) -> int:
+    """CRC-32 of the tensor's bytes, computed on the CPU."""
+    return zlib.crc32(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def checksum(named_tensors: NamedTensors, of_values: Callable[[torch.Tensor], int] = crc) -> str:
+    """A digest of names, dtypes, shapes and `of_values` of the tensors, whatever order they come in."""
+    lines = sorted(f"{name} {tensor.dtype} {list(tensor.shape)} {of_values(tensor)}" for name, tensor in named_tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise `NumericalError` for a NaN or an Inf."""
+    if not torch.isfinite(tensor).all():
+        raise NumericalError(f"weight {name} has NaN or Inf values; it is not given to the sampler")
 
 
 def publish_weights(named_tensors: NamedTensors, version: int, directory: str | os.PathLike[str]) -> WeightHandle:
@@ -69,10 +80,5 @@ def read_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
 
 def _on_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    if not torch.isfinite(tensor).all():
-        raise NumericalError(f"weight {name} has NaN or Inf values; it is not given to the sampler")
+    check_finite(name, tensor)
     return tensor.to("cpu").contiguous()
-
-
-def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)

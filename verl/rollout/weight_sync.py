@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from verl.rollout.weight_file import checksum, read_weights
+from verl.rollout.weight_ipc import bit_sum, open_exports
 
 __all__ = ["WeightSyncExtension", "checksum"]
 
@@ -19,11 +21,16 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 class WeightSyncExtension:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`) and that the engine calls by name.
 
-    `model_runner` and `vllm_config` are the worker's own.
+    The attributes are the worker's own.
     """
 
     model_runner: Any
     vllm_config: Any
+    device: torch.device
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def load_published_weights(self, path: str, expected: str) -> str:
         """Load the file at `path` in place and return the checksum of the tensors as they were read here.
@@ -39,6 +46,22 @@ class WeightSyncExtension:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
                 _repack_output_heads(self.model_runner.get_model())
+        return found
+
+    def load_exported_weights(self, exports: dict[str, bytes], expected: str) -> str:
+        """Load what the trainer exported on this GPU and return its checksum, computed here on the GPU.
+
+        When that is not `expected`, nothing is loaded. vLLM's "ipc" weight transfer opens the same memory again and
+        copies from it; it has no hook for a look at the tensors before they are fused into the model's.
+        """
+        tensors, update = open_exports(exports, self.device)
+        found = checksum(tensors.items(), bit_sum)
+        del tensors
+        if found == expected:
+            self.init_weight_transfer_engine({"packed": False})
+            self.start_weight_update()
+            self.update_weights(update)
+            self.finish_weight_update()
         return found
 
     def end_with_parent(self) -> None:

@@ -17,6 +17,7 @@ from verl.config import Config
 from verl.errors import RolloutError, VerlError
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.weight_file import WeightHandle
+from verl.rollout.weight_ipc import ExportedWeights
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
@@ -82,8 +83,11 @@ class RolloutWorker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def load_weights(self, handle: WeightHandle) -> None:
-        await self.engine.load_weights(handle.path, handle.version, handle.checksum)
+    async def load_weights(self, handle: WeightHandle | ExportedWeights) -> None:
+        if isinstance(handle, ExportedWeights):
+            await self.engine.load_exported_weights(handle)
+        else:
+            await self.engine.load_weights(handle.path, handle.version, handle.checksum)
 
     async def sleep(self) -> None:
         await self.engine.sleep()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from verl.config import Config
 from verl.engine.batching import RankValues
+from verl.engine.device import DTYPES
 from verl.engine.policy_engine import PolicyEngine, Which
+from verl.engine.sharding import named_tensors, reshard
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, publish_weights
+from verl.rollout.weight_ipc import ExportedWeights, export_weights, gathered_copies
 from verl.workers.base import RankWorker
 
 
@@ -47,6 +51,26 @@ class ActorWorker(RankWorker):
         for _ in weights:  # every rank takes part in each gather
             pass
         return None
+
+    def export_weights(self, version: int, of: Which) -> ExportedWeights:
+        """Gather the full weights on this rank's device, in the engines' number format, until `release_weights`.
+
+        An engine that chooses its format itself ("auto") is given float32 and casts.
+        """
+        model = self.engine.policy if of == "policy" else self.engine.anchor
+        if model is None:
+            raise ValueError("this worker was made without an anchor")
+        reshard(model)
+        dtype = DTYPES.get(self.config.actor_rollout_ref.rollout.dtype, torch.float32)
+        self.exported = gathered_copies(named_tensors(model), dtype, self.engine.device)
+        return export_weights(self.exported, version, self.engine.device)
+
+    def release_weights(self) -> None:
+        """Free the exported weights; the engines have read them."""
+        self.exported = {}
+        if self.engine.device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def load(self, path: str, of: Which) -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""

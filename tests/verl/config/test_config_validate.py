@@ -110,6 +110,10 @@ NO_DEFAULT_LIMITS = [
             f"{GUARD}.action=rollback needs checkpoints to go back to: set trainer.save_freq",
         ),
         (
+            [f"{GUARD}.min_entropy=1", f"{GUARD}.max_entropy=1"],
+            "min_entropy (1.0) must be smaller than max_entropy (1.0)",
+        ),
+        (
             [f"{GUARD}.min_entropy=2", f"{GUARD}.max_entropy=1"],
             "min_entropy (2.0) must be smaller than max_entropy (1.0)",
         ),

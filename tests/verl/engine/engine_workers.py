@@ -56,6 +56,8 @@ def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, 
         engine.follow_anchor(0.9)
     results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
     engine.save_pretrained(folder / "saved", None)
+    engine.load_saved(folder / "saved", "anchor")
+    results["restored"] = engine.full_state_dict("anchor")
     results["part"] = engine.log_probs(batch, 1.0)
     batch.tokens["advantages"].fill_(float("nan"))
     try:

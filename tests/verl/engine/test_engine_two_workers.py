@@ -55,6 +55,11 @@ def test_saved_model_is_the_gathered_policy(two: dict[str, Any]) -> None:
     assert all(torch.equal(parameter, two["policy"][name]) for name, parameter in loaded.named_parameters())
 
 
+def test_saved_weights_are_put_back_on_every_shard(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for results in (one, two):
+        assert all(torch.equal(tensor, results["policy"][name]) for name, tensor in results["restored"].items())
+
+
 def test_log_probs_of_both_ranks_make_the_batch(one: dict[str, Any], two: dict[str, Any]) -> None:
     batch = make_batch(12)
     rows = [part[0] for part in two["parts"]]

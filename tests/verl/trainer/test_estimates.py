@@ -1,0 +1,141 @@
+"""Rewards per token, the KL in them, and the masks of the losses, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from verl.config import Config, load_config
+from verl.protocol import TrainBatch
+from verl.tracking.timing import Timer
+from verl.trainer.estimates import Estimator, for_critic, for_losses, response_mask, token_rewards
+
+# row 0: prompt, policy, policy, environment, policy; row 1: prompt, prompt, policy, environment
+MASK = [False, True, True, False, True, False, False, True, False]
+LENGTHS = [5, 4]
+
+
+def make_batch() -> TrainBatch:
+    tokens = {
+        "ids": torch.arange(9),
+        "loss_mask": torch.tensor(MASK),
+        "rollout_log_probs": torch.tensor([9.0, -1.0, -2.0, 9.0, -3.0, 9.0, 9.0, -1.0, 9.0]),
+    }
+    rows = {"reward": torch.tensor([1.0, 0.25]), "group": torch.tensor([0, 0])}
+    return TrainBatch(torch.tensor(LENGTHS), tokens, rows)
+
+
+def make_config(*overrides: str) -> Config:
+    required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+    small = ["actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.use_rollout_log_probs=true"]
+    return load_config("ppo_trainer", [*required, *small, "algorithm.adv_estimator=reinforce", *overrides])
+
+
+class Anchor:
+    """Stands for the actor's workers: the anchor's log-probs are those of the sampler less `below` nats."""
+
+    def __init__(self, below: float) -> None:
+        self.below = below
+
+    def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+        assert of == "anchor" and not top_k
+        return {"log_prob": batch.tokens["rollout_log_probs"] - self.below}
+
+
+def prepare(estimator: Estimator, batch: TrainBatch, below: float = 0.5) -> dict[str, float]:
+    return estimator.prepare(batch, Anchor(below), None, Timer())  # type: ignore[arg-type]
+
+
+def test_a_reward_lies_at_the_last_policy_token() -> None:
+    assert token_rewards(make_batch()).tolist() == [0, 0, 0, 0, 1.0, 0, 0, 0.25, 0]
+
+
+def test_a_row_without_policy_tokens_has_no_reward() -> None:
+    batch = make_batch()
+    batch.tokens["loss_mask"][7] = False
+    assert token_rewards(batch).tolist() == [0, 0, 0, 0, 1.0, 0, 0, 0, 0]
+
+
+def test_the_response_begins_at_the_first_policy_token() -> None:
+    expected = [False, True, True, True, True, False, False, True, True]
+    assert response_mask(make_batch()).tolist() == expected
+    published = make_config("algorithm.adv_estimator=gae", "algorithm.gae_over_environment_tokens=true").algorithm
+    assert for_critic(make_batch(), published).tokens["loss_mask"].tolist() == expected
+    assert for_critic(make_batch(), make_config().algorithm).tokens["loss_mask"].tolist() == MASK
+
+
+def test_what_is_left_out_of_the_losses() -> None:
+    batch = make_batch()
+    assert for_losses(batch).tokens["loss_mask"].tolist() == MASK
+    batch.tokens["keep"] = torch.ones(9, dtype=torch.bool).index_fill(0, torch.tensor([2]), False)
+    left = for_losses(batch, torch.tensor([True, False])).tokens["loss_mask"]
+    assert left.tolist() == [False, True, False, False, True, False, False, False, False]
+    assert batch.tokens["loss_mask"].tolist() == MASK, "the batch itself keeps its mask"
+
+
+def test_kl_in_the_reward() -> None:
+    # k1 = 0.5 at each of the 4 policy tokens, weight 0.1: rewards -0.05, -0.05, 1 - 0.05 and 0.25 - 0.05
+    estimator = Estimator(make_config("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1"))
+    batch = make_batch()
+    metrics = prepare(estimator, batch)
+    expected = torch.tensor([0, -0.05, -0.05, 0, 0.95, 0, 0, 0.2, 0])
+    torch.testing.assert_close(batch.tokens["rewards"], expected)
+    assert metrics == {"critic/kl": pytest.approx(0.5), "critic/kl_coeff": 0.1}
+    # reinforce: rows 0.85 and 0.2 less their mean 0.525
+    advantage = torch.tensor([0, 0.325, 0.325, 0, 0.325, 0, 0, -0.325, 0])
+    torch.testing.assert_close(batch.tokens["advantages"], advantage)
+
+
+@pytest.mark.parametrize(("to_go", "cost"), [(False, [0.5, 0.5, 0.5, 0.5]), (True, [1.5, 1.0, 0.5, 0.5])])
+def test_kl_after_the_advantage(to_go: bool, cost: list[float]) -> None:
+    # the mean reward is 0.625, so advantages are 0.375 and -0.375, then 0.1 times the KL is taken off
+    settings = ("algorithm.use_kl_in_reward=true", "algorithm.apply_kl_after_advantage=true")
+    weight = ("algorithm.kl_ctrl.kl_coef=0.1", f"algorithm.use_future_kl_as_reward={str(to_go).lower()}")
+    batch = make_batch()
+    prepare(Estimator(make_config(*settings, *weight)), batch)
+    expected = torch.tensor([0.375, 0.375, 0.375, -0.375]) - 0.1 * torch.tensor(cost)
+    torch.testing.assert_close(batch.tokens["advantages"][batch.tokens["loss_mask"]], expected)
+    assert batch.tokens["rewards"].tolist() == token_rewards(make_batch()).tolist()
+
+
+def test_an_adaptive_weight_follows_its_target() -> None:
+    # KL 0.5 against a target of 0.1: the error is cut at 0.2, so the weight grows by 1 + 0.2 * 2 / 4
+    control = ("type=adaptive", "target_kl=0.1", "horizon=4", "kl_coef=0.1")
+    overrides = [f"algorithm.kl_ctrl.{value}" for value in control]
+    estimator = Estimator(
+        make_config("algorithm.use_kl_in_reward=true", *overrides, "data.train_batch_size=2", *SMALL_BATCH)
+    )
+    assert prepare(estimator, make_batch())["critic/kl_coeff"] == 0.1
+    assert prepare(estimator, make_batch())["critic/kl_coeff"] == pytest.approx(0.11)
+
+
+SMALL_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)
+
+
+def test_no_kl_costs_nothing() -> None:
+    batch = make_batch()
+    assert prepare(Estimator(make_config()), batch, below=math.nan) == {}
+    assert "ref_log_probs" not in batch.tokens
+
+
+def test_rollout_correction_weights_and_keeps() -> None:
+    config = make_config(
+        "actor_rollout_ref.actor.use_rollout_log_probs=false",
+        "actor_rollout_ref.actor.rollout_correction.importance=token",
+        "actor_rollout_ref.actor.rollout_correction.reject=token",
+        "actor_rollout_ref.actor.rollout_correction.reject_high=1.5",
+    )
+
+    class Policy:
+        def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+            shift = torch.tensor([0, 0.0, math.log(1.2), 0, math.log(3.0), 0, 0, 0.0, 0])
+            zero = torch.zeros(9)
+            return {"log_prob": batch.tokens["rollout_log_probs"] + shift, "entropy": zero}
+
+    batch = make_batch()
+    metrics = Estimator(config).prepare(batch, Policy(), None, Timer())  # type: ignore[arg-type]
+    assert batch.tokens["correction"][[1, 2]].tolist() == pytest.approx([1.0, 1.2])
+    assert batch.tokens["keep"].nonzero().flatten().tolist() == [1, 2, 7]
+    assert metrics["rollout_correction/rejected_share"] == 0.25
