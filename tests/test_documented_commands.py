@@ -20,9 +20,6 @@ from verl.errors import ConfigError
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
 PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train")
 
-# Commands that do not work today, and why. Strict: one that works again fails here.
-BROKEN = {"bash scripts/test.sh -m slow": "no test is marked slow, so pytest selects none and ends with 5"}
-
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
@@ -43,11 +40,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     return made
 
 
-def why_broken(line: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(strict=True, reason=BROKEN[line])] if line in BROKEN else []
-
-
-COMMANDS = [pytest.param(command, id=command.where, marks=why_broken(command.line)) for command in all_commands()]
+COMMANDS = [pytest.param(command, id=command.where) for command in all_commands()]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from verl.config.compose import load
 from verl.config.schema import Config
-from verl.config.validate import validate
+from verl.config.validate import has_kl_in_reward, validate
 
 
 def load_config(
@@ -24,7 +24,4 @@ def load_config(
 
 def _fill_in(config: Config) -> None:
     """Replace the nulls whose value follows from other keys."""
-    algorithm = config.algorithm
-    if algorithm.use_kl_in_reward is None:
-        without_kl_loss = not config.actor_rollout_ref.actor.use_kl_loss
-        algorithm.use_kl_in_reward = algorithm.adv_estimator == "gae" and without_kl_loss
+    config.algorithm.use_kl_in_reward = has_kl_in_reward(config)
