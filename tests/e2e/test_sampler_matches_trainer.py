@@ -42,7 +42,7 @@ def difference(trainer, version: int) -> torch.Tensor:
         trajectory.reward = 0.0
         assert trajectory.segments[0].source is Source.PROMPT
     batch = TrainBatch.from_trajectories(trajectories)
-    trained_T, _ = trainer.actor.log_probs(batch)
+    trained_T = trainer.actor.log_probs(batch)["log_prob"]
     return (batch.tokens["rollout_log_probs"] - trained_T)[batch.tokens["loss_mask"]].abs()
 
 
@@ -68,7 +68,7 @@ def test_a_stale_sampler_would_be_noticed(trainer) -> None:
     sign_T = (batch.row_of_token_T % 2 * 2 - 1).float()
     batch.tokens["advantages"] = sign_T * batch.tokens["loss_mask"]
     trainer.actor.update(batch)
-    trained_T, _ = trainer.actor.log_probs(batch)
+    trained_T = trainer.actor.log_probs(batch)["log_prob"]
     stale_T = (batch.tokens["rollout_log_probs"] - trained_T)[batch.tokens["loss_mask"]].abs()
     with pytest.raises(AssertionError):
         assert_same(stale_T)

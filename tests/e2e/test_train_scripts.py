@@ -82,10 +82,13 @@ def test_grpo(script) -> None:
 
 def test_grpo_with_an_ema_anchor_and_the_top_k_kl(script) -> None:
     settings = ("+algorithm.ref_policy_ema_update_period=1", "actor_rollout_ref.actor.kl_loss_coef=0.1")
-    run = script("train_grpo_ema_pg.sh", *GROUPS, *settings)
+    run = script("train_grpo_ema_pg.sh", *GROUPS, *settings, "+trainer.eval_ref_policy_freq=1")
     assert abs(run.metrics[1]["actor/kl_loss"]) < 1e-5 < run.metrics[2]["actor/kl_loss"]
     assert run.metrics[2]["ref_policy/ema_tau"] == 0.9
     assert (run.folder / "ref" / "global_step_2" / "model.safetensors").is_file()
+    # Validation with the anchor's weights, after which the engine samples with the policy's again.
+    assert [step for step in run.metrics if "val_ref/test_score/mean" in run.metrics[step]] == [1, 2]
+    assert run.metrics[2]["health/mismatch/mean_abs"] < 1e-4
 
 
 def test_ppo_with_a_critic(script, policy: Path) -> None:
