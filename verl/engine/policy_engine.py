@@ -90,7 +90,7 @@ class PolicyEngine:
         these tokens.
         Raises NumericalError when a log-prob or entropy is not finite.
         """
-        model = self._model(of)
+        model = self.model_of(of)
         model.eval()
         settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
         budget = micro_budget(
@@ -156,13 +156,13 @@ class PolicyEngine:
 
     def follow_anchor(self, tau: float) -> None:
         """anchor <- tau anchor + (1 - tau) policy, on this rank's float32 shards: no communication."""
-        anchor = self._model("anchor")
+        anchor = self.model_of("anchor")
         anchor_rule.follow(local_shards(anchor), local_shards(self.policy), tau)
         reshard(anchor)
 
     def iter_full_parameters(self, of: Which = "policy") -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole float32 CPU tensor, one at a time; every rank must exhaust it."""
-        return iter_full_parameters(self._model(of))
+        return iter_full_parameters(self.model_of(of))
 
     def full_state_dict(self, of: Which = "policy") -> dict[str, torch.Tensor]:
         """All whole parameters on rank 0, {} on the others. A tied head is there once, under the embedding's name."""
@@ -174,20 +174,21 @@ class PolicyEngine:
 
     def load_saved(self, path: Path, of: Which = "policy") -> None:
         """Replace the weights by a saved model's. The policy's optimizer starts anew. Raises CheckpointError."""
-        load_saved(self._model(of), path)
+        load_saved(self.model_of(of), path)
         if of == "policy":
             self.learner.optimizer.state.clear()
 
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
-        save_model(self._model(of), Path(path), tokenizer)
+        save_model(self.model_of(of), Path(path), tokenizer)
 
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor
         mixed = actor.fsdp_config.mixed_precision
         return load_sharded(path, self.role.model, fsdp, mixed, self.device, actor.head_chunk_tokens, trained)
 
-    def _model(self, of: Which) -> CausalModel:
+    def model_of(self, of: Which) -> CausalModel:
+        """The sharded model. Raises ValueError for the anchor of an engine without one."""
         if of == "policy":
             return self.policy
         if self.anchor is None:

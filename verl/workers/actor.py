@@ -57,9 +57,7 @@ class ActorWorker(RankWorker):
 
         An engine that chooses its format itself ("auto") is given float32 and casts.
         """
-        model = self.engine.policy if of == "policy" else self.engine.anchor
-        if model is None:
-            raise ValueError("this worker was made without an anchor")
+        model = self.engine.model_of(of)
         reshard(model)
         dtype = DTYPES.get(self.config.actor_rollout_ref.rollout.dtype, torch.float32)
         self.exported = gathered_copies(named_tensors(model), dtype, self.engine.device)
