@@ -120,16 +120,16 @@ def test_two_workers_and_two_engines_do_the_same(
 def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(
     run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
 ) -> None:
-    """The same run with a guard whose limit lies between what the KL was at its second and at its third step."""
-    kl = {step: row["actor/kl_loss"] for step, row in metrics_by_step(run_dir).items() if step}
-    assert kl[2] < kl[3]
-    guard = ("action=rollback", "patience=1", f"max_kl={(kl[2] + kl[3]) / 2}")
+    """The same run with a guard whose limit lies between the gradient's norm at its second and at its third step."""
+    norm = {step: row["actor/grad_norm"] for step, row in metrics_by_step(run_dir).items() if step}
+    assert max(norm[1], norm[2]) < norm[3]
+    guard = ("action=rollback", "patience=1", f"max_grad_norm={(norm[2] + norm[3]) / 2}")
     settings = (f"trainer.collapse_guard.{setting}" for setting in guard)
     steps = ("trainer.total_training_steps=4", "trainer.save_freq=1", "+trainer.val_before_train=false")
     # With a constant rate the third step is the one it was in the run of three.
     folder = train(tinywiki, policy, tinywiki_url, tmp_path / "guarded", *settings, *steps, "trainer.logger=[console]")
     found = metrics_by_step(folder)
-    assert found[3]["actor/kl_loss"] == pytest.approx(kl[3], rel=1e-3)
+    assert found[3]["actor/grad_norm"] == pytest.approx(norm[3], rel=1e-3)
     assert found[4]["actor/lr"] == pytest.approx(0.5 * found[3]["actor/lr"])
     # The weights of step 3 sampled the bad step, so step 1 is the last good one, and step 4 goes on from there.
     step_1, step_3, step_4 = (weights(folder, step) for step in (1, 3, 4))
