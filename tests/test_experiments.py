@@ -67,7 +67,7 @@ def test_settings_of_every_run_can_be_trained_with_as_many_samples(run: Run) -> 
 def test_the_six_algorithms_share_all_that_is_not_theirs() -> None:
     algorithms = settings("algorithms.yaml")
     shared = {
-        "trainer.total_training_steps": 50,
+        "trainer.total_training_steps": 40,
         "actor_rollout_ref.actor.optim.lr": 5e-4,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 384,
         "actor_rollout_ref.actor.entropy_coeff": 0.0,

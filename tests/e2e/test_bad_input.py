@@ -79,7 +79,14 @@ def test_ctrl_c_stops_everything(tinywiki: Path, policy: Path, tinywiki_url: str
         tinywiki, policy, tinywiki_url, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1000"
     )
     environment = ENV | {MARK: str(tmp_path)}
-    trainer = subprocess.Popen(arguments, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_heed_ctrl_c,
+    )
     checkpoint = tmp_path / "actor" / "global_step_1"
     while trainer.poll() is None and not checkpoint.is_dir():
         time.sleep(0.2)
@@ -92,6 +99,11 @@ def test_ctrl_c_stops_everything(tinywiki: Path, policy: Path, tinywiki_url: str
     while (left := _marked(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == []
+
+
+def _heed_ctrl_c() -> None:
+    """A test run in the background of a shell passes on that Ctrl-C is to be ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 MARK = "VERL_TEST_FOLDER"
