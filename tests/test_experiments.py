@@ -267,7 +267,15 @@ def test_no_more_jobs_run_at_a_time_than_allowed(tmp_path: Path) -> None:
     assert max(counts) == 2
 
 
-def test_ctrl_c_ends_what_runs_and_starts_no_more(tmp_path: Path) -> None:
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A test run in the background of a shell is told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_what_runs_and_starts_no_more(tmp_path: Path, heeds_ctrl_c: None) -> None:
     script = f"echo $$ >{tmp_path}/$0; exec sleep 60"
     jobs = [Job(name, ["bash", "-c", script, name], tmp_path / f"{name}.log") for name in "ab"]
     threading.Thread(target=interrupt_when, args=(tmp_path / "a",)).start()

@@ -149,7 +149,7 @@ def test_update_info_is_what_the_engine_takes_and_leads_to_the_same_memory() -> 
         assert weights[name].view(-1)[0] == 1
 
 
-def test_the_engine_s_arguments_choose_the_ipc_backend() -> None:
+def test_the_engine_s_arguments_choose_the_ipc_backend(tiny_model_dir: Path) -> None:
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
@@ -157,7 +157,7 @@ def test_the_engine_s_arguments_choose_the_ipc_backend() -> None:
 
     from verl.rollout.engine import device_args
 
-    args = AsyncEngineArgs(model="none", **device_args(False, 1.0, 0.4))
+    args = AsyncEngineArgs(model=str(tiny_model_dir), **device_args(False, 1.0, 0.4))
     assert args.weight_transfer_config == WeightTransferConfig(backend="ipc")
     assert args.weight_transfer_config.backend in WeightTransferEngineFactory._registry
     assert args.gpu_memory_utilization == 0.4
