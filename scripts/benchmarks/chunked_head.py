@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -82,7 +81,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         ]
         return torch.stack([value.sum() for value in asked if value is not None]).sum()
 
-    before = peak_bytes()
+    before = start_peak()
     started = time.perf_counter()
     loss().backward()
     seconds = time.perf_counter() - started
@@ -90,9 +89,20 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     return {"seconds": seconds, "extra_bytes": peak_bytes() - before - head_gradient}
 
 
+def start_peak() -> int:
+    """Forget the peak so far (Linux); returns the resident memory now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident memory since `start_peak`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def report(results: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
