@@ -79,9 +79,10 @@ class FormatReward:
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
     """The policy's turns for `check_format`. A reply is an observation if the turn's event is an executed search."""
     turns: list[Turn] = []
+    control = set(special_tokens(tokenizer)) - set(TAGS)  # tags may be special tokens, and stay
     for segment in trajectory.segments:
         if segment.source is Source.POLICY:
-            turns.append(Turn(decode_turn(tokenizer, _without_control_end(segment.ids, tokenizer))))
+            turns.append(Turn(decode_turn(tokenizer, _without_end(segment.ids, control, tokenizer))))
         elif segment.source is Source.ENVIRONMENT:
             if not turns or turns[-1].reply is not Reply.NONE:
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
@@ -105,9 +106,8 @@ def _kind_of_reply(trajectory: Trajectory, turn: int) -> Reply:
     return Reply.OBSERVATION if trajectory.events[turn].get("executed") else Reply.FEEDBACK
 
 
-def _without_control_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Without the control tokens that end it: they say that a turn is over. Tags may be special tokens, and stay."""
-    control = set(special_tokens(tokenizer)) - set(TAGS)
+def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """Without the control tokens that end it: they say that a turn is over."""
     end = len(ids)
     while end and tokenizer.convert_ids_to_tokens(ids[end - 1]) in control:
         end -= 1

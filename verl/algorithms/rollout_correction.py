@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from verl.algorithms.aggregation import unit_sums
-from verl.algorithms.policy_loss.base import importance_ratio
+from verl.algorithms.ratio import importance_ratio
 
 Importance = Literal["none", "token", "sequence"]
 Rejection = Literal["none", "token", "sequence", "geometric"]

@@ -93,6 +93,8 @@ def token_stats(hidden_NH: torch.Tensor, head: Head, question: Question) -> Toke
     if question.top_k and torch.is_grad_enabled():
         raise ValueError("top_k finds ids, which have no gradient: call it under torch.no_grad()")
     weight_VH, bias_V = head.precise()
+    if question.anchor is not None:  # once for all chunks: the copy is as large as the head
+        question = question._replace(anchor=question.anchor._replace(head=question.anchor.head.precise()))
     return TokenStats(*_ChunkedHead.apply(hidden_NH, weight_VH, bias_V, question))
 
 
@@ -179,7 +181,7 @@ def _logit_gradient(
 @torch.no_grad()
 def _anchor(question: Question, span: slice) -> torch.Tensor:
     assert question.anchor is not None
-    return question.anchor.head.precise().log_probs(question.anchor.hidden_NH[span], question.temperature)
+    return question.anchor.head.log_probs(question.anchor.hidden_NH[span], question.temperature)
 
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,8 +61,7 @@ class PolicyEngine:
             )
         self.packed = self.role.model.use_remove_padding and can_pack(self.policy.model)
         optim = actor.optim
-        num_steps = total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
-        self.schedule = Schedule.from_config(optim, num_steps)
+        self.schedule = Schedule.from_config(optim, total_training_steps)
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         temperature = self.role.rollout.temperature
         reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)

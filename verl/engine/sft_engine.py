@@ -31,8 +31,7 @@ class SftEngine:
         self.model = load_sharded(
             config.model.path, config.model, fsdp, fsdp.mixed_precision, device, trainer.head_chunk_tokens, trained=True
         )
-        num_steps = trainer.total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
-        self.schedule = Schedule.from_config(optim, num_steps)
+        self.schedule = Schedule.from_config(optim, trainer.total_training_steps)
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         packed = config.model.use_remove_padding and can_pack(self.model.model)
         failure_dir = Path(trainer.default_local_dir) / "failures"

@@ -46,8 +46,7 @@ class ValueEngine:
         self.model = load_sharded_critic(self.critic.model, device)
         self.packed = self.critic.model.use_remove_padding and can_pack(self.model.model)
         optim = self.critic.optim
-        num_steps = total_training_steps if optim.total_training_steps < 0 else optim.total_training_steps
-        self.schedule = Schedule.from_config(optim, num_steps)
+        self.schedule = Schedule.from_config(optim, total_training_steps)
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         budget = micro_budget(
             self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.kl.sampled import LOG_RATIO_LIMIT
+from verl.algorithms.ratio import importance_ratio
 
 
 def importance_weight(
@@ -17,5 +17,5 @@ def importance_weight(
     """
     if lower is not None and upper is not None and lower > upper:
         raise ValueError(f"importance weight: the lower bound {lower} is above the upper bound {upper}; swap them")
-    weight_T = (log_prob_T - old_log_prob_T).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weight_T = importance_ratio((log_prob_T - old_log_prob_T).detach())
     return weight_T if lower is None and upper is None else weight_T.clamp(lower, upper)

@@ -22,9 +22,9 @@ from functools import partial
 
 import torch
 
+from verl.algorithms.ratio import limited
 from verl.algorithms.registry import Registry
 
-LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
 SampledKL = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,7 +62,7 @@ def k2(log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
 @SAMPLED_KL.register("low_var_kl", "k3")
 def k3(log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
     """w + d - 1, with d clamped to +-20 and the result to +-10; no gradient where a clamp acts."""
-    difference_T = _limited(k1(log_prob_T, ref_log_prob_T))
+    difference_T = limited(k1(log_prob_T, ref_log_prob_T))
     return (torch.exp(-difference_T) + difference_T - 1.0).clamp(-K3_LIMIT, K3_LIMIT)
 
 
@@ -81,7 +81,7 @@ def k4(log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
 @SAMPLED_KL.register("k5")
 def k5(log_prob_T: torch.Tensor, ref_log_prob_T: torch.Tensor) -> torch.Tensor:
     """-sg(w) d + (l - sg l), with d clamped to +-20 in both places."""
-    log_weight_T = -_limited(k1(log_prob_T, ref_log_prob_T))
+    log_weight_T = -limited(k1(log_prob_T, ref_log_prob_T))
     return log_weight_T.detach().exp() * log_weight_T + (log_prob_T - log_prob_T.detach())
 
 
@@ -94,10 +94,6 @@ def _straight_through(estimator: SampledKL, log_prob_T: torch.Tensor, ref_log_pr
 def _unit(log_prob_T: torch.Tensor) -> torch.Tensor:
     """1, with the gradient of the log-prob."""
     return (log_prob_T - log_prob_T.detach()).exp()
-
-
-def _limited(difference_T: torch.Tensor) -> torch.Tensor:
-    return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 SAMPLED_KL_NAMES: tuple[str, ...] = (*SAMPLED_KL, *(f"{name}+" for name in SAMPLED_KL))

@@ -9,8 +9,6 @@ import torch
 
 from verl.algorithms.registry import Registry
 
-LOG_RATIO_LIMIT = 20.0
-
 
 class Clip(NamedTuple):
     """Bounds of an importance ratio: 1 - low, 1 + high, and `dual` > 1 for a negative advantage (None: off)."""
@@ -35,8 +33,3 @@ Gradient flows through `log_prob_T` only.
 """
 
 POLICY_LOSSES: Registry[PolicyLossFunction] = Registry("policy loss")
-
-
-def importance_ratio(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """exp of a log ratio clamped to +-20: finite in every dtype in use, and without gradient outside that range."""
-    return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss, importance_ratio
+from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss
+from verl.algorithms.ratio import importance_ratio
 
 
 @POLICY_LOSSES.register("cispo")

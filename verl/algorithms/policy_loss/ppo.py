@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss, importance_ratio
+from verl.algorithms.policy_loss.base import POLICY_LOSSES, Clip, PolicyLoss
 from verl.algorithms.policy_loss.surrogate import clipped_surrogate
+from verl.algorithms.ratio import importance_ratio
 
 
 @POLICY_LOSSES.register("ppo")
