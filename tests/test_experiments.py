@@ -89,24 +89,19 @@ def test_ppo_has_its_kl_in_the_reward_and_a_critic_that_starts_as_the_policy() -
     assert config.critic.model.path == config.actor_rollout_ref.model.path
 
 
-def test_the_anchor_grid_changes_one_thing_at_a_time() -> None:
-    variants = settings("anchor_grid.yaml")
-    centre = variants.pop("centre")
-    changed = [difference(centre, tree) for tree in variants.values()]
-    assert sorted(key.rpartition(".")[2] for [key] in changed) == [
-        *["kl_loss_coef"] * 2,
+def test_the_runs_of_collapse_differ_in_the_kl_only_and_its_anchors_in_one_thing_at_a_time() -> None:
+    variants = settings("collapse.yaml")
+    changed = {name: difference(variants["ema_pg"], tree) for name, tree in variants.items() if name != "ema_pg"}
+    anchors = {name: keys for name, keys in changed.items() if not name.startswith("grpo")}
+    assert sorted(key.rpartition(".")[2] for [key] in anchors.values()) == [
+        *["kl_loss_coef"] * 3,
         *["ref_policy_ema_tau"] * 2,
         "ref_policy_ema_update_period",
     ]
+    assert all("kl" in key or "ref_policy_ema" in key for keys in changed.values() for key in keys)
 
 
-def test_the_runs_of_collapse_differ_in_the_kl_only() -> None:
-    variants = settings("collapse.yaml")
-    for tree in variants.values():
-        assert all("kl" in key or "ref_policy_ema" in key for key in difference(variants["ema_pg"], tree))
-
-
-GOOD = {"title": "T", "config_name": "tinywiki", "seeds": [3], "common": [], "runs": []}
+GOOD = {"title": "T", "config_name": "tinywiki", "seeds": [3], "data_options": [], "common": [], "runs": []}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +118,17 @@ def test_a_file_that_is_no_experiment_is_refused(runs: list, message: str, tmp_p
     path.write_text(yaml.safe_dump(GOOD | {"runs": runs}))
     with pytest.raises(ValueError, match=message):
         read_experiment(path)
+
+
+def test_data_made_with_options_is_apart_from_other_data(tmp_path: Path) -> None:
+    tree = GOOD | {
+        "data_options": ["--stop=0.8", "--train_hops=1,2"],
+        "runs": [{"name": "a", "label": "A", "overrides": []}],
+    }
+    (tmp_path / "e.yaml").write_text(yaml.safe_dump(tree))
+    [run] = read_experiment(tmp_path / "e.yaml").runs(Path("out"), Path("worlds"))
+    assert run.world.folder == Path("worlds/stop_0.8_train_hops_1_2/seed3")
+    assert grid.make_data(run.world).command[-2:] == ["--stop=0.8", "--train_hops=1,2"]
 
 
 @pytest.fixture

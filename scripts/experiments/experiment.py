@@ -20,23 +20,28 @@ from verl.tracking.run_data import RunData, load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLDS = Path("runs/experiments")
-"""Data and warm starts by seed, shared by all experiments."""
+"""Data and warm starts by options of the data and seed, shared by all experiments."""
 SFT_CONFIG = "tinywiki_sft"
 TEST_SCORE = "test/test_score/mean"
 CHANGES_BY_ITSELF = {"retriever.url"}
 """Keys that differ from one start of the driver to the next."""
 
-_KEYS = {"title", "config_name", "seeds", "common", "runs"}
+_KEYS = {"title", "config_name", "seeds", "data_options", "common", "runs"}
 _RUN_KEYS = {"name", "label", "overrides"}
 _FOLDER_NAME = re.compile(r"[a-z0-9_]+")
+_NO_FILE_NAME = re.compile(r"[^a-z0-9.]+")
 
 
 @dataclass(frozen=True)
 class World:
-    """What the runs of one seed share: `data/`, and the policy after its warm start."""
+    """What the runs of one seed share: `data/`, and the policy after its warm start.
+
+    options: of `python -m search_r1.data.tinywiki`, which makes the data.
+    """
 
     seed: int
     folder: Path
+    options: tuple[str, ...] = ()
 
     @property
     def policy(self) -> Path:
@@ -120,15 +125,17 @@ class Experiment:
     title: str
     config_name: str
     seeds: tuple[int, ...]
+    data_options: tuple[str, ...]
     common: tuple[str, ...]
     variants: tuple[Variant, ...]
 
     def runs(self, output_dir: Path, worlds: Path = WORLDS) -> list[Run]:
         """In the order in which they are trained: all variants with the first seed, then with the second."""
+        shared = worlds / _NO_FILE_NAME.sub("_", "".join(self.data_options)).strip("_")
         return [
             Run(
                 variant,
-                World(seed, worlds / f"seed{seed}"),
+                World(seed, shared / f"seed{seed}", self.data_options),
                 output_dir / variant.name / f"seed{seed}",
                 self.config_name,
                 self.common,
@@ -151,7 +158,15 @@ def read_experiment(path: Path, seeds: Sequence[int] | None = None, num_steps: i
     common = tuple(tree["common"])
     if num_steps is not None:
         common += (f"trainer.total_training_steps={num_steps}",)
-    return Experiment(path.stem, tree["title"], tree["config_name"], tuple(seeds or tree["seeds"]), common, variants)
+    return Experiment(
+        name=path.stem,
+        title=tree["title"],
+        config_name=tree["config_name"],
+        seeds=tuple(seeds or tree["seeds"]),
+        data_options=tuple(tree["data_options"]),
+        common=common,
+        variants=variants,
+    )
 
 
 def _variant(entry: Any, where: str) -> Variant:

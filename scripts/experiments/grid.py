@@ -75,7 +75,7 @@ def warm_up(worlds: Sequence[World], at_once: int) -> None:
 
 def make_data(world: World) -> Job:
     options = ["--output_dir", f"{world.folder}/data", "--seed", str(world.seed)]
-    command = [PYTHON, "-m", "search_r1.data.tinywiki", *options]
+    command = [PYTHON, "-m", "search_r1.data.tinywiki", *options, *world.options]
     return Job(f"data, seed {world.seed}", command, world.folder / "data.log")
 
 

@@ -94,8 +94,8 @@ class ActorConfig:
     num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
     head_chunk_tokens: int | None = setting(
         None,
-        "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: a 32nd of a "
-        "micro-batch's tokens, at least 128.",
+        "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: a 64th of a "
+        "micro-batch's tokens, at least 64.",
         ge=1,
     )
     use_rollout_log_probs: bool = setting(

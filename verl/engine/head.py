@@ -22,8 +22,8 @@ from torch.nn import functional
 from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import ExactKL
 
-SMALLEST_CHUNK = 128  # tokens
-CHUNKS = 32  # by default a chunk holds no more than this part of the tokens, unless that is less than the smallest
+SMALLEST_CHUNK = 64  # tokens
+CHUNKS = 64  # by default a chunk holds no more than this part of the tokens, unless that is less than the smallest
 
 
 class Head(NamedTuple):
@@ -53,7 +53,7 @@ class AnchorView(NamedTuple):
 class Question(NamedTuple):
     """What is asked of the distributions of N tokens. Only `label_N` and `temperature` have to be given.
 
-    chunk_tokens: tokens per chunk; None: a 32nd of N, at least 128.
+    chunk_tokens: tokens per chunk; None: a 64th of N, at least 64.
     entropy_gradient: False computes the entropy for reporting only.
     index_Nk: int64 ids whose log-probs are wanted too.
     top_k: the ids of that many most likely tokens are wanted; without `index_Nk`, their log-probs too.

@@ -46,6 +46,8 @@ class WeightSyncExtension:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
                 _repack_output_heads(self.model_runner.get_model())
+        del weights
+        _return_free_memory()
         return found
 
     def load_exported_weights(self, exports: dict[str, bytes], expected: str) -> str:
@@ -68,6 +70,16 @@ class WeightSyncExtension:
         """Ask Linux to end this process when the one that started it ends, however that happens."""
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _return_free_memory() -> None:
+    """Give the pages that glibc keeps for later back to the system.
+
+    Tensors of ever new sizes leave holes in the heap of an engine on CPU, which otherwise grows with every step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _repack_output_heads(model: torch.nn.Module) -> None:

@@ -1,10 +1,14 @@
-"""Command line: `python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`."""
+"""Command line: `python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
+
+`--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's own values.
+"""
 
 import argparse
 import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from search_r1.data.tinywiki.build import LONG, Recipe, build
 from verl.errors import VerlError
@@ -20,15 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_train", type=int, default=None, help="questions in train.parquet")
     parser.add_argument("--num_sft_rows", type=int, default=None, help="warm-start rows; the phases keep their shares")
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
+    parser.add_argument("--stop", type=probability, help="explorer: probability of answering after a passage")
+    parser.add_argument("--next_hop", type=probability, help="explorer: probability of noting the fact that leads on")
+    parser.add_argument("--train_hops", type=hops, help="hop counts of the training prompts in turn, as in 1,2,2")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    recipe = replace(
-        LONG if given.long else Recipe(), seed=given.seed, num_passages=given.num_passages, num_test=given.num_test
-    )
-    if given.num_train is not None:
-        recipe = replace(recipe, num_train=given.num_train)
-    if given.num_sft_rows is not None:
-        recipe = with_sft_rows(recipe, given.num_sft_rows)
+    recipe = recipe_of(given)
     try:
         build(recipe, given.output_dir)
     except VerlError as error:
@@ -37,10 +38,38 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def recipe_of(given: argparse.Namespace) -> Recipe:
+    """The recipe of the mode, with the values that were given."""
+    recipe = replace(
+        LONG if given.long else Recipe(), seed=given.seed, num_passages=given.num_passages, num_test=given.num_test
+    )
+    if given.num_sft_rows is not None:
+        recipe = with_sft_rows(recipe, given.num_sft_rows)
+    habits = replace(recipe.habits, **_those_given(stop=given.stop, next_hop=given.next_hop))
+    return replace(recipe, habits=habits, **_those_given(num_train=given.num_train, train_hops=given.train_hops))
+
+
+def _those_given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def with_sft_rows(recipe: Recipe, num_rows: int) -> Recipe:
     """Return the recipe with that many warm-start rows in all."""
     num_lm = round(num_rows * recipe.num_lm_rows / (recipe.num_lm_rows + recipe.num_policy_rows))
     return replace(recipe, num_lm_rows=num_lm, num_policy_rows=num_rows - num_lm)
+
+
+def probability(text: str) -> float:
+    if not 0.0 <= (value := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability in 0..1")
+    return value
+
+
+def hops(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if not set(counts) <= {1, 2, 3}:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of hop counts, each 1, 2 or 3")
+    return counts
 
 
 if __name__ == "__main__":

@@ -85,6 +85,29 @@ def test_long_has_a_third_of_each(tmp_path: Path) -> None:
     assert hops == {1: 20, 2: 20, 3: 20}
 
 
+def test_options_change_what_is_trained_on_and_how_the_explorer_searches(tmp_path: Path) -> None:
+    arguments = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "200"]
+    assert main(["--output_dir", str(tmp_path), *arguments, "--train_hops", "2", "--stop", "1", "--next_hop", "0"]) == 0
+    train = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert {row["extra_info"]["hops"] for row in train} == {2}
+    imitated = [
+        row["segments"] for row in pq.read_table(tmp_path / "sft.parquet").to_pylist() if row["phase"] == "policy"
+    ]
+    assert {sum(segment["source"] == "environment" for segment in segments) for segments in imitated} == {1}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--stop=1.5", "1.5 is not a probability in 0..1"), ("--train_hops=1,4", "1,4 is not a list of hop counts")],
+)
+def test_an_option_out_of_range_is_refused(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path), option])
+    assert message in capsys.readouterr().err
+
+
 def test_a_world_too_small_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output_dir", str(tmp_path), "--num_passages", "150", "--num_test", "500"]) == 1
     assert "raise its number of passages" in capsys.readouterr().err

@@ -122,11 +122,11 @@ def test_half_precision_states_are_computed_in_float32() -> None:
     assert weight_VH.grad is not None and weight_VH.grad.dtype == torch.bfloat16
 
 
-def test_a_chunk_is_a_32nd_of_the_tokens_but_at_least_128() -> None:
+def test_a_chunk_is_a_64th_of_the_tokens_but_at_least_64() -> None:
     def sizes(num_tokens: int) -> list[int]:
         spans = Question(torch.zeros(num_tokens, dtype=torch.int64), 1.0).spans()
         return [len(range(num_tokens)[span]) for span in spans]
 
-    assert sizes(300) == [128, 128, 44]
-    assert sizes(4096) == [128] * 32
-    assert sizes(32 * 1000) == [1000] * 32
+    assert sizes(150) == [64, 64, 22]
+    assert sizes(4096) == [64] * 64
+    assert sizes(64 * 1000) == [1000] * 64
