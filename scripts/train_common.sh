@@ -5,6 +5,7 @@
 #   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
 #   EXPERIMENT_NAME    names the run, its log and its checkpoint folder
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
+#   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward
 #   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
 
 # A relative path means the caller's folder first, then the repository.
@@ -17,6 +18,7 @@ BASE_MODEL=$(locate "${BASE_MODEL:-$BASE_MODEL_DEFAULT}")
 EXPERIMENT_NAME=${EXPERIMENT_NAME:-$EXPERIMENT_NAME_DEFAULT}
 WAND_PROJECT=${WAND_PROJECT:-${WANDB_PROJECT:-Search-R1}}
 N_GPUS=${N_GPUS:-8}
+TRAINER=${TRAINER:-verl.trainer.main_ppo}
 
 PYTHON=python3
 if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
@@ -45,6 +47,8 @@ only_prints() {
 check_settings() {
   if only_prints "$@"; then return 0; fi
   [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
+  [[ $TRAINER =~ ^verl\.trainer\.main_ppo(_format)?$ ]] ||
+    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo or verl.trainer.main_ppo_format"
   [[ $EXPERIMENT_NAME =~ ^[A-Za-z0-9._-]+$ ]] ||
     fail "EXPERIMENT_NAME='$EXPERIMENT_NAME' names a file and a folder: use letters, digits and . _ - only"
   given data.train_files "$@" || require_prompts "$TRAIN_DATA_DIR/train.parquet" "TRAIN_DATA_DIR or DATA_DIR"
@@ -75,7 +79,7 @@ train() {
     shift
   done
   shift
-  local command=("$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@")
+  local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
   if only_prints "$@"; then exec "${command[@]}"; fi
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C.
   export PYTHONUNBUFFERED=1

@@ -18,7 +18,7 @@ SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci
 TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
 SETTINGS = {
     "DATA_DIR", "TRAIN_DATA_DIR", "TEST_DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME", "WAND_PROJECT", "WANDB_PROJECT",
-    "N_GPUS",
+    "N_GPUS", "TRAINER",
 }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def test_missing_prompt_file_is_named_before_anything_starts(script: str, tmp_pa
         ("BASE_MODEL", "./no_such_model", "no config.json"),
         ("N_GPUS", "many", "N_GPUS=many is not a number"),
         ("EXPERIMENT_NAME", "a/b", "letters, digits"),
+        ("TRAINER", "main_ppo", "TRAINER=main_ppo is not"),
         ("TEST_DATA_DIR", "/no/such/folder", "/no/such/folder/test.parquet does not exist"),
     ],
 )
@@ -97,6 +98,18 @@ def test_settings_reach_the_configuration(prompts: Path) -> None:
     assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
     assert tree["trainer"]["project_name"] == "ours"
     assert tree["trainer"]["default_local_dir"] == "verl_checkpoints/mine"
+
+
+def test_the_entry_point_is_a_setting(prompts: Path) -> None:
+    """What the trainer refuses shows which one it was: the format reward brings its own."""
+    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": "org/model", "EXPERIMENT_NAME": f"test_scripts_{os.getpid()}"}
+    log = ROOT / f"{settings['EXPERIMENT_NAME']}.log"
+    try:
+        result = run("train_grpo.sh", "reward.function=mine.Reward", TRAINER="verl.trainer.main_ppo_format", **settings)
+    finally:
+        log.unlink(missing_ok=True)
+    assert result.returncode == 1
+    assert "main_ppo_format brings its own reward" in result.stdout + result.stderr
 
 
 def test_ema_pg_settings() -> None:
