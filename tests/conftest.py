@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
+
+hypothesis.settings.register_profile(
+    "untimed", deadline=None
+)  # how long an example takes says nothing on a busy machine
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ Letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens or n-grams,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,35 +19,31 @@ MAX_TURNS = 8
 """Turns with a mismatch figure of their own; later ones count in the overall figures only."""
 
 
-def health_metrics(
-    trajectories: Sequence[Trajectory],
-    batch: TrainBatch | None,
-    empty_think: Callable[[str], bool] | None = None,
-) -> dict[str, float]:
+def health_metrics(trajectories: Sequence[Trajectory], batch: TrainBatch | None) -> dict[str, float]:
     """All health metrics of one step; docs/health.md says what each one means.
 
     `trajectories`: everything sampled in the step. `batch`: its tokens; `entropy` [T] and `old_log_probs` [T] (the
     trainer's, nats) are read where present. Pass a batch without `old_log_probs` where they are the sampler's own.
-    `empty_think` judges a turn's text where the environment's event does not say `empty_think` itself.
 
     Raises ValueError for a finished trajectory without a reward.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
-    metrics = turn_metrics(finished, empty_think) | repetition(finished) | zero_variance_groups(finished)
+    metrics = turn_metrics(finished) | repetition(finished) | zero_variance_groups(finished)
     if batch is not None:
         metrics |= entropy(batch) | sampler_mismatch(batch)
     return metrics
 
 
-def turn_metrics(finished: Sequence[Trajectory], empty_think: Callable[[str], bool] | None = None) -> dict[str, float]:
-    """`health/invalid_action_ratio` over all turns, `health/empty_think_ratio` over the turns of which it is known."""
+def turn_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """`health/invalid_action_ratio` over all turns; `health/empty_think_ratio` over those whose event says."""
     metrics = {}
     num_turns = sum(trajectory.num_turns for trajectory in finished)
     if num_turns:
         num_valid = sum(trajectory.num_valid_actions for trajectory in finished)
         metrics["health/invalid_action_ratio"] = 1 - num_valid / num_turns
-    if known := list(_empty_thinks(finished, empty_think)):
-        metrics["health/empty_think_ratio"] = sum(known) / len(known)
+    events = (event for trajectory in finished for event in trajectory.events)
+    if empty := [bool(event["empty_think"]) for event in events if "empty_think" in event]:
+        metrics["health/empty_think_ratio"] = sum(empty) / len(empty)
     return metrics
 
 
@@ -119,14 +115,6 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
         for turn, mean in enumerate(mean_K[:MAX_TURNS].tolist()):
             metrics[f"health/mismatch_turn_{turn}/{name}"] = mean
     return metrics
-
-
-def _empty_thinks(finished: Sequence[Trajectory], empty_think: Callable[[str], bool] | None) -> Iterator[bool]:
-    for event in (event for trajectory in finished for event in trajectory.events):
-        if "empty_think" in event:
-            yield bool(event["empty_think"])
-        elif empty_think is not None:
-            yield empty_think(event["text"])
 
 
 def _num_distinct(row_N: torch.Tensor, ngram_NG: torch.Tensor) -> int:

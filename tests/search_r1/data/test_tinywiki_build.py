@@ -113,7 +113,7 @@ def test_a_world_too_small_is_an_error_that_says_so(tmp_path: Path, capsys: pyte
     assert "raise its number of passages" in capsys.readouterr().err
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     tokenizer = _small_tokenizer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.rewards.format_grammar import Reply, Turn, check_format
@@ -130,13 +130,11 @@ def turns_of(pieces: list[list[str]]) -> list[Turn]:
     return [Turn("".join(parts), reply) for parts, reply in zip(pieces, replies, strict=True)]
 
 
-@settings(deadline=None)
 @given(trajectories())
 def test_everything_the_grammar_makes_is_valid(pieces):
     assert check_format(turns_of(pieces)).valid
 
 
-@settings(deadline=None)
 @given(trajectories(), st.data())
 def test_without_any_one_tag_it_is_invalid(pieces, data):
     parts = data.draw(st.sampled_from(pieces))
@@ -145,7 +143,6 @@ def test_without_any_one_tag_it_is_invalid(pieces, data):
     assert not check_format(turns_of(pieces)).valid
 
 
-@settings(deadline=None)
 @given(trajectories(), st.data(), st.sampled_from(ALL_TAGS))
 def test_with_any_one_tag_more_it_is_invalid(pieces, data, stray):
     turns = turns_of(pieces)
@@ -156,7 +153,6 @@ def test_with_any_one_tag_more_it_is_invalid(pieces, data, stray):
     assert not check_format(turns).valid
 
 
-@settings(deadline=None)
 @given(trajectories(), st.data(), st.sampled_from(list(Reply)))
 def test_with_any_other_reply_it_is_invalid(pieces, data, reply):
     turns = turns_of(pieces)

@@ -36,7 +36,7 @@ FULL_GROUPS = st.lists(GROUP, min_size=1, max_size=3).map(
 )
 SETTINGS = AdvantageSettings(gamma=0.75, lam=0.5, scale="none")
 
-properties = hypothesis_settings(max_examples=40, deadline=None)
+properties = hypothesis_settings(max_examples=40)
 Rows = list[tuple[int, list[tuple[bool, float, float]], float]]
 
 

@@ -72,7 +72,7 @@ def gradient_of(value: torch.Tensor, logits_V: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "off policy"])
 @pytest.mark.parametrize("name", TOPK_KL)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(case=cases())
 def test_expectation_by_enumeration(name: str, on_policy: bool, case: Case) -> None:
     logits_V = case.logits_V.clone().requires_grad_()

@@ -75,17 +75,6 @@ def test_empty_thoughts_are_left_out_when_no_event_knows() -> None:
     assert "health/empty_think_ratio" not in health_metrics([trajectory((5,), events=[{"turn": 0}])], None)
 
 
-def test_a_judge_is_asked_only_where_the_event_does_not_say() -> None:
-    events: list[dict[str, object]] = [
-        {"empty_think": True, "text": "full"},
-        {"text": ""},
-        {"text": "full"},
-        {"text": "full"},
-    ]
-    rows = [trajectory((5,), (6,), (7,), (8,), events=events)]
-    assert health_metrics(rows, None, lambda text: not text)["health/empty_think_ratio"] == 2 / 4
-
-
 def test_repetition_counts_later_copies_of_a_4_gram() -> None:
     # 7777777 has four 4-grams, all the same: three repeat the first. 1234 and 5678 have one each, both new.
     assert health_metrics([trajectory((7,) * 7)], None)["health/repetition"] == pytest.approx(3 / 4)

@@ -1,4 +1,4 @@
-"""Masked sums and the anchor's rule: numbers by hand, gradients by autograd in float64."""
+"""The anchor's rule, in numbers by hand, and the registry."""
 
 from __future__ import annotations
 
@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from verl.algorithms.anchor import follow
-from verl.algorithms.masking import masked_mean, masked_sum
 from verl.algorithms.registry import Registry
 
 
-def f64(*values: float, grad: bool = False) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
-
-
-def test_masked_sum_keeps_what_is_masked_out_of_value_and_gradient() -> None:
-    value_T = f64(1.0, float("nan"), 3.0, float("inf"), grad=True)
-    mask_T = torch.tensor([True, False, True, False])
-    total = masked_sum(value_T, mask_T, 8.0)
-    assert total.item() == 0.5
-    total.backward()
-    assert value_T.grad is not None and value_T.grad.tolist() == [0.125, 0.0, 0.125, 0.0]
-    assert masked_mean(value_T, mask_T).item() == 2.0
-    with pytest.raises(ValueError, match="a mean over no token"):
-        masked_mean(value_T, torch.zeros(4, dtype=torch.bool))
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_anchor_follows() -> None:
