@@ -17,7 +17,7 @@ EOS = "<|endoftext|>"
 
 hypothesis.settings.register_profile(
     "untimed", deadline=None
-)  # how long an example takes says nothing on a busy machine
+)  # an example is slow on a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
