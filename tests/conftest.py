@@ -15,9 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
 
-hypothesis.settings.register_profile(
-    "untimed", deadline=None
-)  # an example is slow on a busy machine
+hypothesis.settings.register_profile("untimed", deadline=None)  # an example is slow on a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
