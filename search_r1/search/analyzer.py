@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 import Stemmer
 
@@ -20,13 +21,22 @@ _STOP_WORDS = """
     to was will with
 """  # Lucene's English list
 _STOP = frozenset(_STOP_WORDS.split())
-_stem = Stemmer.Stemmer("porter").stemWords
+_stem = Stemmer.Stemmer("porter", 0).stemWord  # without a cache of its own: _term has one
 
 
 def terms(text: str) -> list[str]:
     """The index terms of `text`, in order, repeats kept; empty when it has only stop words or punctuation."""
-    words = (word.removesuffix("'s") for word in _WORD.findall(_fold(text).lower()))
-    return _stem([word for word in words if word not in _STOP])
+    return [term for word in _WORD.findall(_fold(text).lower()) if (term := _term(word)) is not None]
+
+
+@lru_cache(maxsize=1 << 16)
+def _term(word: str) -> str | None:
+    """The term of a lower-case word, None for a stop word; the term of "s" is "".
+
+    The cache is most of the speed: text repeats its words.
+    """
+    word = word.removesuffix("'s")
+    return None if word in _STOP else _stem(word)
 
 
 def _fold(text: str) -> str:

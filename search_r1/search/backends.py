@@ -2,30 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatchError, ServerError
+from search_r1.search.hybrid import HybridRetriever
+from search_r1.search.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.retriever import Retriever
+
+ENGINES = ("auto", "faiss", "matrix")
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """`name` is `bm25` or a dense encoder family; `model` a folder or hub id; `num_threads` counts CPU threads."""
+    """What to search with."""
 
     name: str
+    """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""
     index_path: str | None = None
+    """BM25 or Lucene folder, FAISS file or embeddings file; of `hybrid` the dense one."""
     model: str | None = None
+    """Folder or hub id of the query encoder."""
     gpu: bool = False
+    """Put the vectors on a GPU."""
     num_threads: int = 1
+    """CPU threads of the encoder and the index."""
+    engine: str = "auto"
+    """Of a dense index: `faiss`, `matrix` (exact, Flat indexes only), or `auto`: matrix where it can."""
+    search_parameters: str = ""
+    """Of a FAISS index, such as `nprobe=32` or `efSearch=128`."""
+    query_precision: str = "auto"
+    """Of the query encoder: auto, float32, bfloat16 or float16."""
+    dense_name: str | None = None
+    """Of `hybrid`: the encoder family."""
+    bm25_index_path: str | None = None
+    """Of `hybrid`: the BM25 folder; None builds it in memory."""
+
+    @property
+    def encoder_family(self) -> str:
+        """The family of the dense encoder."""
+        return self.dense_name or self.name
 
 
 def load_retriever(options: BackendOptions, corpus: Corpus) -> Retriever:
     """Open the index (BM25 without an index path: build it in memory). Raises a `SearchError`."""
+    if options.engine not in ENGINES:
+        raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     if options.name == "bm25":
-        return Bm25Retriever.load(options.index_path, corpus) if options.index_path else Bm25Retriever.build(corpus)
+        return _load_bm25(options.index_path, corpus, options.num_threads)
+    if options.name == "hybrid":
+        return _load_hybrid(options, corpus)
+    return _load_dense(options, corpus)
+
+
+def _load_bm25(index_path: str | None, corpus: Corpus, num_threads: int) -> Retriever:
+    """Ours, or a Lucene index, by what the folder holds."""
+    if not index_path:
+        return Bm25Retriever.build(corpus, num_threads=num_threads)
+    if is_lucene_index(index_path):
+        return LuceneRetriever.load(index_path, corpus, num_threads=num_threads)
+    return Bm25Retriever.load(index_path, corpus, num_threads)
+
+
+def _load_hybrid(options: BackendOptions, corpus: Corpus) -> Retriever:
+    if not options.dense_name:
+        raise ServerError("retriever 'hybrid' needs --dense_name, the encoder family of its dense index (e5, bge, ...)")
+    dense = _load_dense(replace(options, name=options.dense_name), corpus)
+    return HybridRetriever([_load_bm25(options.bm25_index_path, corpus, options.num_threads), dense])
+
+
+def _load_dense(options: BackendOptions, corpus: Corpus) -> Retriever:
     if not options.index_path or not options.model:
         raise ServerError(f"dense retriever {options.name!r} needs --index_path and --retriever_model")
     if not Path(options.index_path).is_file():
@@ -35,6 +83,4 @@ def load_retriever(options: BackendOptions, corpus: Corpus) -> Retriever:
         )
     from search_r1.search.dense import DenseRetriever  # torch is loaded only for a dense encoder
 
-    return DenseRetriever.load(
-        Path(options.index_path), corpus, options.name, options.model, gpu=options.gpu, num_threads=options.num_threads
-    )
+    return DenseRetriever.load(Path(options.index_path), corpus, options)

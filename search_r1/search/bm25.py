@@ -1,8 +1,8 @@
 """BM25 in memory: sparse lexical search, the embedded default.
 
 score(q, d) = sum over the terms t of q of idf(t) * tf(t, d) / (tf(t, d) + k1 * (1 - b + b * |d| / average length)),
-idf(t) = log(1 + (N - n_t + 0.5) / (n_t + 0.5)): Robertson and Zaragoza 2009 in Lucene's form. bm25s keeps the weight of
-every (term, row) in a sparse matrix; a query adds up its columns.
+idf(t) = log(1 + (N - n_t + 0.5) / (n_t + 0.5)): Robertson and Zaragoza 2009 in Lucene's form. The weight of every
+(term, row) is kept in a sparse matrix, in the files of bm25s; a query adds up its columns.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 
 import bm25s
-import numpy as np
-from tqdm import tqdm
 
 from search_r1.search.analyzer import ANALYZER, terms
+from search_r1.search.bm25_build import build_index
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import CorpusError, IndexMismatchError
+from search_r1.search.errors import IndexMismatchError
 from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
+from search_r1.search.postings import Postings
 from search_r1.search.retriever import Hit
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
@@ -31,37 +31,33 @@ class Bm25Retriever:
 
     name = "bm25"
 
-    def __init__(self, index: bm25s.BM25, corpus_digest: str) -> None:
+    def __init__(self, index: bm25s.BM25, corpus_digest: str, num_threads: int = 1) -> None:
+        """Search with up to `num_threads` threads. Raises `ValueError` when the arrays of `index` are inconsistent."""
         self._index = index
         self._corpus_digest = corpus_digest
+        data, indices, indptr, num_rows = (index.scores[key] for key in ("data", "indices", "indptr", "num_docs"))
+        self._postings = Postings(data, indices, indptr, num_rows, num_threads)
+        self._columns = _checked_columns(index.vocab_dict, len(indptr) - 1)
+        self.fingerprint = f"bm25 {ANALYZER} k1={index.k1} b={index.b} corpus={corpus_digest}"
 
     @classmethod
-    def build(cls, corpus: Corpus, k1: float = 0.9, b: float = 0.4) -> Bm25Retriever:
+    def build(cls, corpus: Corpus, k1: float = 0.9, b: float = 0.4, num_threads: int = 1) -> Bm25Retriever:
         """Index every row of `corpus`. Raises `CorpusError` on a malformed row or when no row has a term."""
-        vocabulary: dict[str, int] = {}
-        ids = [
-            [vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage["contents"])]
-            for passage in tqdm(corpus, total=len(corpus), desc="bm25", disable=None)
-        ]
-        if not vocabulary:
-            raise CorpusError(f"corpus {corpus.path} has no word to index")
-        index = bm25s.BM25(k1=k1, b=b, method="lucene")
-        index.index((ids, vocabulary), show_progress=False)
-        return cls(index, corpus.digest)
+        return cls(build_index(corpus, k1, b), corpus.digest, num_threads)
 
     @classmethod
-    def load(cls, folder: str | Path, corpus: Corpus) -> Bm25Retriever:
+    def load(cls, folder: str | Path, corpus: Corpus, num_threads: int = 1) -> Bm25Retriever:
         """Open a folder written by `save`. Raises `IndexMismatchError` when it is missing or of another corpus."""
         folder = Path(folder)
         found = read_manifest(folder / _MANIFEST)
         if found is None:
             raise IndexMismatchError(
-                f"{folder} is not a BM25 index of this service (no {_MANIFEST}; Lucene is not read); build one: "
+                f"{folder} is not a BM25 index of this service (no {_MANIFEST}); build one: "
                 "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path ... --save_dir ..."
             )
         check_manifest(folder / _MANIFEST, found, _expected(corpus.digest))
         try:
-            return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus.digest)
+            return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus.digest, num_threads)
         except (OSError, ValueError, KeyError) as error:
             raise IndexMismatchError(f"BM25 index {folder} is not readable: {error}; build it again") from error
 
@@ -82,31 +78,22 @@ class Bm25Retriever:
             shutil.rmtree(staging, ignore_errors=True)
 
     def __len__(self) -> int:
-        return int(self._index.scores["num_docs"])
+        return self._postings.num_rows
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See `Retriever.search`. Only rows that share a term with the query (score > 0) are hits."""
-        return [self._search(query, k) for query in queries]
+        known = self._columns
+        asked = [[known[term] for term in terms(query) if term in known] for query in queries]
+        return self._postings.search(asked, k)
 
-    def _search(self, query: str, k: int) -> list[Hit]:
-        columns = [self._index.vocab_dict[term] for term in terms(query) if term in self._index.vocab_dict]
-        if not columns:
-            return []
-        scores = self._scores(columns)
-        rows = np.flatnonzero(scores > 0)
-        if len(rows) > k:
-            rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
-        best = rows[np.lexsort((rows, -scores[rows]))][:k]
-        return [Hit(int(row), float(scores[row])) for row in best]
 
-    def _scores(self, columns: list[int]) -> np.ndarray:
-        """Score of every row, float32 [rows]. A row occurs at most once in a column, so `+=` loses nothing."""
-        data, indices, indptr = (self._index.scores[key] for key in ("data", "indices", "indptr"))
-        scores = np.zeros(len(self), dtype=np.float32)
-        for column in columns:
-            span = slice(indptr[column], indptr[column + 1])
-            scores[indices[span]] += data[span]
-        return scores
+def _checked_columns(vocabulary: dict[str, int], num_columns: int) -> dict[str, int]:
+    """Term to column. Raises `ValueError` when a column is not in the matrix."""
+    if vocabulary.get("", 0) >= num_columns:
+        vocabulary = {term: column for term, column in vocabulary.items() if term}  # bm25s adds "" without a column
+    if vocabulary and not 0 <= min(vocabulary.values()) <= max(vocabulary.values()) < num_columns:
+        raise ValueError(f"a term's column is outside [0, {num_columns})")
+    return vocabulary
 
 
 def _expected(corpus_digest: str) -> dict[str, str | int]:

@@ -1,12 +1,14 @@
 """The asynchronous client of the retrieval server.
 
 Searches made at about the same time travel in one request, a query in flight is asked once however many wait for it,
-and passing trouble is retried. What comes back is passages or a typed error, never an error in the shape of a result.
+and passing trouble is retried, on another server when there are several. What comes back is passages or a typed error,
+never an error in the shape of a result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from search_r1.search.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
+from search_r1.search.errors import RetrieverError, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.reply import parse_reply, retry_after_s, server_message
+from search_r1.search.routing import Router, Server
 
 Passages = list[dict[str, Any]]
 
@@ -24,14 +27,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0, 0.05
 _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
 _RETRIED = frozenset({500, 502, 503, 504})
+_TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"  # the one that the server reads
 _BLAMES_A_QUERY = frozenset({400, 413, 422})
 
 
 class _Trouble(Exception):
     """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
 
-    def __init__(self, cause: str, pause_s: float = 0.0) -> None:
-        super().__init__(cause)
+    def __init__(self, server: Server, cause: str, pause_s: float = 0.0) -> None:
+        super().__init__(f"{server.url}: {cause}")
         self.pause_s = pause_s
 
 
@@ -50,14 +54,33 @@ class RetrievalClient:
     """Search by HTTP, from one event loop at a time; `close` it before another loop uses it."""
 
     def __init__(
-        self, url: str, topk: int = 3, timeout_s: float = 10.0, deadline_s: float = 60.0, max_batch: int = 64
+        self,
+        url: str | Sequence[str],
+        topk: int = 3,
+        timeout_s: float = 10.0,
+        deadline_s: float = 60.0,
+        max_batch: int = 64,
+        token: str | None = None,
     ) -> None:
-        """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries a request."""
-        self.url = url
+        """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries a request.
+
+        `url` is one address, a list, or several with commas between; the servers must hold the same index. `token` is
+        sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. Raises `ValueError` without an
+        address.
+        """
+        addresses = url.split(",") if isinstance(url, str) else url
+        self.urls = tuple(address.strip() for address in addresses if address.strip())
+        if not self.urls:
+            raise ValueError("a RetrievalClient needs the address of at least one server")
+        self.url = ", ".join(self.urls)
         self.topk = topk
+        token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
         self._max_batch = max_batch
+        # silence for a shorter time, at the end of a deadline, is not held against a server
+        self._fair_s = min(timeout_s, deadline_s) / 2
         self._forget()
 
     async def search(self, query: str) -> Passages:
@@ -111,6 +134,7 @@ class RetrievalClient:
         self._batches: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._last_trouble = "none"
+        self._router = Router(self.urls)
 
     def _attach(self) -> None:
         """Belong to the running loop. A loop that was closed took its connections with it."""
@@ -163,46 +187,77 @@ class RetrievalClient:
             question.answer.set_result(passages)
 
     async def _ask(self, queries: Sequence[str], deadline: Callable[[], float]) -> list[Passages]:
-        """Attempt until it works or the deadline (which may move while we wait) would pass."""
-        start, attempts = time.monotonic(), 0
-        while True:
-            attempts += 1
-            left_s = max(deadline() - time.monotonic(), 0.001)
-            try:
-                return await self._attempt(queries, min(self._timeout_s, left_s))
-            except _Trouble as trouble:
-                self._last_trouble = str(trouble)
-                left_s = deadline() - time.monotonic()
-                if left_s <= max(trouble.pause_s, _LAST_PAUSE_S):
-                    elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
-                    raise self._unavailable(f"{elapsed}; last: {trouble}") from trouble
-                pause_s = max(trouble.pause_s, min(_backoff_s(attempts), left_s / 2))
-            await asyncio.sleep(pause_s)
+        """Attempt until it works or the deadline (which may move while we wait) would pass.
 
-    async def _attempt(self, queries: Sequence[str], timeout_s: float) -> list[Passages]:
+        A server that failed is not asked again before the others were, and then after a pause.
+        """
+        start, attempts, rounds = time.monotonic(), 0, 0
+        failed: list[Server] = []
+        while True:
+            in_time = not attempts or time.monotonic() < deadline()
+            server = self._router.choose(avoid=failed) if in_time else None
+            if server is not None:
+                attempts += 1
+                try:
+                    return await self._attempt(server, queries, deadline())
+                except _Trouble as trouble:
+                    self._last_trouble = str(trouble)
+                    failed.append(server)
+                    continue
+            left_s, rest_s = deadline() - time.monotonic(), self._router.rest_s()
+            if left_s <= max(rest_s, _LAST_PAUSE_S):
+                elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
+                raise self._unavailable(f"{elapsed}; last: {self._last_trouble}")
+            rounds += 1
+            await asyncio.sleep(max(rest_s, min(self._router.wait_s() or _backoff_s(rounds), left_s / 2)))
+            failed.clear()
+
+    async def _attempt(self, server: Server, queries: Sequence[str], deadline: float) -> list[Passages]:
+        """One request to one server, and what it says about the server's health."""
+        timeout_s = min(self._timeout_s, max(deadline - time.monotonic(), 0.001))
+        is_probe = server.begin()
+        try:
+            passages = await self._post(server, queries, timeout_s)
+        except _Trouble as trouble:
+            if trouble.pause_s:
+                server.rests(trouble.pause_s)
+            elif not isinstance(trouble.__cause__, TimeoutError) or timeout_s >= self._fair_s:
+                server.fails(is_probe)
+            raise
+        except RetrieverError:
+            server.works()  # what it refuses or mistakes is not a question of its health
+            raise
+        finally:
+            server.end(is_probe)
+        server.works()
+        return passages
+
+    async def _post(self, server: Server, queries: Sequence[str], timeout_s: float) -> list[Passages]:
         """One POST. Raises `_Trouble` for what may pass, else a `RetrieverError`."""
         assert self._session is not None
         body = {"queries": list(queries), "topk": self.topk, "return_scores": True}
+        # the server may drop a request that nobody waits for any more
+        headers = self._headers | {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s)))}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.post(self.url, json=body, timeout=timeout) as response:
+            async with self._session.post(server.url, json=body, headers=headers, timeout=timeout) as response:
                 payload = await response.read()
         except aiohttp.InvalidURL as error:
-            raise self._unavailable("retriever.url is not an http:// or https:// URL") from error
+            raise self._unavailable(f"retriever.url: {server.url} is not an http:// or https:// URL") from error
         except TimeoutError as error:
-            raise _Trouble(f"no answer to one request in {timeout_s:.1f} s") from error
+            raise _Trouble(server, f"no answer to one request in {timeout_s:.1f} s") from error
         except aiohttp.ClientError as error:
-            raise _Trouble(f"{type(error).__name__}: {error}") from error
+            raise _Trouble(server, f"{type(error).__name__}: {error}") from error
         if response.status in _RETRIED:
             pause_s = retry_after_s(response.headers.get("Retry-After"))
-            raise _Trouble(f"HTTP {response.status}: {server_message(payload)}", pause_s)
+            raise _Trouble(server, f"HTTP {response.status}: {server_message(payload)}", pause_s)
         if response.status != 200:
             rejected = RetrieverRejected(
-                f"retriever {self.url} refused the request with HTTP {response.status}: {server_message(payload)}"
+                f"retriever {server.url} refused the request with HTTP {response.status}: {server_message(payload)}"
             )
             rejected.status = response.status
             raise rejected
-        return parse_reply(payload, len(queries), self.url)
+        return parse_reply(payload, len(queries), server.url)
 
     def _unavailable(self, reason: str) -> RetrieverUnavailable:
         return RetrieverUnavailable(

@@ -1,90 +1,151 @@
-"""Dense search: a FAISS index over passage vectors, and the encoder of the queries."""
+"""Dense search: an index over passage vectors, and the encoder of the queries."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import faiss
 import numpy as np
+import torch
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, EncoderOptions
 from search_r1.search.errors import IndexMismatchError, ServerError
-from search_r1.search.manifest import check_manifest, read_manifest
+from search_r1.search.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
+from search_r1.search.flat import MatrixIndex
+from search_r1.search.manifest import check_manifest, manifest_path, read_manifest
 from search_r1.search.retriever import Hit
+from search_r1.search.vectors import VectorFile
+
+if TYPE_CHECKING:
+    from search_r1.search.backends import BackendOptions
+
+_LOG = logging.getLogger(__name__)
+_SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 4096
 
 
-def manifest_path(index_path: Path) -> Path:
-    """Where the manifest of a FAISS file is kept."""
-    return index_path.with_name(index_path.name + ".json")
+class VectorIndex(Protocol):
+    """Rows by inner product with a query vector; see `Retriever` for order and ties."""
+
+    dim: int
+
+    def __len__(self) -> int: ...
+
+    def search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]: ...
 
 
 class DenseRetriever:
-    """Inner-product search, exact or approximate as the index is."""
+    """Encodes queries and asks an index; `fingerprint` is what the answers depend on."""
 
-    def __init__(self, name: str, index: faiss.Index, encoder: Encoder) -> None:
+    def __init__(self, name: str, index: VectorIndex, encoder: Encoder, fingerprint: str = "") -> None:
         """Raises `IndexMismatchError` when index and encoder do not fit each other."""
-        if index.d != encoder.dim:
-            raise IndexMismatchError(f"the index has vectors of {index.d} values, the encoder of {encoder.dim}")
-        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise IndexMismatchError("the index was not built for the inner product; build it by index_builder")
+        if index.dim != encoder.dim:
+            raise IndexMismatchError(f"the index has vectors of {index.dim} values, the encoder of {encoder.dim}")
         self.name = name
+        self.fingerprint = fingerprint or name
         self._index = index
         self._encoder = encoder
 
     @classmethod
-    def load(
-        cls, path: Path, corpus: Corpus, name: str, model: str, gpu: bool = False, num_threads: int = 1
-    ) -> DenseRetriever:
-        """Open a FAISS file. A manifest beside it gives the pooling, and corpus and encoder are checked against it.
+    def load(cls, path: Path, corpus: Corpus, options: BackendOptions) -> DenseRetriever:
+        """Open a FAISS file or an embeddings file (`.memmap`).
 
-        Raises `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and FAISS has none.
+        A manifest beside it gives the pooling, and corpus, encoder, rows and size are checked against it. Raises
+        `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and there is none.
         """
         found = read_manifest(manifest_path(path))
-        pooling = None if found is None else found.get("pooling")
-        encoder = Encoder(EncoderOptions(name, model, pooling=pooling, half=True, num_threads=num_threads))
+        encoder = _query_encoder(options, None if found is None else found.get("pooling"))
         if found is not None:
-            check_manifest(manifest_path(path), found, encoder_fields(encoder) | {"corpus": corpus.digest})
-        faiss.omp_set_num_threads(num_threads)
-        index = read_index(path)
-        return cls(name, to_gpus(index) if gpu else index, encoder)
+            _check(path, found, encoder, corpus)
+        index = _open(path, len(corpus), encoder.dim, options)
+        _LOG.info("%s: %d vectors by %s", path, len(index), type(index).__name__)
+        parts = {
+            "index": _sample_digest(path),
+            "engine": type(index).__name__,
+            "search_parameters": options.search_parameters,
+            "encoder": encoder_fields(encoder),
+            "max_query_tokens": encoder.spec.max_query_tokens,
+            "query_precision": encoder.precision,
+            "corpus": corpus.digest,
+        }
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return cls(options.name, index, encoder, digest)
 
     def __len__(self) -> int:
-        return int(self._index.ntotal)
+        return len(self._index)
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See `Retriever.search`; the score is the inner product."""
         if not queries:
             return []
-        scores, rows = self._index.search(self._encoder.encode_queries(queries), min(k, len(self)))
-        return [_hits(*pair) for pair in zip(scores, rows, strict=True)]
+        return self._index.search(self._encoder.encode_queries(queries), k)
 
 
-def _hits(scores: np.ndarray, rows: np.ndarray) -> list[Hit]:
-    """FAISS fills up with row -1 when it found fewer than k: those are no hits."""
-    found = [Hit(int(row), float(score)) for score, row in zip(scores, rows, strict=True) if row >= 0]
-    return sorted(found, key=lambda hit: (-hit.score, hit.row))
+def encoder_fields(encoder: Encoder) -> dict[str, Any]:
+    """What an index manifest keeps of the encoder; a question encoder has its digest under a name of its own."""
+    weights = "query_weights" if encoder.side == "query" else "weights"
+    return {"format": 1, weights: encoder.fingerprint, "dim": encoder.dim} | encoder.spec.index_fields()
 
 
-def encoder_fields(encoder: Encoder) -> dict[str, object]:
-    """What an index manifest keeps of the encoder."""
-    return {"format": 1, "weights": encoder.fingerprint, "dim": encoder.dim} | encoder.spec.index_fields()
+def _query_encoder(options: BackendOptions, pooling: str | None) -> Encoder:
+    if not options.model:
+        raise ServerError(f"dense retriever {options.name!r} needs --retriever_model")
+    return Encoder(
+        EncoderOptions(
+            options.encoder_family,
+            options.model,
+            pooling=pooling,
+            precision=options.query_precision,
+            num_threads=options.num_threads,
+        )
+    )
 
 
-def read_index(path: Path) -> faiss.Index:
-    """Raises `IndexMismatchError` when `path` is not a FAISS index."""
-    try:
-        return faiss.read_index(str(path))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise IndexMismatchError(f"{path} is not a readable FAISS index ({reason}); build it again") from error
+def _check(path: Path, found: dict[str, Any], encoder: Encoder, corpus: Corpus) -> None:
+    """Raise `IndexMismatchError` when the manifest does not fit what is there now."""
+    expected = encoder_fields(encoder) | {"corpus": corpus.digest}
+    if "query_weights" in expected and "query_weights" not in found:
+        _LOG.warning("%s does not name its question encoder, so it cannot be checked", manifest_path(path))
+        del expected["query_weights"]
+    expected |= {key: value for key, value in _sizes(path, corpus).items() if key in found}
+    check_manifest(manifest_path(path), {"end_token": "", "title_pair": False} | found, expected)
 
 
-def to_gpus(index: faiss.Index) -> faiss.Index:
-    """Shard the index over all GPUs in half precision. Raises `ServerError` when this FAISS sees no GPU."""
-    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-        raise ServerError("--faiss_gpu: this FAISS sees no GPU; install faiss-gpu on a CUDA machine or drop the flag")
-    options = faiss.GpuMultipleClonerOptions()
-    options.useFloat16 = True
-    options.shard = True
-    return faiss.index_cpu_to_all_gpus(index, co=options)
+def _sizes(path: Path, corpus: Corpus) -> dict[str, int]:
+    """Row counts and bytes of a complete index; a manifest may lack them."""
+    return {"num_rows": len(corpus), "rows_done": len(corpus), "bytes": path.stat().st_size}
+
+
+def _open(path: Path, num_rows: int, dim: int, options: BackendOptions) -> VectorIndex:
+    if options.engine != "faiss":
+        vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
+        if vectors is not None:
+            return MatrixIndex(vectors, device=_matrix_device(options))
+        if options.engine == "matrix":
+            raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
+    faiss.omp_set_num_threads(options.num_threads)
+    index = read_index(path)
+    return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
+
+
+def _matrix_device(options: BackendOptions) -> str:
+    if not options.gpu:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ServerError("--faiss_gpu: torch sees no GPU; install a CUDA build of torch or drop the flag")
+    return "cuda"
+
+
+def _sample_digest(path: Path) -> str:
+    """SHA-256 over the size of a file and up to 256 evenly spaced blocks of 4 KiB."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in np.unique(np.linspace(0, max(0, size - _SAMPLED_BYTES), _SAMPLED_BLOCKS).astype(np.int64)):
+            file.seek(int(start))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest()

@@ -22,7 +22,10 @@ _QUERY_PROMPTS, _PASSAGE_PROMPTS = ("query", "s2p_query"), ("document", "passage
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """`max_query_tokens` and `max_passage_tokens` count special tokens and prefix too."""
+    """`max_query_tokens` and `max_passage_tokens` count special tokens and prefix too.
+
+    `end_token` closes every text whose tokenizer does not; `title_pair`: a passage is its title, a separator, its text.
+    """
 
     pooling: str = "mean"
     normalize: bool = True
@@ -30,6 +33,8 @@ class EncoderSpec:
     passage_prefix: str = ""
     max_query_tokens: int = 256
     max_passage_tokens: int = 256
+    end_token: str = ""
+    title_pair: bool = False
 
     def index_fields(self) -> dict[str, Any]:
         """What passages and queries must agree on, as kept in an index manifest."""
@@ -48,7 +53,9 @@ FAMILIES = {
     "qwen3": EncoderSpec(
         pooling="lasttoken",
         query_prefix="Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:",
+        end_token="<|endoftext|>",
     ),
+    "dpr": EncoderSpec(pooling="pooler", normalize=False, title_pair=True),
 }
 
 

@@ -37,3 +37,35 @@ class RetrieverRejected(RetrieverError):
 
 class RetrieverReplyError(RetrieverError):
     """The server answered 200 with something that is not a retrieval reply."""
+
+
+class OnlineError(SearchError):
+    """An online engine cannot be used: a wrong setting, no API key, an unreadable cache. Base of the ones below."""
+
+
+class OnlineUnavailable(OnlineError):
+    """The online engine gave no answer within the deadline or the attempts allowed; it may later."""
+
+
+class OnlineRejected(OnlineError):
+    """The online engine refused the request (a wrong key, a used-up account); asking again would not help."""
+
+
+class OnlineReplyError(OnlineError):
+    """The online engine answered 200 with something else than search results."""
+
+
+class ReplayMissError(OnlineError):
+    """The response cache is replayed and has no answer to this query."""
+
+
+class SearchFailed(SearchError):
+    """A query that the retriever or the corpus could not answer; the others of its batch are not concerned."""
+
+
+class ServiceUnavailable(SearchError):
+    """The queue is full or the server stops; the request may come back after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

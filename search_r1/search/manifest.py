@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from search_r1.search.errors import IndexMismatchError
 
 
+def manifest_path(index_path: Path) -> Path:
+    """Where the manifest of an index or embeddings file is kept."""
+    return index_path.with_name(index_path.name + ".json")
+
+
 def write_manifest(path: Path, fields: dict[str, Any]) -> None:
-    """Save `fields` as JSON."""
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Save `fields` as JSON, whole or not at all."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    staging.replace(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

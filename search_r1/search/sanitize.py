@@ -11,9 +11,27 @@ _TAG = re.compile(r"<\s*/?\s*(?:answer|search|information|think|result)\s*/?\s*>
 
 
 def strip_agent_tags(text: str) -> str:
-    """`text` without the agent's tags; repeated, because removing one tag can join the halves of another."""
-    while "<" in text:
-        text, removed = _TAG.subn("", text)
-        if not removed:
-            break
-    return text
+    """`text` without the agent's tags, nor those that removing a tag would join from two halves.
+
+    A tag has no angle bracket inside, so it can end only at the latest "<" that is still open: one pass is enough,
+    however deep the tags are nested.
+    """
+    if _TAG.search(text) is None:
+        return text
+    kept = [""]  # each piece after the first starts with "<" or follows a ">"
+    *closed, rest = text.split(">")
+    for piece in closed:
+        _append(kept, piece)
+        kept[-1] += ">"
+        if _TAG.fullmatch(kept[-1]):
+            kept.pop()
+        else:
+            kept.append("")
+    _append(kept, rest)
+    return "".join(kept)
+
+
+def _append(kept: list[str], piece: str) -> None:
+    plain, *opened = piece.split("<")
+    kept[-1] += plain
+    kept += ["<" + part for part in opened]

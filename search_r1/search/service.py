@@ -1,62 +1,131 @@
-"""Queries in, passages out: one thread owns the retriever, a cache answers repeats."""
+"""The local index as a source: one thread owns the retriever, batches gather all requests, a cache answers repeats."""
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from cachetools import LRUCache
-
+from search_r1.search.batching import Batcher, BatchLimits
+from search_r1.search.cache import AnswerCache
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import IndexMismatchError
-from search_r1.search.retriever import Retriever
+from search_r1.search.errors import IndexMismatchError, SearchError, SearchFailed
+from search_r1.search.metrics import Metrics
+from search_r1.search.retriever import Hit, Retriever
+from search_r1.search.source import Answer, EncodedHit, Found, encode
 
-Found = tuple[dict[str, Any], float]  # a passage of the corpus and its score
+_LOG = logging.getLogger(__name__)
+_WARM_UP_WORDS = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServiceOptions(BatchLimits):
+    """The limits of batches, and `cache_mib`: MiB of answers kept for repeated (query, k), 0 for none."""
+
+    cache_mib: float = 128.0
 
 
 class RetrievalService:
-    """Joins a retriever to its corpus. Call it from one event loop.
+    """Joins a retriever to its corpus; a `Source`. Call it from one event loop.
 
-    The single worker thread keeps the event loop free and the index from concurrent calls, which neither FAISS on a
-    GPU nor the stemmer allows.
+    The owner thread keeps the event loop free and the index from concurrent calls, which neither FAISS on a GPU nor
+    the stemmer allows. Runs of white space in a query count as one space.
     """
 
-    def __init__(self, retriever: Retriever, corpus: Corpus, cache_passages: int = 50_000) -> None:
-        """`cache_passages` bounds the passages kept for repeated (query, k). Raises `IndexMismatchError`."""
+    def __init__(
+        self,
+        retriever: Retriever,
+        corpus: Corpus,
+        options: ServiceOptions | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Raises `IndexMismatchError`."""
         if len(retriever) != len(corpus):
             raise IndexMismatchError(
                 f"the {retriever.name} index has {len(retriever)} rows, corpus {corpus.path} has {len(corpus)}; "
                 "use the corpus the index was built from"
             )
+        options = options or ServiceOptions()
         self.retriever = retriever
         self.corpus = corpus
-        self._cache: LRUCache[tuple[str, int], list[Found]] = LRUCache(
-            cache_passages, getsizeof=lambda hits: 1 + len(hits)
-        )
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retriever")
+        self.metrics = metrics or Metrics()
+        self.name = retriever.name
+        self.num_passages: int | None = len(corpus)
+        fingerprint = getattr(retriever, "fingerprint", retriever.name)
+        self._cache = AnswerCache(int(options.cache_mib * 2**20), fingerprint)
+        self.metrics.cache_bytes.set_function(lambda: self._cache.num_bytes)
+        self._batcher = Batcher(self._run, self._cache.put, options, self.metrics)
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
-        """At most `k` passages for each query, in order. A blank query finds nothing."""
-        answers = {query: self._known(query, k) for query in queries}
-        missing = [query for query, found in answers.items() if found is None]
+        """See `Source.search`."""
+        answers = await self.search_encoded(queries, k)
+        return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers]
+
+    async def search_encoded(self, queries: list[str], k: int) -> list[Answer]:
+        """See `Source.search`; the documents are JSON."""
+        plain = [" ".join(query.split()) for query in queries]
+        answers = {query: self._known(query, k) for query in plain}
+        missing = [query for query, answer in answers.items() if answer is None]
+        self.metrics.cache_misses.inc(len(missing))
         if missing:
-            found = await asyncio.get_running_loop().run_in_executor(self._worker, self._look_up, missing, k)
-            answers.update(zip(missing, found, strict=True))
-            self._remember(missing, k, found)
-        return [answers[query] or [] for query in queries]
+            answers.update(zip(missing, await self._batcher.ask(missing, k), strict=True))
+        return [answers[query] or () for query in plain]
+
+    async def warm_up(self) -> None:
+        """Run one query through the index: words of the first row, which find something. Raises `SearchError`."""
+        words = str(self.corpus[0]["contents"]).split()[:_WARM_UP_WORDS]
+        await self._batcher.ask([" ".join(words)], 1)
 
     def close(self) -> None:
-        """Let the running search end and drop the ones that wait."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Let the running batch end and fail whoever waits."""
+        self._batcher.close()
 
-    def _known(self, query: str, k: int) -> list[Found] | None:
-        return self._cache.get((query, k)) if query.strip() else []
+    def _known(self, query: str, k: int) -> Answer | None:
+        if not query:
+            return ()
+        answer = self._cache.get(query, k)
+        if answer is not None:
+            self.metrics.cache_hits.inc()
+        return answer
 
-    def _remember(self, queries: list[str], k: int, found: list[list[Found]]) -> None:
-        for query, passages in zip(queries, found, strict=True):
-            if len(passages) < self._cache.maxsize:
-                self._cache[query, k] = passages
+    def _run(self, queries: list[str], k: int) -> list[Answer | Exception]:
+        """An answer or the error of each query, whatever the others do."""
+        found = self._hits(queries, min(k, len(self.retriever)))
+        return [hits if isinstance(hits, Exception) else self._attempt(partial(self._fetch, hits)) for hits in found]
 
-    def _look_up(self, queries: list[str], k: int) -> list[list[Found]]:
-        return [[(self.corpus[hit.row], hit.score) for hit in hits] for hits in self.retriever.search(queries, k)]
+    def _hits(self, queries: list[str], k: int) -> list[list[Hit] | Exception]:
+        """A batch that fails is halved until the queries to blame stand alone."""
+        found = self._attempt(partial(self._search, queries, k))
+        if not isinstance(found, Exception):
+            return found
+        if len(queries) == 1:
+            return [found]
+        half = len(queries) // 2
+        return self._hits(queries[:half], k) + self._hits(queries[half:], k)
+
+    def _search(self, queries: list[str], k: int) -> list[list[Hit] | Exception]:
+        found = self.retriever.search(queries, k)
+        if len(found) != len(queries):
+            raise SearchFailed(f"the {self.name} retriever gave {len(found)} answers to {len(queries)} queries")
+        return list(found)
+
+    def _fetch(self, hits: list[Hit]) -> Answer:
+        for hit in hits:
+            if not math.isfinite(hit.score):
+                raise SearchFailed(f"the {self.name} retriever scored row {hit.row} with {hit.score}")
+        return tuple(EncodedHit(encode(self.corpus[hit.row]), hit.score) for hit in hits)
+
+    def _attempt(self, work: Callable[[], T]) -> T | SearchError:
+        """Whatever is raised is the outcome of a query; it must not end the owner thread."""
+        try:
+            return work()
+        except SearchError as error:
+            return error
+        except Exception as error:
+            _LOG.exception("the %s retriever failed", self.name)
+            return SearchFailed(f"the {self.name} retriever failed: {type(error).__name__}: {error}")

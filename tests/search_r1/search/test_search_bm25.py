@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import bm25s
+import numpy as np
 import pytest
 
 from search_r1.search.analyzer import terms
@@ -61,6 +63,7 @@ def test_equal_scores_come_in_row_order_for_every_k(tmp_path: Path) -> None:
 def test_accents_possessives_and_inflections_match() -> None:
     assert terms("Beyoncé's rivers") == terms("beyonce river") == terms("BEYONCE\u0301\u2019s River")
     assert terms("The 3 cats, 東京") == ["3", "cat", "東京"]
+    assert terms("the U.S. cats' cat's") == ["u", "", "cat", "cat"]  # Porter leaves nothing of "s"
 
 
 def test_saved_index_gives_the_same_answers(corpus_file: Path, tmp_path: Path) -> None:
@@ -73,6 +76,48 @@ def test_saved_index_gives_the_same_answers(corpus_file: Path, tmp_path: Path) -
     assert loaded.search(queries, 5) == built.search(queries, 5)
     assert len(loaded) == 5
     assert [path.name for path in (tmp_path / "indexes").iterdir()] == ["bm25"]
+
+
+def test_an_index_written_by_bm25s_itself_gives_the_same_answers(corpus_file: Path, tmp_path: Path) -> None:
+    corpus = Corpus(corpus_file)
+    ours = Bm25Retriever.build(corpus)
+    ours.save(tmp_path / "bm25")
+    vocabulary: dict[str, int] = {}
+    ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(row["contents"])] for row in corpus]
+    theirs = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
+    theirs.index((ids, vocabulary), show_progress=False)
+    theirs.save(tmp_path / "bm25", show_progress=False)  # its vocabulary ends in "", which has no column
+    loaded = Bm25Retriever.load(tmp_path / "bm25", corpus)
+    queries = ["river of Morn", "country Tarsia", "s", "the S river"]
+    assert loaded.search(queries, 5) == ours.search(queries, 5)
+    assert loaded.search(["s"], 5) == [[]] and loaded.fingerprint == ours.fingerprint
+
+
+def test_fingerprint_tells_what_answers_depend_on(corpus_file: Path, tmp_path: Path) -> None:
+    corpus = Corpus(corpus_file)
+    prints = [
+        Bm25Retriever.build(corpus).fingerprint,
+        Bm25Retriever.build(corpus, k1=1.2).fingerprint,
+        Bm25Retriever.build(corpus, b=0.75).fingerprint,
+        Bm25Retriever.build(_corpus(tmp_path, "cat", "dog")).fingerprint,
+    ]
+    assert len(set(prints)) == 4
+    assert Bm25Retriever.build(corpus, num_threads=2).fingerprint == prints[0]
+
+
+def test_a_damaged_index_is_refused(corpus_file: Path, tmp_path: Path) -> None:
+    corpus = Corpus(corpus_file)
+    Bm25Retriever.build(corpus).save(tmp_path / "bm25")
+    vocabulary = tmp_path / "bm25" / "vocab.index.json"
+    whole = vocabulary.read_text()
+    vocabulary.write_text(whole.replace("}", ', "more": 1000}'))
+    with pytest.raises(IndexMismatchError, match="column is outside.*build it again"):
+        Bm25Retriever.load(tmp_path / "bm25", corpus)
+    vocabulary.write_text(whole)
+    rows = tmp_path / "bm25" / "indices.csc.index.npy"
+    np.save(rows, np.load(rows) + 1)
+    with pytest.raises(IndexMismatchError, match="a row is outside.*build it again"):
+        Bm25Retriever.load(tmp_path / "bm25", corpus)
 
 
 def test_index_of_another_corpus_is_refused(corpus_file: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_concurrent_searches_travel_together_and_duplicates_once(run_app) -> Non
 
 
 def test_a_query_in_flight_is_not_asked_again_but_a_later_one_is(run_app) -> None:
-    peer = Peer(delay_s=0.2)
+    peer = Peer(delay_s=1.0)
 
     async def act(client: RetrievalClient) -> None:
         first = asyncio.ensure_future(client.search("same"))

@@ -1,0 +1,118 @@
+"""The HTTP side of a source: search routes, probes and metrics behind one gate."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from search_r1.search.deadline import ClientGone, DeadlineExpired
+from search_r1.search.errors import SearchError, ServiceUnavailable
+from search_r1.search.gate import Gate, ServerState
+from search_r1.search.metrics import Metrics
+from search_r1.search.routes import SearchOptions, search_router
+from search_r1.search.source import NeedsWarmUp, Source
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AppOptions(SearchOptions):
+    """`auth_token`: the bearer token that every request but /healthz and /readyz must carry, None for none."""
+
+    auth_token: str | None = None
+
+
+def create_app(source: Source, options: AppOptions | None = None, metrics: Metrics | None = None) -> FastAPI:
+    """The app serves `source` and closes it at the end. `app.state.server` is its `ServerState`.
+
+    Further routes may be included in it: they stand behind the same gate and may raise the same errors.
+    """
+    options, metrics = options or AppOptions(), metrics or Metrics()
+    state = ServerState(not_ready="the warm-up query has not run yet")
+    app = FastAPI(title="retrieval", lifespan=_lifespan(source, state))
+    app.state.server = state
+    app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token)
+    app.include_router(search_router(source, options))
+    _add_probes(app, source, options.topk, metrics)
+    _add_error_handlers(app, metrics)
+    return app
+
+
+def _lifespan(source: Source, state: ServerState) -> Any:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.create_task(_warm_up(source, state))
+        yield
+        warming.cancel()
+        closing = source.close()
+        if inspect.isawaitable(closing):
+            await closing
+
+    return lifespan
+
+
+async def _warm_up(source: Source, state: ServerState) -> None:
+    try:
+        if isinstance(source, NeedsWarmUp):
+            await source.warm_up()
+        state.not_ready = ""
+    except SearchError as error:
+        state.not_ready = f"the warm-up query failed: {error}"
+        _LOG.error("the warm-up query failed: %s", error)
+
+
+def _add_probes(app: FastAPI, source: Source, topk: int, metrics: Metrics) -> None:
+    state: ServerState = app.state.server
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """The process lives; what it serves."""
+        return {"status": "ok", "retriever": source.name, "corpus_size": source.num_passages, "topk": topk}
+
+    @app.get("/readyz", responses={503: {"description": "Not yet, or not any more."}})
+    async def readyz() -> JSONResponse:
+        """Whether traffic should come."""
+        reason = "the server is stopping" if state.draining else state.not_ready
+        return JSONResponse({"status": reason or "ready"}, 503 if reason else 200)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Health as FlashRAG reports it."""
+        available = int(not state.draining and not state.not_ready)
+        return {"status": "healthy", "retrievers": {"total": 1, "available": available}}
+
+    @app.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """Counters in the text format of Prometheus."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    @app.exception_handler(SearchError)
+    async def failed(_: Request, error: SearchError) -> JSONResponse:
+        metrics.errors.inc()
+        _LOG.error("search failed: %s", error)
+        return JSONResponse({"detail": str(error)}, 500)
+
+    @app.exception_handler(ServiceUnavailable)
+    async def overloaded(_: Request, error: ServiceUnavailable) -> JSONResponse:
+        metrics.rejected.inc()
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(DeadlineExpired)
+    async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:
+        metrics.expired.inc()
+        return JSONResponse({"detail": str(error)}, 504)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        metrics.gone.inc()
+        return Response(status_code=499)  # nobody reads it; the metrics do

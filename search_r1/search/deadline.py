@@ -1,0 +1,83 @@
+"""A request has a time to be answered in and a client that may leave: past either, its work is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import HTTPException, Request
+
+from search_r1.search.wire import MAX_BODY_BYTES
+
+T = TypeVar("T")
+
+DEADLINE_HEADER = b"x-deadline-ms"
+
+
+class DeadlineExpired(Exception):
+    """The request could not be answered in time."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the reply any more."""
+
+
+async def answer_in_time(http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]]) -> T:
+    """The result of `work(body)`, cancelled when the client leaves or its time is over.
+
+    The time is `timeout_s` or the milliseconds of the header X-Deadline-Ms, whichever is shorter, counted from here.
+    Raises `DeadlineExpired`, `ClientGone`, or `HTTPException` when the body is too large or the header no number.
+    """
+    timeout_s = _allowed_s(http, timeout_s)
+    clock = asyncio.timeout(timeout_s)
+    watch: asyncio.Task[None] | None = None
+    try:
+        async with clock:
+            body = await _body(http)
+            watch = asyncio.create_task(_watch(http, clock))
+            try:
+                return await work(body)
+            finally:
+                watch.cancel()
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        if watch is not None and watch.done():
+            raise ClientGone from error
+        raise DeadlineExpired(f"not answered within the deadline of {timeout_s:g} s") from error
+
+
+def _allowed_s(http: Request, timeout_s: float) -> float:
+    header = next((value for name, value in http.scope["headers"] if name == DEADLINE_HEADER), None)
+    if header is None:
+        return timeout_s
+    try:
+        asked_s = float(header) / 1000
+    except ValueError:
+        asked_s = math.nan
+    if math.isnan(asked_s):
+        raise HTTPException(422, "the header X-Deadline-Ms must be a number of milliseconds")
+    return min(timeout_s, asked_s)
+
+
+async def _body(http: Request) -> bytes:
+    chunks, size, more = [], 0, True
+    while more:
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send fewer queries at once")
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+async def _watch(http: Request, clock: asyncio.Timeout) -> None:
+    """Ring the clock when the client leaves."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    clock.reschedule(0.0)

@@ -1,0 +1,185 @@
+"""Exact inner-product search as a matrix product.
+
+The product runs in bfloat16 over a copy of the vectors: half the bytes of float32 and several times the speed. Every
+row that could belong to the best k is then scored again from its float32 values. Which rows could is a bound, not a
+guess. With q the query, x a row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the result
+of the product is bfloat16) and e the rounding of a sum of d float32 products:
+
+    |c - q.x| <= a + u |c|,   a = |q - q~| max|x| + |q~| max|x - x~| + e |q| max|x|     (Cauchy-Schwarz)
+
+If k rows have c >= t, the k-th best exact score s is at least t - u |t| - a, and a row of the best k has a coarse score
+of at least (s - a) - u |s - a|. So the answer is that of float32 vectors and float64 sums, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from search_r1.search.errors import IndexMismatchError, ServerError
+from search_r1.search.precision import cpu_has_bf16
+from search_r1.search.retriever import Hit
+from search_r1.search.vectors import BLOCK_ROWS, VectorFile
+
+_LOG = logging.getLogger(__name__)
+_GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to search for the best k
+_QUERIES = 256
+_CPU_SCORES, _GPU_SCORES = 1 << 24, 1 << 28  # coarse scores held at once
+_RESCORED_ROWS = 4096
+
+
+class MatrixIndex:
+    """All vectors on one device in bfloat16; their float32 values stay in the file.
+
+    Legend: B queries, R rows, G groups of J rows, D = dim; M, N lists of candidates.
+    """
+
+    def __init__(
+        self, vectors: VectorFile, device: str = "cpu", dtype: torch.dtype | None = None, max_scores: int | None = None
+    ) -> None:
+        """Read all vectors once. `dtype` defaults to bfloat16, to float32 on a CPU without it.
+
+        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once. Raises
+        `IndexMismatchError` on a vector with NaN or Inf and `ServerError` when the device cannot hold the matrix.
+        """
+        self.dim = vectors.dim
+        self._vectors = vectors
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
+        self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
+        self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
+        self._max_norm = self._max_error = 0.0
+        self._matrix_RD = self._load()
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]:
+        """See `Retriever.search`; queries are finite float32 [B, D], the score is the inner product."""
+        k = min(k, len(self))
+        if k < 1:
+            return [[] for _ in queries_BD]
+        hits: list[list[Hit]] = []
+        for start in range(0, len(queries_BD), _QUERIES):
+            hits += self._search(queries_BD[start : start + _QUERIES], k)
+        return hits
+
+    def _load(self) -> torch.Tensor:
+        try:
+            matrix_RD = torch.empty((len(self), self.dim), dtype=self._dtype, device=self._device)
+        except RuntimeError as error:
+            needed = len(self) * self.dim * self._dtype.itemsize / 2**30
+            raise ServerError(
+                f"the matrix of {len(self)} x {self.dim} needs {needed:.1f} GiB on {self._device}, which has not so "
+                "much free; use a compressed FAISS index (docs/retrieval.md)"
+            ) from error
+        blocks = self._vectors.blocks()
+        bar = tqdm(blocks, total=-(-len(self) // BLOCK_ROWS), desc="matrix", unit="block", disable=None, leave=False)
+        for start, block in bar:
+            exact_RD = torch.from_numpy(block)
+            rounded_RD = exact_RD.to(self._dtype)
+            self._measure(start, exact_RD, rounded_RD)
+            matrix_RD[start : start + len(block)] = rounded_RD
+        return matrix_RD
+
+    def _measure(self, start: int, exact_RD: torch.Tensor, rounded_RD: torch.Tensor) -> None:
+        """Keep the largest norm and the largest rounding error of a row, for the bound."""
+        norms_R = torch.linalg.vector_norm(exact_RD, dim=1)
+        broken = torch.nonzero(~torch.isfinite(norms_R)).flatten().tolist()
+        if broken:
+            raise IndexMismatchError(
+                f"{self._vectors.path}: the vector of row {start + broken[0]} has NaN or Inf; build the index again"
+            )
+        errors_R = torch.linalg.vector_norm(exact_RD - rounded_RD.float(), dim=1)
+        self._max_norm = max(self._max_norm, float(norms_R.max()))
+        self._max_error = max(self._max_error, float(errors_R.max()))
+
+    def _search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]:
+        exact_BD = torch.from_numpy(np.array(queries_BD, dtype=np.float32, order="C"))
+        rounded_BD = exact_BD.to(self._dtype)
+        slack_B = self._slack(exact_BD, rounded_BD).numpy()
+        rounded_DB = rounded_BD.to(self._device).T
+        best = [_Best(query, k, self._vectors) for query in exact_BD.double().numpy()]
+        size = max(_GROUP, self._max_scores // len(best) // _GROUP * _GROUP)
+        for start in range(0, len(self), size):
+            groups_GJB = self._coarse(self._matrix_RD[start : start + size], rounded_DB)
+            floor_B = np.array([found.kth for found in best], dtype=np.float32)
+            rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
+            ends = np.cumsum(np.bincount(queries_N, minlength=len(best)))[:-1]
+            for found, rows in zip(best, np.split(rows_N + start, ends), strict=True):
+                found.add(rows)
+        return [found.hits() for found in best]
+
+    def _slack(self, exact_BD: torch.Tensor, rounded_BD: torch.Tensor) -> torch.Tensor:
+        """`a` of the module's docstring, float32 [B]."""
+        norm_B = torch.linalg.vector_norm(exact_BD, dim=1)
+        error_B = torch.linalg.vector_norm(exact_BD - rounded_BD.float(), dim=1)
+        sums = (self.dim + 8) * 2.0**-22
+        return error_B * self._max_norm + (norm_B + error_B) * self._max_error + sums * norm_B * self._max_norm
+
+    def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor) -> torch.Tensor:
+        """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
+        if self._device.type == "cuda":
+            scores_RB = torch.mm(matrix_RD, queries_DB, out_dtype=torch.float32)
+        else:
+            scores_RB = matrix_RD @ queries_DB  # in this order: the other one repacks the whole matrix every time
+        missing = -len(scores_RB) % _GROUP
+        if missing:
+            scores_RB = pad(scores_RB, (0, 0, 0, missing), value=float("-inf"))
+        return scores_RB.view(-1, _GROUP, scores_RB.shape[1])
+
+    def _candidates(
+        self, groups_GJB: torch.Tensor, floor_B: np.ndarray, slack_B: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, query) whose row may be among the query's best k, sorted by query, then row.
+
+        `floor_B`: the exact score of the k-th best so far, -inf when there are fewer.
+        """
+        maxima_GB = groups_GJB.amax(1).float()
+        if len(maxima_GB) >= k:  # k groups have a row at least as good as the k-th best maximum
+            kth_B = maxima_GB.T.contiguous().topk(k, dim=1).values[:, -1].cpu().numpy()
+            floor_B = np.maximum(floor_B, kth_B - self._output_error * np.abs(kth_B) - slack_B)
+        lowest_B = floor_B - slack_B
+        threshold_B = torch.from_numpy(lowest_B - self._output_error * np.abs(lowest_B)).to(self._device)
+        group_M, query_M = torch.nonzero(maxima_GB >= threshold_B, as_tuple=True)
+        scores_MJ = groups_GJB[group_M, :, query_M].float()
+        wanted_MJ = (scores_MJ >= threshold_B[query_M, None]) & torch.isfinite(scores_MJ)
+        member_N, place_N = torch.nonzero(wanted_MJ, as_tuple=True)
+        rows_N = (group_M[member_N] * _GROUP + place_N).cpu().numpy()
+        queries_N = query_M[member_N].cpu().numpy()
+        order = np.lexsort((rows_N, queries_N))
+        return rows_N[order], queries_N[order]
+
+
+class _Best:
+    """The best k rows of one query so far. A row's score is computed by itself, so it never depends on other rows."""
+
+    def __init__(self, query_D: np.ndarray, k: int, vectors: VectorFile) -> None:
+        self._query_D, self._k, self._vectors = query_D, k, vectors
+        self._rows = np.empty(0, dtype=np.int64)
+        self._scores = np.empty(0, dtype=np.float32)
+
+    @property
+    def kth(self) -> float:
+        """The lowest of k scores; -inf as long as there are fewer."""
+        return float(self._scores[-1]) if len(self._scores) == self._k else float("-inf")
+
+    def add(self, rows: np.ndarray) -> None:
+        for start in range(0, len(rows), _RESCORED_ROWS):
+            self._merge(rows[start : start + _RESCORED_ROWS])
+
+    def _merge(self, rows: np.ndarray) -> None:
+        products = self._vectors.take(rows) * self._query_D  # float64
+        scores = np.concatenate([self._scores, products.sum(axis=1).astype(np.float32)])
+        rows = np.concatenate([self._rows, rows])
+        order = np.lexsort((rows, -scores))[: self._k]
+        self._rows, self._scores = rows[order], scores[order]
+
+    def hits(self) -> list[Hit]:
+        pairs = zip(self._rows.tolist(), self._scores.tolist(), strict=True)
+        return [Hit(row, score) for row, score in pairs]

@@ -1,0 +1,7 @@
+"""Online search engines as a source of passages: Serper, SerpAPI, Google, Brave, Tavily."""
+
+from search_r1.search.online.engine import OnlineSource
+from search_r1.search.online.load import PROVIDERS, load_online
+from search_r1.search.online.options import OnlineOptions
+
+__all__ = ["PROVIDERS", "OnlineOptions", "OnlineSource", "load_online"]

@@ -1,0 +1,95 @@
+"""Pages that must not be found: those that hold a benchmark's own questions and answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from search_r1.search.errors import OnlineError
+
+# Where the question sets of this project are published.
+BENCHMARK_PAGES = (
+    "huggingface.co",
+    "hf.co",
+    "hf-mirror.com",
+    "hotpotqa.github.io",
+    "nlp.cs.washington.edu/triviaqa*",
+    "ai.google.com/research/naturalquestions*",
+    "kaggle.com/datasets*",
+    "paperswithcode.com/dataset*",
+    "github.com/hotpotqa*",
+    "github.com/alab-nii/2wikimultihop*",
+    "github.com/stonybrooknlp/musique*",
+    "github.com/ofirpress/self-ask*",
+    "github.com/alextmallen/adaptive-retrieval*",
+    "github.com/google-research-datasets/natural-questions*",
+)
+
+_SCHEME = re.compile(r"https?:/{1,2}")
+
+
+class DenyList:
+    """Domains (`example.org`, with everything below it) and URL patterns (`example.org/data*`, `*.example`).
+
+    A `*` stands for any text; a pattern without a `/` is about the host. Compared are whole addresses in lower case
+    without scheme, user, port, `www.` and the slash at the end. An address inside another one (an archived copy, a
+    redirect) counts too.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raises `OnlineError` for an entry that is neither."""
+        plain = [_plain(entry) for entry in entries]
+        self._domains = frozenset(entry for entry in plain if not {"/", "*"} & set(entry))
+        self._hosts = _any_of(entry for entry in plain if "*" in entry and "/" not in entry)
+        self._pages = _any_of(entry for entry in plain if "/" in entry)
+
+    def denies(self, url: str) -> bool:
+        """Whether a result at `url` must be left out. What is no URL is denied."""
+        try:
+            return any(self._denies(host, path) for host, path in _addresses(url))
+        except ValueError:
+            return True
+
+    def _denies(self, host: str, path: str) -> bool:
+        labels = host.split(".")
+        if any(".".join(labels[start:]) in self._domains for start in range(len(labels))):
+            return True
+        return bool(self._hosts.fullmatch(host) or self._pages.fullmatch(host + path))
+
+
+def read_deny_file(path: str) -> list[str]:
+    """One entry a line; blank lines and what follows a `#` are left out. Raises `OnlineError`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OnlineError(f"cannot read the deny list {path}: {error}") from error
+    return [entry for entry in (line.partition("#")[0].strip() for line in lines) if entry]
+
+
+def _plain(entry: str) -> str:
+    plain = re.sub(r"^(\w+://)?(www\.)?", "", entry.strip().lower()).rstrip("/.")
+    if not plain or re.search(r"\s", plain):
+        raise OnlineError(f"{entry!r} in the deny list is neither a domain nor a URL pattern such as example.org/data*")
+    return plain
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Matches what any of the patterns matches, and without patterns nothing."""
+    texts = [".*".join(map(re.escape, pattern.split("*"))) for pattern in patterns]
+    return re.compile("|".join(texts) or r"(?!)", re.DOTALL)
+
+
+def _addresses(url: str) -> Iterator[tuple[str, str]]:
+    """(host, path and query) of `url` and of every address written inside it. Raises `ValueError`."""
+    yield _address(urlsplit(url.strip()))
+    inner = _SCHEME.split(unquote(url).lower())[2:]
+    yield from (_address(urlsplit("//" + text)) for text in inner if text)
+
+
+def _address(parts: SplitResult) -> tuple[str, str]:
+    if not parts.hostname:
+        raise ValueError("no host")
+    query = f"?{parts.query}" if parts.query else ""
+    return parts.hostname.rstrip(".").removeprefix("www."), unquote(parts.path + query).lower().rstrip("/")

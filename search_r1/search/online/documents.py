@@ -1,0 +1,37 @@
+"""Web results to the documents that the retrieval protocol carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_r1.search.online.deny_list import DenyList
+from search_r1.search.online.provider import Result
+from search_r1.search.sanitize import strip_agent_tags
+from search_r1.search.source import Found
+
+
+def to_documents(results: list[Result], source: str, deny: DenyList) -> list[Found]:
+    """(document, score) of the results that may be shown, by falling score; a page that comes twice counts once.
+
+    The score is the engine's own when each result has one, else 1 / rank in the engine's answer.
+    """
+    scored = bool(results) and all(result.score is not None for result in results)
+    kept: dict[str, Found] = {}
+    for rank, result in enumerate(results, start=1):
+        if result.url not in kept and not deny.denies(result.url):
+            score = result.score if scored and result.score is not None else 1 / rank
+            kept[result.url] = (_document(result, source), score)
+    return sorted(kept.values(), key=lambda found: -found[1])
+
+
+def _document(result: Result, source: str) -> dict[str, Any]:
+    title = strip_agent_tags(" ".join(_clean(result.title).split()))
+    # no tag of the agent in the address either: it may be shown beside the text
+    url = _clean(result.url).replace("<", "%3C").replace(">", "%3E")
+    contents = strip_agent_tags(f'"{title}"\n{_clean(result.text).strip()}')
+    return {"id": url, "url": url, "contents": contents, "title": title, "source": source}
+
+
+def _clean(text: str) -> str:
+    """Without halves of surrogate pairs, which JSON may carry and UTF-8 may not."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,45 @@
+"""An online engine by its name."""
+
+from __future__ import annotations
+
+import logging
+
+from search_r1.search.errors import OnlineError
+from search_r1.search.online.api_key import MaskInLog, read_key
+from search_r1.search.online.brave import BRAVE
+from search_r1.search.online.engine import OnlineSource
+from search_r1.search.online.google import GOOGLE
+from search_r1.search.online.options import OnlineOptions
+from search_r1.search.online.provider import Provider
+from search_r1.search.online.serpapi import SERPAPI
+from search_r1.search.online.serper import SERPER
+from search_r1.search.online.tavily import TAVILY
+
+PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (SERPER, SERPAPI, GOOGLE, BRAVE, TAVILY)}
+
+
+def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource:
+    """The engine `name` (a key of `PROVIDERS`), ready to search; nothing is asked yet.
+
+    Raises `OnlineError` for an unknown name, a wrong setting, a missing API key (`replay` needs none) or a response
+    cache that cannot be used.
+    """
+    options = options or OnlineOptions()
+    if name not in PROVIDERS:
+        raise OnlineError(f"there is no online engine {name!r}; known are {', '.join(PROVIDERS)}")
+    provider = PROVIDERS[name]
+    options.check()
+    _check_fields(provider, options)
+    key = None
+    if options.cache_mode != "replay":
+        key = read_key(provider.key_variable, options.api_key_file)
+        logging.getLogger("httpx").addFilter(MaskInLog(key))
+    return OnlineSource(provider, options, key)
+
+
+def _check_fields(provider: Provider, options: OnlineOptions) -> None:
+    missing = [name for name in provider.needs if not options.fields.get(name)]
+    if missing:
+        raise OnlineError(f"{provider.name} needs the request field {missing[0]!r}")
+    if {"api_key", provider.key_name} & set(options.fields):
+        raise OnlineError(f"the API key does not belong into the request fields; set {provider.key_variable}")

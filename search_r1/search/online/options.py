@@ -1,0 +1,63 @@
+"""The settings of an online engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from search_r1.search.errors import OnlineError
+from search_r1.search.online.deny_list import BENCHMARK_PAGES
+
+CacheMode = Literal["off", "record", "replay"]
+_POSITIVE = ("timeout_s", "deadline_s", "max_attempts", "keep_s", "keep_empty_s", "per_second", "concurrency")
+
+
+@dataclass(frozen=True)
+class OnlineOptions:
+    """Every setting has a default; only Google needs one (`fields={"cx": ...}`)."""
+
+    endpoint: str | None = None
+    """The address to ask instead of the engine's own, for example that of a proxy."""
+    api_key_file: str | None = None
+    """A file that holds only the API key; None: the engine's environment variable."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of the request, as the engine documents them, for example {"gl": "us", "hl": "en"}."""
+    cache_mode: CacheMode = "off"
+    """record: read the cache, else ask and store. replay: never ask; a query that is not stored is an error."""
+    cache_path: str | None = None
+    """The SQLite file of the response cache."""
+    keep_s: float = math.inf
+    """Seconds for which `record` takes a stored answer. `replay` takes every age."""
+    keep_empty_s: float = 3600.0
+    """The same for an answer without results."""
+    per_second: float | None = None
+    """Requests a second; None: what a small plan of the engine allows."""
+    concurrency: int | None = None
+    """Requests at the same time; None: the engine's default."""
+    timeout_s: float = 10.0
+    """Seconds for one HTTP attempt."""
+    deadline_s: float = 30.0
+    """Seconds for one query with all waiting and retries."""
+    max_attempts: int = 4
+    """HTTP attempts for one query."""
+    deny: tuple[str, ...] = BENCHMARK_PAGES
+    """Domains and URL patterns whose pages are never found."""
+    deny_file: str | None = None
+    """More of them, one a line."""
+    price_per_1000: float = 0.0
+    """Money for 1,000 answered requests, in any currency, for the cost counter."""
+
+    def check(self) -> None:
+        """Raises `OnlineError` for a value out of range."""
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise OnlineError(f"{name} is {value}; it must be more than 0")
+        if self.cache_mode not in get_args(CacheMode):
+            raise OnlineError(f"the cache mode is {self.cache_mode!r}; it is one of {', '.join(get_args(CacheMode))}")
+        if (self.cache_mode == "off") != (self.cache_path is None):
+            raise OnlineError("a cache path and the cache mode record or replay go together; only one is set")
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise OnlineError(f"the endpoint {self.endpoint!r} is not an http:// or https:// URL")

@@ -1,0 +1,28 @@
+"""What was asked of an online engine, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Usage:
+    """Counts since the start. `answered` are the HTTP 200 of the engine, which are what it charges for."""
+
+    queries: int = 0
+    cache_hits: int = 0
+    attempts: int = 0
+    answered: int = 0
+    failed: int = 0
+    price_per_1000: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Money spent, in the currency of the price."""
+        return self.answered * self.price_per_1000 / 1000
+
+    def __str__(self) -> str:
+        return (
+            f"{self.queries} queries, {self.cache_hits} from the cache, {self.attempts} attempts, "
+            f"{self.answered} answered, {self.failed} failed, cost {self.cost:.4f}"
+        )

@@ -1,0 +1,101 @@
+"""The search routes: the published `/retrieve`, and `/search` and `/batch_search` of FlashRAG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from search_r1.search.deadline import answer_in_time
+from search_r1.search.source import Source, encoded_search
+from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest, SearchRequest, explain
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The passages, best first."},
+    401: {"description": "The bearer token is missing or wrong."},
+    413: {"description": "The body is too large."},
+    422: {"description": "The request is not valid; `detail` says what is wrong."},
+    500: {"description": "The search failed."},
+    503: {"description": "The queue is full or the server is stopping; come back after Retry-After."},
+    504: {"description": "Not answered within the deadline."},
+}
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """`topk`: passages a query when the request does not say; `timeout_s`: the longest a request may take."""
+
+    topk: int = 3
+    timeout_s: float = 120.0
+
+
+class RawRoute(APIRoute):
+    """A route whose endpoint takes the request as it came: it reads the body itself, to bound and to watch it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
+
+
+def search_router(source: Source, options: SearchOptions) -> APIRouter:
+    """The three routes over one source."""
+    search = encoded_search(source)
+    router = APIRouter(route_class=RawRoute)
+
+    async def answer(http: Request, parse: Callable[[bytes], SearchRequest]) -> Response:
+        async def work(body: bytes) -> bytes:
+            request = parse(body)
+            return request.reply(await search(request.texts(), request.limit(options.topk)))
+
+        return json_response(await answer_in_time(http, options.timeout_s, work))
+
+    @router.post("/retrieve", openapi_extra=schema_of(RetrieveRequest), responses=_RESPONSES)
+    async def retrieve(http: Request) -> Response:
+        """Passages for a list of queries (Search-R1, verl) or for one query (SkyRL)."""
+        return await answer(http, lambda body: parse(RetrieveRequest, body))
+
+    @router.post(
+        "/search",
+        openapi_extra=schema_of(FlashRagRequest),
+        responses=_RESPONSES | {400: {"description": "The query is empty."}},
+    )
+    async def search_one(http: Request) -> Response:
+        """Passages for one query, as FlashRAG serves them."""
+        return await answer(http, _parse_not_empty)
+
+    @router.post("/batch_search", openapi_extra=schema_of(FlashRagBatchRequest), responses=_RESPONSES)
+    async def search_many(http: Request) -> Response:
+        """Passages for a list of queries, as FlashRAG serves them."""
+        return await answer(http, lambda body: parse(FlashRagBatchRequest, body))
+
+    return router
+
+
+def parse(model: type[Model], body: bytes) -> Model:
+    """The request in `body`. Raises `HTTPException` 422."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise HTTPException(422, explain(error)) from error
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI document says of the body."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def json_response(body: bytes) -> Response:
+    """`body` is JSON already."""
+    return Response(body, media_type="application/json")
+
+
+def _parse_not_empty(body: bytes) -> FlashRagRequest:
+    request = parse(FlashRagRequest, body)
+    if not request.query.strip():
+        raise HTTPException(400, "Query content cannot be empty")  # the text that FlashRAG's clients know
+    return request

@@ -1,0 +1,110 @@
+"""A retriever that shows what it is asked and answers when the test says so, behind the real server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from search_r1.search.app import AppOptions, create_app
+from search_r1.search.corpus import Corpus
+from search_r1.search.retriever import Hit
+from search_r1.search.service import RetrievalService, ServiceOptions
+
+PATIENCE_S = 30.0
+
+
+class GatedRetriever:
+    """The query "x 7" finds row 7 % rows with score 7; "poison" raises; "nan" has no finite score.
+
+    A search waits at the gate until `let_pass` allows it; `batches` are the ones that came so far.
+    """
+
+    name = "gated"
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._gate = threading.Semaphore(0)
+        self._open = False
+        self.batches: list[list[str]] = []
+        self.ks: list[int] = []
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        self.batches.append(list(queries))
+        self.ks.append(k)
+        assert self._open or self._gate.acquire(timeout=PATIENCE_S)
+        if "poison" in queries:
+            raise RuntimeError("a poisoned query")
+        return [[self._hit(query)] for query in queries]
+
+    def let_pass(self, num_batches: int = 1) -> None:
+        for _ in range(num_batches):
+            self._gate.release()
+
+    def open(self) -> None:
+        """From now on nothing waits."""
+        self._open = True
+        self._gate.release()
+
+    def _hit(self, query: str) -> Hit:
+        if query == "nan":
+            return Hit(0, float("nan"))
+        number = int(query.split()[-1])
+        return Hit(number % self._num_rows, float(number))
+
+
+class Stage:
+    """A service over a `GatedRetriever` and its address."""
+
+    def __init__(self, url: str, retriever: GatedRetriever, service: RetrievalService) -> None:
+        self.url = url
+        self.retriever = retriever
+        self.service = service
+
+    def ask(self, *queries: str, topk: int = 1, headers: dict[str, str] | None = None) -> requests.Response:
+        body = {"queries": list(queries), "topk": topk, "return_scores": True}
+        return requests.post(f"{self.url}/retrieve", json=body, headers=headers, timeout=PATIENCE_S)
+
+    def value(self, metric: str, **labels: str) -> float | None:
+        return self.service.metrics.registry.get_sample_value(metric, labels)
+
+    def wait_for_queue(self, size: int) -> None:
+        wait_until(lambda: self.value("retrieval_queue_queries") == size)
+
+    def wait_for_batches(self, number: int) -> None:
+        wait_until(lambda: len(self.retriever.batches) == number)
+
+
+def scores(reply: requests.Response) -> list[float]:
+    """The scores of a reply to queries with one hit each."""
+    assert reply.status_code == 200, reply.text
+    return [hits[0]["score"] for hits in reply.json()["result"]]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.005)
+
+
+@contextmanager
+def staged(run_app: Callable[..., str], corpus_file: Path, timeout_s: float = 60.0, **limits: Any) -> Iterator[Stage]:
+    """A server that takes what is there at once, without a warm-up query."""
+    corpus = Corpus(corpus_file)
+    retriever = GatedRetriever(len(corpus))
+    service = RetrievalService(retriever, corpus, ServiceOptions(**{"max_wait_ms": 0.0} | limits))
+    options = AppOptions(timeout_s=timeout_s)
+    try:
+        yield Stage(run_app(create_app(service, options, service.metrics)), retriever, service)
+    finally:
+        retriever.open()
+        service.close()

@@ -1,0 +1,81 @@
+"""Whatever is sent, the server answers with a reply of the right shape or says what is wrong: never HTTP 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest
+
+_MODELS: dict[str, type[RetrieveRequest | FlashRagRequest | FlashRagBatchRequest]] = {
+    "retrieve": RetrieveRequest,
+    "search": FlashRagRequest,
+    "batch_search": FlashRagBatchRequest,
+}
+_FIELDS = ["queries", "query", "topk", "return_scores", "top_n", "return_score", "other"]
+_REFUSALS = {400, 413, 422}
+
+_text = st.text(max_size=20) | st.sampled_from(
+    ["Morn", "capital of Tarsia", "\u6771\u4eac", "\x00", "\U0001f600", "<b>"]
+)
+_number = st.integers(-5, 10**20) | st.floats()
+_scalar = st.none() | st.booleans() | _number | _text
+_value = st.recursive(_scalar, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_text, inner, max_size=3))
+_anything = st.dictionaries(st.sampled_from(_FIELDS), _value | st.lists(_text, max_size=5), max_size=7) | _value
+_valid = st.fixed_dictionaries(
+    {"query": _text | st.lists(_text, max_size=5)},
+    optional={"topk": st.integers(0, 100), "top_n": st.integers(1, 100), "return_scores": st.booleans()},
+)
+_checks = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def session() -> requests.Session:
+    return requests.Session()
+
+
+@pytest.mark.parametrize("route", list(_MODELS))
+@_checks
+@given(body=_anything | _valid)
+def test_any_json(small_server: str, session: requests.Session, route: str, body: Any) -> None:
+    reply = session.post(f"{small_server}/{route}", data=json.dumps(body).encode(), timeout=30)
+    if reply.status_code == 200:
+        _check_shape(route, body, reply.json())
+    else:
+        assert reply.status_code in _REFUSALS and reply.json()["detail"]
+
+
+@pytest.mark.parametrize("route", list(_MODELS))
+@_checks
+@given(body=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: f'{{"query": {text}}}'.encode()))
+def test_any_bytes(small_server: str, session: requests.Session, route: str, body: bytes) -> None:
+    reply = session.post(f"{small_server}/{route}", data=body, timeout=30)
+    assert reply.status_code in _REFUSALS | {200}
+
+
+@_checks
+@given(value=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12) | st.floats().map(str))
+def test_any_deadline(small_server: str, session: requests.Session, value: str) -> None:
+    headers = {"X-Deadline-Ms": value.strip()}
+    reply = session.post(f"{small_server}/retrieve", json={"query": "Morn"}, headers=headers, timeout=30)
+    assert reply.status_code in {200, 422, 504}
+
+
+def _check_shape(route: str, body: dict[str, Any], reply: Any) -> None:
+    request = _MODELS[route].model_validate(body)
+    queries = request.texts()
+    if isinstance(request, RetrieveRequest):
+        answers = [[hit["document"] if request.return_scores else hit for hit in hits] for hits in reply["result"]]
+    else:
+        documents, *scores = reply if request.return_score else [reply]
+        answers = documents if route == "batch_search" else [documents]
+        assert not scores or len(scores[0]) == len(documents)
+    assert len(answers) == len(queries)
+    assert all(document["id"] and document["contents"] for documents in answers for document in documents)
