@@ -89,16 +89,22 @@ def test_ppo_has_its_kl_in_the_reward_and_a_critic_that_starts_as_the_policy() -
     assert config.critic.model.path == config.actor_rollout_ref.model.path
 
 
-def test_the_runs_of_collapse_differ_in_the_kl_only_and_its_anchors_in_one_thing_at_a_time() -> None:
-    variants = settings("collapse.yaml")
-    changed = {name: difference(variants["ema_pg"], tree) for name, tree in variants.items() if name != "ema_pg"}
-    anchors = {name: keys for name, keys in changed.items() if not name.startswith("grpo")}
-    assert sorted(key.rpartition(".")[2] for [key] in anchors.values()) == [
+def test_the_anchors_of_the_grid_differ_in_one_thing_at_a_time() -> None:
+    variants = settings("anchor_grid.yaml")
+    anchors = [tree for name, tree in variants.items() if name != "ema_pg" and not name.startswith("grpo")]
+    changed = [difference(variants["ema_pg"], tree) for tree in anchors]
+    assert sorted(key.rpartition(".")[2] for [key] in changed) == [
         *["kl_loss_coef"] * 3,
         *["ref_policy_ema_tau"] * 2,
         "ref_policy_ema_update_period",
     ]
-    assert all("kl" in key or "ref_policy_ema" in key for keys in changed.values() for key in keys)
+
+
+@pytest.mark.parametrize("file", ["collapse.yaml", "anchor_grid.yaml"])
+def test_what_may_collapse_differs_from_ema_pg_in_the_kl_only(file: str) -> None:
+    variants = settings(file)
+    changed = [difference(variants["ema_pg"], tree) for tree in variants.values()]
+    assert all("kl" in key or "ref_policy_ema" in key for keys in changed for key in keys)
 
 
 GOOD = {"title": "T", "config_name": "tinywiki", "seeds": [3], "data_options": [], "common": [], "runs": []}
