@@ -27,6 +27,12 @@ def _is_worse(score: float, row: int, other_score: float, other_row: int) -> boo
 
 
 @compiled
+def _swap(scores: np.ndarray, rows: np.ndarray, one: int, other: int) -> None:
+    scores[one], scores[other] = scores[other], scores[one]
+    rows[one], rows[other] = rows[other], rows[one]
+
+
+@compiled
 def _sift_down(scores: np.ndarray, rows: np.ndarray, size: int) -> None:
     """Restore the heap, worst hit at 0, after a change at 0."""
     at = 0
@@ -38,8 +44,7 @@ def _sift_down(scores: np.ndarray, rows: np.ndarray, size: int) -> None:
             child += 1
         if not _is_worse(scores[child], rows[child], scores[at], rows[at]):
             return
-        scores[at], scores[child] = scores[child], scores[at]
-        rows[at], rows[child] = rows[child], rows[at]
+        _swap(scores, rows, at, child)
         at = child
 
 
@@ -50,8 +55,7 @@ def _sift_up(scores: np.ndarray, rows: np.ndarray, at: int) -> None:
         parent = (at - 1) // 2
         if not _is_worse(scores[at], rows[at], scores[parent], rows[parent]):
             return
-        scores[at], scores[parent] = scores[parent], scores[at]
-        rows[at], rows[parent] = rows[parent], rows[at]
+        _swap(scores, rows, at, parent)
         at = parent
 
 
@@ -59,8 +63,7 @@ def _sift_up(scores: np.ndarray, rows: np.ndarray, at: int) -> None:
 def _best_first(scores: np.ndarray, rows: np.ndarray, size: int) -> None:
     """Turn the heap into a list, best first: the worst of what is left goes to the end."""
     for end in range(size - 1, 0, -1):
-        scores[0], scores[end] = scores[end], scores[0]
-        rows[0], rows[end] = rows[end], rows[0]
+        _swap(scores, rows, 0, end)
         _sift_down(scores, rows, end)
 
 

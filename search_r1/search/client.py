@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 
+from search_r1.search.backoff import backoff_s
 from search_r1.search.errors import RetrieverError, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.reply import parse_reply, retry_after_s, server_message
 from search_r1.search.routing import Router, Server
@@ -209,7 +209,8 @@ class RetrievalClient:
                 elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
                 raise self._unavailable(f"{elapsed}; last: {self._last_trouble}")
             rounds += 1
-            await asyncio.sleep(max(rest_s, min(self._router.wait_s() or _backoff_s(rounds), left_s / 2)))
+            pause_s = self._router.wait_s() or backoff_s(rounds, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            await asyncio.sleep(max(rest_s, min(pause_s, left_s / 2)))
             failed.clear()
 
     async def _attempt(self, server: Server, queries: Sequence[str], deadline: float) -> list[Passages]:
@@ -263,8 +264,3 @@ class RetrievalClient:
         return RetrieverUnavailable(
             f"retriever {self.url} is not available ({reason}); start one with: bash retrieval_launch.sh"
         )
-
-
-def _backoff_s(attempt: int) -> float:
-    """Exponential, capped, with jitter so that clients do not come back in step."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)

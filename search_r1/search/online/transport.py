@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 
+from search_r1.search.backoff import backoff_s
 from search_r1.search.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.search.online.api_key import ApiKey
 from search_r1.search.online.options import OnlineOptions
@@ -58,7 +58,7 @@ class Transport:
             try:
                 return await self._attempt(fields, deadline)
             except _Trouble as trouble:
-                pause_s = max(trouble.pause_s, _backoff_s(attempt))
+                pause_s = max(trouble.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                 last = attempt == self._options.max_attempts or pause_s >= deadline - time.monotonic()
                 if last:
                     raise self._unavailable(f"{attempt} attempts; last: {trouble}") from None
@@ -143,8 +143,3 @@ class Transport:
 def shown(text: str) -> str:
     """The start of `text` on one line, for an error message."""
     return " ".join(text[:_SHOWN_CHARS].split()) or "no message"
-
-
-def _backoff_s(attempt: int) -> float:
-    """Exponential, capped, with jitter so that requests do not come back in step."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
