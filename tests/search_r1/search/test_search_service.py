@@ -25,7 +25,7 @@ from search_r1.search.app import AppOptions, create_app
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.cache import AnswerCache
 from search_r1.search.corpus import Corpus
-from search_r1.search.retrieval_server import DrainingServer
+from search_r1.search.server_process import DrainingServer
 from search_r1.search.service import RetrievalService, ServiceOptions
 from search_r1.search.source import EncodedHit
 

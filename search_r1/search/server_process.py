@@ -1,0 +1,105 @@
+"""One server process: its address, its token, and the run from the first request to the last."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+import uvicorn
+from fastapi import FastAPI
+
+from search_r1.search.errors import ServerError
+from search_r1.search.gate import ServerState
+
+_LOG = logging.getLogger(__name__)
+_TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"
+_DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
+_SWITCH_S = 0.001  # Python lets a busy thread run 5 ms; the event loop should not wait that long for the index
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser, port: int = 8000) -> None:
+    """`--host --port --timeout_s --auth_token`."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=port, help="0 takes a free port")
+    parser.add_argument("--timeout_s", type=float, default=120, help="longest time of a request; beyond: HTTP 504")
+    parser.add_argument(
+        "--auth_token", help=f"bearer token that requests must carry; better in the environment: {_TOKEN_VARIABLE}"
+    )
+
+
+def check_serving_arguments(arguments: argparse.Namespace) -> None:
+    """Raises `ServerError`."""
+    if not 0 < arguments.timeout_s < float("inf"):
+        raise ServerError(f"--timeout_s is {arguments.timeout_s}; it must be a positive number of seconds")
+
+
+def read_token(arguments: argparse.Namespace) -> str | None:
+    """The token of the command line, else of the environment. Raises `ServerError`, which never shows it."""
+    token: str | None = arguments.auth_token
+    if token is None:
+        token = os.environ.get(_TOKEN_VARIABLE)
+    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
+        raise ServerError(f"--auth_token (or {_TOKEN_VARIABLE}) must be printable ASCII without spaces, not empty")
+    return token
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve the address before a long load. It refuses connections until `serve`. Raises `ServerError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ServerError(
+            f"cannot listen on {host}:{port}: {error}; stop what uses it or pass another --port"
+        ) from error
+    return listener
+
+
+def announce(what: str, listener: socket.socket, token: str | None, route: str = "/retrieve") -> None:
+    """Log where `what` is served, and a warning when anyone may ask from elsewhere."""
+    host, port = listener.getsockname()[:2]
+    _LOG.info("serving %s on http://%s:%d%s", what, host, port, route)
+    if token is None and not ipaddress.ip_address(host).is_loopback:
+        _LOG.warning("%s is open to other machines and there is no --auth_token: everyone may search", host)
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serve an app of `create_app` until SIGTERM or Ctrl-C."""
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no later collection walks through it
+    # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1
+    )
+    try:
+        DrainingServer(config, app.state.server).run(sockets=[listener])
+    except KeyboardInterrupt:
+        _LOG.info("stopped")
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal it still listens, to say 503, until the requests that run are answered."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which ends at the first signal, and then the wait for what runs."""
+        await super().main_loop()
+        self._state.draining = True
+        end = time.monotonic() + _DRAIN_S
+        while self._state.running and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.02)
