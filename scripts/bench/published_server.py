@@ -83,8 +83,8 @@ def create_app(arguments: argparse.Namespace) -> FastAPI:
             result = [[hit["document"] for hit in hits] for hits in result]
         return {"result": result}
 
-    @app.get("/healthz")
-    def healthz() -> dict[str, str]:
+    @app.get("/readyz")
+    def readyz() -> dict[str, str]:
         return {"status": "ok"}
 
     return app

@@ -4,7 +4,8 @@
       --clients 256 --list_size 1 --seconds 20
 
 Latency is seen by the client, in milliseconds. A question is sent `--repeats` times by different clients (a group of
-trajectories asks alike) and not again until the questions are used up.
+trajectories asks alike) and not again until the questions are used up. Several list sizes take turns. The clients write
+and read bytes themselves: a library's client costs as much as the server it is to load.
 """
 
 from __future__ import annotations
@@ -15,106 +16,180 @@ import itertools
 import json
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
+import uvloop
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send: `list_sizes` queries a request in turn, each list `repeats` times, for `seconds`."""
+
+    url: str
+    clients: int = 256
+    list_sizes: tuple[int, ...] = (1,)
+    repeats: int = 1
+    topk: int = 3
+    seconds: float = 20.0
+    auth_token: str | None = None
 
 
 @dataclass
 class Seen:
-    """What the clients saw between `start` and `end` (seconds)."""
+    """What the clients saw: seconds of each request by its status, and the queries answered."""
 
-    latencies_s: list[float] = field(default_factory=list)
-    statuses: Counter[str] = field(default_factory=Counter)
+    latencies_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     num_queries: int = 0
 
 
-def read_questions(path: Path, seed: int) -> list[str]:
-    """The field `question` of each line, shuffled."""
-    questions = [json.loads(line)["question"] for line in path.read_text(encoding="utf-8").splitlines()]
+class Client(asyncio.Protocol):
+    """One connection that asks, waits and asks again until `end` on the clock of `time.perf_counter`."""
+
+    def __init__(self, requests: Iterator[tuple[bytes, int]], end: float, seen: Seen) -> None:
+        self.done = asyncio.get_running_loop().create_future()
+        self._requests, self._end, self._seen = requests, end, seen
+        self._buffer = bytearray()
+        self._num_bytes: int | None = None
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._ask()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._num_bytes is None:
+            split = self._buffer.find(b"\r\n\r\n")
+            if split < 0:
+                return
+            header = bytes(self._buffer[:split]).lower()
+            self._num_bytes = split + 4 + int(header.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+        if len(self._buffer) < self._num_bytes:
+            return
+        self._count(self._buffer[9:12].decode())
+        self._buffer.clear()
+        self._num_bytes = None
+        self._ask()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self._count("connection lost")
+            self.done.set_result(None)
+
+    def _ask(self) -> None:
+        self._start = time.perf_counter()
+        if self._start >= self._end:
+            self.done.set_result(None)
+            self._transport.close()
+            return
+        body, self._num_queries = next(self._requests)
+        self._transport.write(body)
+
+    def _count(self, status: str) -> None:
+        self._seen.latencies_s[status].append(time.perf_counter() - self._start)
+        if status == "200":
+            self._seen.num_queries += self._num_queries
+
+
+def read_questions(paths: list[Path], seed: int = 0) -> list[str]:
+    """The field `question` of each line, without repeats, shuffled."""
+    lines = itertools.chain.from_iterable(path.read_text(encoding="utf-8").splitlines() for path in paths)
+    questions = list(dict.fromkeys(json.loads(line)["question"] for line in lines))
     random.Random(seed).shuffle(questions)
     return questions
 
 
-def requests_of(questions: list[str], list_size: int, repeats: int) -> Iterator[list[str]]:
-    """Endless lists; with `repeats`, equal lists follow each other and so go to different clients."""
-    endless = itertools.cycle(questions)
-    while True:
-        queries = list(itertools.islice(endless, list_size))
-        yield from itertools.repeat(queries, repeats)
+def requests_of(load: Load, questions: list[str]) -> Iterator[tuple[bytes, int]]:
+    """Endless requests and their number of queries; equal ones follow each other and so go to different clients."""
+    where, endless = urlsplit(load.url), itertools.cycle(questions)
+    head = f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+    if load.auth_token:
+        head += f"Authorization: Bearer {load.auth_token}\r\n"
+    for size in itertools.cycle(load.list_sizes):
+        queries = list(itertools.islice(endless, size))
+        body = json.dumps({"queries": queries, "topk": load.topk, "return_scores": True}).encode()
+        request = head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        yield from itertools.repeat((request, size), load.repeats)
 
 
-async def client(
-    session: aiohttp.ClientSession, url: str, topk: int, lists: Iterator[list[str]], end: float, seen: Seen
-) -> None:
-    """Ask, wait, ask again until `end` on the clock of `time.perf_counter`."""
-    while (start := time.perf_counter()) < end:
-        queries = next(lists)
-        try:
-            body = {"queries": queries, "topk": topk, "return_scores": True}
-            async with session.post(url, json=body) as response:
-                await response.read()
-                status = str(response.status)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            status = type(error).__name__
-        seen.statuses[status] += 1
-        if status == "200":
-            seen.latencies_s.append(time.perf_counter() - start)
-            seen.num_queries += len(queries)
+async def _run(load: Load, questions: list[str]) -> dict[str, Any]:
+    where, seen, loop = urlsplit(load.url), Seen(), asyncio.get_running_loop()
+    requests, start = requests_of(load, questions), time.perf_counter()
+    clients = []
+    for _ in range(load.clients):
+        _, client = await loop.create_connection(
+            lambda: Client(requests, start + load.seconds, seen), where.hostname, where.port
+        )
+        clients.append(client)
+    await asyncio.gather(*(client.done for client in clients))
+    return summary(load, seen, time.perf_counter() - start)
 
 
-async def load(arguments: argparse.Namespace) -> dict[str, object]:
-    """One run."""
-    lists = requests_of(read_questions(arguments.questions, arguments.seed), arguments.list_size, arguments.repeats)
-    seen = Seen()
-    headers = {"Authorization": f"Bearer {arguments.auth_token}"} if arguments.auth_token else {}
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=arguments.timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        start = time.perf_counter()
-        asks = (session, arguments.url, arguments.topk, lists, start + arguments.seconds, seen)
-        await asyncio.gather(*(client(*asks) for _ in range(arguments.clients)))
-        elapsed_s = time.perf_counter() - start
-    p50, p99 = np.percentile(seen.latencies_s, [50, 99]) * 1000 if seen.latencies_s else (float("nan"),) * 2
+def summary(load: Load, seen: Seen, elapsed_s: float) -> dict[str, Any]:
+    """One row: rates of the requests answered by 200, percentiles of their latency, and of all others by status."""
+    others = {status: seconds for status, seconds in seen.latencies_s.items() if status != "200"}
     return {
-        "clients": arguments.clients,
-        "list_size": arguments.list_size,
-        "repeats": arguments.repeats,
+        "clients": load.clients,
+        "list_size": "/".join(map(str, load.list_sizes)),
+        "repeats": load.repeats,
         "seconds": round(elapsed_s, 2),
-        "requests_per_s": round(len(seen.latencies_s) / elapsed_s, 1),
+        "requests_per_s": round(len(seen.latencies_s["200"]) / elapsed_s, 1),
         "queries_per_s": round(seen.num_queries / elapsed_s, 1),
-        "p50_ms": round(float(p50), 2),
-        "p99_ms": round(float(p99), 2),
-        "statuses": dict(seen.statuses),
+        **percentiles(seen.latencies_s["200"]),
+        "others": {status: {"requests": len(seconds), **percentiles(seconds)} for status, seconds in others.items()},
     }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Load a retrieval server.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/retrieve")
-    parser.add_argument("--questions", type=Path, required=True, help="JSON lines with a field `question`")
-    parser.add_argument("--clients", type=int, default=256)
-    parser.add_argument("--list_size", type=int, default=1, help="queries a request")
-    parser.add_argument("--repeats", type=int, default=1, help="how many clients send the same list")
-    parser.add_argument("--topk", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--timeout_s", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--auth_token")
-    parser.add_argument("--output", type=Path, help="append the row to this file of JSON lines")
-    return parser.parse_args()
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """p50, p99 and the longest, in milliseconds."""
+    if not seconds:
+        return {}
+    p50, p99, longest = np.percentile(seconds, [50, 99, 100]) * 1000
+    return {"p50_ms": round(float(p50), 2), "p99_ms": round(float(p99), 2), "max_ms": round(float(longest), 2)}
+
+
+def run_load(load: Load, questions: list[str]) -> dict[str, Any]:
+    """One run of all clients; see `summary`. Requests that run at the end are waited for and counted."""
+    return uvloop.run(_run(load, questions))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(str, row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:
     """Run once and print."""
-    arguments = parse_arguments()
-    row = asyncio.run(load(arguments))
-    print("| " + " | ".join(row) + " |")
-    print("|" + "---|" * len(row))
-    print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    parser = argparse.ArgumentParser(description="Load a retrieval server.")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/retrieve")
+    parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines with a field `question`")
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--list_size", type=int, nargs="+", default=[1], help="queries a request; several take turns")
+    parser.add_argument("--repeats", type=int, default=1, help="how many clients send the same list")
+    parser.add_argument("--topk", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--auth_token")
+    parser.add_argument("--output", type=Path, help="append the row to this file of JSON lines")
+    arguments = parser.parse_args()
+    load = Load(
+        arguments.url,
+        arguments.clients,
+        tuple(arguments.list_size),
+        arguments.repeats,
+        arguments.topk,
+        arguments.seconds,
+        arguments.auth_token,
+    )
+    row = run_load(load, read_questions(arguments.questions, arguments.seed))
+    print(markdown([row]))
     if arguments.output:
         with arguments.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -20,6 +20,7 @@ from search_r1.search.precision import precision_name, resolve_precision
 
 _LOG = logging.getLogger(__name__)
 _CPU_TOKENS, _GPU_TOKENS = 2048, 65_536  # of a batch, padding included
+_CPU_OVERHEAD, _GPU_OVERHEAD = 64, 2048  # what a batch costs beside its tokens, in tokens
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ class Encoder:
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
         """Texts of like length share a batch: padding is work for nothing."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
-        max_tokens = _GPU_TOKENS if self.device.type == "cuda" else _CPU_TOKENS
-        for batch in length_batches([len(row) for row in ids], max_tokens):
+        on_gpu = self.device.type == "cuda"
+        limits = (_GPU_TOKENS, _GPU_OVERHEAD) if on_gpu else (_CPU_TOKENS, _CPU_OVERHEAD)
+        for batch in length_batches([len(row) for row in ids], *limits):
             vectors_BD[batch] = self._encode_batch([ids[i] for i in batch])
         return vectors_BD
 
@@ -118,15 +120,26 @@ class Encoder:
         return vectors_BD.cpu().numpy()
 
 
-def length_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths`, shortest first, in batches of at most `max_tokens` when padded (a longer text is alone)."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[i] <= max_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
+def length_batches(lengths: list[int], max_tokens: int, overhead_tokens: int = 0) -> list[list[int]]:
+    """Indices of `lengths`, shortest first, in the batches that cost least.
+
+    A batch costs its tokens when padded and `overhead_tokens`; it has at most `max_tokens` (a longer text is alone).
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    costs = np.zeros(len(order) + 1, dtype=np.int64)  # of the cheapest batches of the first texts
+    starts = [0] * len(costs)  # where the last of these batches begins
+    for end in range(1, len(costs)):
+        length = lengths[order[end - 1]]
+        sizes = np.arange(min(end, max(1, max_tokens // length)), 0, -1)
+        totals = costs[end - len(sizes) : end] + sizes * length
+        best = int(totals.argmin())
+        costs[end] = totals[best] + overhead_tokens
+        starts[end] = end - int(sizes[best])
+    batches, end = [], len(order)
+    while end:
+        batches.append(order[starts[end] : end])
+        end = starts[end]
+    return batches[::-1]
 
 
 def _title_and_text(contents: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_bert, save_dpr, save_qwen3
 from transformers import AutoModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
@@ -60,9 +63,34 @@ def test_passage_prefix_and_cut(model_dir: Path) -> None:
 
 
 def test_batches_are_bounded_by_their_padded_tokens() -> None:
-    assert length_batches([5, 2, 9, 2, 3], max_tokens=9) == [[1, 3, 4], [0], [2]]
-    assert length_batches([4, 4, 4, 40], max_tokens=8) == [[0, 1], [2], [3]]
+    assert length_batches([5, 2, 9, 2, 3], max_tokens=9, overhead_tokens=2) == [[1, 3, 4], [0], [2]]
+    assert length_batches([4, 4, 4, 40], max_tokens=8) == [[0], [1, 2], [3]]
     assert length_batches([], max_tokens=8) == []
+
+
+def test_padding_is_weighed_against_one_more_batch() -> None:
+    lengths = [10, 10, 11, 40]
+    assert length_batches(lengths, 1000, overhead_tokens=0) == [[0, 1], [2], [3]]
+    assert length_batches(lengths, 1000, overhead_tokens=5) == [
+        [0, 1, 2],
+        [3],
+    ]  # 73 + 2 x 5 < 71 + 3 x 5
+    assert length_batches(lengths, 1000, overhead_tokens=100) == [[0, 1, 2, 3]]  # 160 + 100 < 73 + 2 x 100
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 12), st.integers(9, 40))
+def test_no_other_batches_cost_less(lengths: list[int], overhead: int, limit: int) -> None:
+    def cost(batches: list[list[int]]) -> int:
+        return sum(len(batch) * max(lengths[i] for i in batch) + overhead for batch in batches)
+
+    found = length_batches(lengths, limit, overhead)
+    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for cuts in itertools.product([False, True], repeat=len(lengths) - 1):
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [len(lengths)]
+        batches = [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        if all(len(batch) * lengths[batch[-1]] <= limit for batch in batches):
+            assert cost(found) <= cost(batches)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
