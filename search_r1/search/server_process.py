@@ -80,8 +80,9 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
     gc.freeze()  # what is loaded stays: no later collection walks through it
     # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
     signal.signal(signal.SIGTERM, lambda *_: None)
+    # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1
+        app, loop="asyncio", log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1
     )
     try:
         DrainingServer(config, app.state.server).run(sockets=[listener])
