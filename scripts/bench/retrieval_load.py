@@ -4,8 +4,9 @@
       --clients 256 --list_size 1 --seconds 20
 
 Latency is seen by the client, in milliseconds. A question is sent `--repeats` times by different clients (a group of
-trajectories asks alike) and not again until the questions are used up. Several list sizes take turns. The clients write
-and read bytes themselves: a library's client costs as much as the server it is to load.
+trajectories asks alike) and not again until the questions are used up. Several list sizes take turns. After HTTP 503 a
+client waits as Retry-After says. The clients write and read bytes themselves: a library's client costs as much as the
+server it is to load.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import uvloop
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Client(asyncio.Protocol):
         self._requests, self._end, self._seen = requests, end, seen
         self._buffer = bytearray()
         self._num_bytes: int | None = None
+        self._pause_s = 0
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
@@ -69,13 +70,17 @@ class Client(asyncio.Protocol):
             if split < 0:
                 return
             header = bytes(self._buffer[:split]).lower()
-            self._num_bytes = split + 4 + int(header.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+            self._num_bytes = split + 4 + _number(header, b"content-length:")
+            self._pause_s = _number(header, b"retry-after:")
         if len(self._buffer) < self._num_bytes:
             return
         self._count(self._buffer[9:12].decode())
         self._buffer.clear()
         self._num_bytes = None
-        self._ask()
+        if self._pause_s:
+            asyncio.get_running_loop().call_later(self._pause_s, self._ask)
+        else:
+            self._ask()
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
@@ -95,6 +100,12 @@ class Client(asyncio.Protocol):
         self._seen.latencies_s[status].append(time.perf_counter() - self._start)
         if status == "200":
             self._seen.num_queries += self._num_queries
+
+
+def _number(header: bytes, name: bytes) -> int:
+    """The value of a field, 0 without it."""
+    _, found, rest = header.partition(name)
+    return int(rest.split(b"\r\n", 1)[0]) if found else 0
 
 
 def read_questions(paths: list[Path], seed: int = 0) -> list[str]:
@@ -156,7 +167,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def run_load(load: Load, questions: list[str]) -> dict[str, Any]:
     """One run of all clients; see `summary`. Requests that run at the end are waited for and counted."""
-    return uvloop.run(_run(load, questions))
+    return asyncio.run(_run(load, questions))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

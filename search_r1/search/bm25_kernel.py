@@ -1,7 +1,10 @@
-"""The inner loops of BM25, compiled: they touch only the rows that share a term with a query, and release the GIL.
+"""The inner loops of BM25, compiled: they release the GIL.
 
-The index is a sparse matrix by columns (CSC): column c, a term, has the weights `data[p]` of the rows `indices[p]` for
-p in [indptr[c], indptr[c + 1]), rows ascending. All additions are float32, in the order of the query's terms.
+The index is a sparse matrix by columns (CSC): column c, a term, has the weights `data[p]` >= 0 of the rows `indices[p]`
+for p in [indptr[c], indptr[c + 1]), rows ascending. All additions are float32, in the order of the query's terms.
+
+A query goes through the rows a block at a time, so that the sums of a block stay in the cache. In a block with many
+weights the sums are then looked through in order, in one with few only those of their rows.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+
+BLOCK_ROWS = 1 << 15  # 128 KiB of sums
+RUN_ROWS = 256
+_SPARSE = 8  # looking a sum up costs as much as looking through so many
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,42 +75,113 @@ def _best_first(scores: np.ndarray, rows: np.ndarray, size: int) -> None:
 
 
 @compiled
+def _keep_best(scores: np.ndarray, rows: np.ndarray, size: int, score: float, row: int) -> int:
+    """Put a hit into the heap of the best `len(scores)`; returns its new size."""
+    if size < len(scores):
+        scores[size], rows[size] = score, row
+        _sift_up(scores, rows, size)
+        return size + 1
+    if _is_worse(scores[0], rows[0], score, row):
+        scores[0], rows[0] = score, row
+        _sift_down(scores, rows, size)
+    return size
+
+
+@compiled
+def first_bad_column(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, num_rows: int) -> int:
+    """The first column that is not as the module says, -1 when all are."""
+    for column in range(len(indptr) - 1):
+        last = -1
+        for p in range(indptr[column], indptr[column + 1]):
+            if not (last < indices[p] < num_rows and 0.0 <= data[p] < np.inf):
+                return column
+            last = indices[p]
+    return -1
+
+
+@compiled
+def _first_from(indices: np.ndarray, start: int, end: int, row: int) -> int:
+    """The first place from `start` on whose row is `row` or a later one, `end` without one: steps that double."""
+    step = 1
+    while start + step < end and indices[start + step] < row:
+        start += step
+        step *= 2
+    end = min(end, start + step)
+    while start < end:
+        middle = (start + end) // 2
+        if indices[middle] < row:
+            start = middle + 1
+        else:
+            end = middle
+    return start
+
+
+@compiled
+def _number_above(sums: np.ndarray, score: float) -> int:
+    """A plain loop over one array, which the compiler turns into vector instructions."""
+    number = 0
+    for place in range(len(sums)):  # indexed: over the values themselves the compiler does not see through
+        if sums[place] > score:
+            number += 1
+    return number
+
+
+@compiled
+def _through_all(sums: np.ndarray, run_rows: int, first: int, scores: np.ndarray, rows: np.ndarray, size: int) -> int:
+    """Keep the best of a block whose first row is `first`. Most runs of rows have no sum above the worst hit so far."""
+    worst = scores[0] if size == len(scores) else np.float32(0.0)
+    for start in range(0, len(sums), run_rows):
+        run = sums[start : start + run_rows]
+        if _number_above(run, worst) == 0:
+            continue
+        for place in range(len(run)):
+            if run[place] > worst:  # of equal ones the first stays
+                size = _keep_best(scores, rows, size, run[place], first + start + place)
+                worst = scores[0] if size == len(scores) else np.float32(0.0)
+    return size
+
+
+@compiled
 def search_columns(
     data: np.ndarray,
     indices: np.ndarray,
     indptr: np.ndarray,
+    num_rows: int,
     columns: np.ndarray,
     bounds: np.ndarray,
-    scratch: np.ndarray,
+    sums: np.ndarray,
+    run_rows: int,
     scores: np.ndarray,
     rows: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """Write the best hits of Q queries by (score descending, row ascending), only those with a score above 0.
 
-    Query q asks for `columns[bounds[q]:bounds[q + 1]]` (int64, repeats count). `scratch` is float32 [index rows], all 0
-    before and after. Out: `scores` float32 and `rows` int64 [Q, k], k >= 1, valid up to `counts` int64 [Q].
+    Query q asks for `columns[bounds[q]:bounds[q + 1]]` (int64, repeats count). `sums` is float32 [rows of a block], all
+    0 before and after; `run_rows`: see `_through_all`. Out: `scores` float32 and `rows` int64 [Q, k], k >= 1, valid up
+    to `counts` int64 [Q].
     """
-    k = scores.shape[1]
     for query in range(len(counts)):
         asked = columns[bounds[query] : bounds[query + 1]]
-        for column in asked:
-            for p in range(indptr[column], indptr[column + 1]):
-                scratch[indices[p]] += data[p]
         best, best_rows, size = scores[query], rows[query], 0
-        for column in asked:
-            for p in range(indptr[column], indptr[column + 1]):
-                row = indices[p]
-                score = scratch[row]
-                scratch[row] = 0.0  # also keeps a row of several columns from being a hit twice
-                if not score > 0.0:
-                    continue
-                if size < k:
-                    best[size], best_rows[size] = score, row
-                    _sift_up(best, best_rows, size)
-                    size += 1
-                elif _is_worse(best[0], best_rows[0], score, row):
-                    best[0], best_rows[0] = score, row
-                    _sift_down(best, best_rows, size)
+        starts, ends = indptr[asked], indptr[asked]
+        for first in range(0, num_rows, len(sums)):
+            stop, added = min(first + len(sums), num_rows), 0
+            for i in range(len(asked)):
+                starts[i] = ends[i]
+                ends[i] = _first_from(indices, ends[i], indptr[asked[i] + 1], stop)
+                for p in range(starts[i], ends[i]):
+                    sums[indices[p] - first] += data[p]
+                added += ends[i] - starts[i]
+            if added * _SPARSE > stop - first:
+                size = _through_all(sums[: stop - first], run_rows, first, best, best_rows, size)
+                sums[: stop - first] = 0.0
+                continue
+            for i in range(len(asked)):
+                for p in range(starts[i], ends[i]):
+                    place = indices[p] - first
+                    if sums[place] > 0.0:
+                        size = _keep_best(best, best_rows, size, sums[place], indices[p])
+                    sums[place] = 0.0  # also keeps a row of several columns from being a hit twice
         _best_first(best, best_rows, size)
         counts[query] = size

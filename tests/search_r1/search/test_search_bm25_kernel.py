@@ -49,8 +49,15 @@ def _by_numpy(matrix: tuple[np.ndarray, np.ndarray, np.ndarray], columns: list[i
     return [Hit(int(row), float(scores[row])) for row in best]
 
 
+@pytest.mark.parametrize("block", [7, 64, 300, 1 << 15])
+@pytest.mark.parametrize("run", [3, 256])
 @pytest.mark.parametrize("k", [1, 2, 3, 10, 64, _ROWS, _ROWS + 5])
-def test_hits_are_those_of_the_definition_bit_for_bit(k: int) -> None:
+def test_hits_are_those_of_the_definition_bit_for_bit(
+    k: int, run: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and runs end inside columns and inside the matrix; short queries have few weights in a block."""
+    monkeypatch.setattr(postings, "BLOCK_ROWS", block)
+    monkeypatch.setattr(postings, "RUN_ROWS", run)
     matrix, queries = _matrix(k), _queries(k)
     searched = Postings(*matrix, _ROWS)
     expected = [_by_numpy(matrix, query, k) for query in queries]
@@ -81,7 +88,8 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_work_is_cut_into_equal_parts_when_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     indptr = np.array([0, 1, 7, 8, 9])  # columns of 1, 6, 1 and 1 weights
-    searched = Postings(np.ones(9, np.float32), np.zeros(9, np.int32), indptr, 1, num_threads=3)
+    rows = np.array([0, 0, 1, 2, 3, 4, 5, 0, 0], np.int32)
+    searched = Postings(np.ones(9, np.float32), rows, indptr, 6, num_threads=3)
     columns, bounds = np.array([0, 1, 2, 3]), np.array([0, 1, 2, 3, 4])  # four queries of one column
     assert searched._cuts(columns, bounds) == [0, 4]
     monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 4)
@@ -98,9 +106,9 @@ def test_weights_are_added_in_the_order_of_the_query() -> None:
 
 
 def test_a_score_that_is_not_above_zero_is_no_hit() -> None:
-    data = np.array([0.0, -1.0, np.nan, 2.0], dtype=np.float32)
-    searched = Postings(data, np.arange(4, dtype=np.int32), np.array([0, 4]), 4)
-    assert searched.search([[0], [0, 0]], 4) == [[Hit(3, 2.0)], [Hit(3, 4.0)]]
+    data = np.array([0.0, 0.0, 2.0], dtype=np.float32)
+    searched = Postings(data, np.arange(3, dtype=np.int32), np.array([0, 3]), 4)
+    assert searched.search([[0], [0, 0]], 4) == [[Hit(2, 2.0)], [Hit(2, 4.0)]]
 
 
 def test_nothing_is_asked_for() -> None:
@@ -112,8 +120,10 @@ def test_nothing_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("indices", "indptr", "reason"),
     [
-        ([0, 1, 3], [0, 2, 3], "a row is outside"),
-        ([0, -1, 2], [0, 2, 3], "a row is outside"),
+        ([0, 1, 3], [0, 2, 3], "column 1 has a row outside"),
+        ([0, -1, 2], [0, 2, 3], "column 0 has a row outside"),
+        ([1, 0, 2], [0, 2, 3], "column 0 .* out of order"),
+        ([0, 1, 1], [0, 1, 3], "column 1 .* out of order"),
         ([0, 1], [0, 2, 2], "differ in length"),
         ([0, 1, 2], [0, 2, 4], "differ in length"),
         ([0, 1, 2], [1, 2, 3], "differ in length"),
@@ -123,6 +133,12 @@ def test_nothing_is_asked_for() -> None:
 def test_arrays_that_do_not_fit_are_refused(indices: list[int], indptr: list[int], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Postings(np.ones(3, np.float32), np.array(indices, np.int32), np.array(indptr), 3)
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_weights_that_are_no_scores_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="column 1 .* not a number of 0 or more"):
+        Postings(np.array([1.0, weight], np.float32), np.array([0, 0], np.int32), np.array([0, 1, 2]), 1)
 
 
 def test_weights_are_those_of_bm25s_bit_for_bit(tmp_path: Path) -> None:
@@ -149,8 +165,8 @@ def test_searches_without_a_folder_for_machine_code(tmp_path: Path) -> None:
 import numpy as np, kernel
 scores, rows, counts = np.zeros((1, 2), np.float32), np.zeros((1, 2), np.int64), np.zeros(1, np.int64)
 matrix = np.array([1.5, 2.5], np.float32), np.array([0, 3], np.int32), np.array([0, 2])
-scratch = np.zeros(4, np.float32)
-kernel.search_columns(*matrix, np.zeros(1, np.int64), np.array([0, 1]), scratch, scores, rows, counts)
+sums = np.zeros(4, np.float32)
+kernel.search_columns(*matrix, 4, np.zeros(1, np.int64), np.array([0, 1]), sums, 256, scores, rows, counts)
 print(rows[0].tolist(), scores[0].tolist(), counts.tolist(), kernel.search_columns._cache.cache_path)
 """
     nowhere = {"XDG_CACHE_HOME": "/dev/null/none", "NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
