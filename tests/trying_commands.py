@@ -236,6 +236,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server$", runs("--help")),
+    (r"python -m search_r1\.search\.(rerank_server|retrieval_rerank_server)", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
 ]

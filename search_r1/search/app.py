@@ -1,4 +1,4 @@
-"""The HTTP side of a source: search routes, probes and metrics behind one gate."""
+"""The HTTP side of what is served: its routes, probes and metrics behind one gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from search_r1.search.deadline import ClientGone, DeadlineExpired
@@ -18,7 +18,7 @@ from search_r1.search.errors import SearchError, ServiceUnavailable
 from search_r1.search.gate import Gate, ServerState
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions, search_router
-from search_r1.search.source import NeedsWarmUp, Source
+from search_r1.search.source import NeedsWarmUp, Served, Source
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,51 +31,56 @@ class AppOptions(SearchOptions):
 
 
 def create_app(source: Source, options: AppOptions | None = None, metrics: Metrics | None = None) -> FastAPI:
-    """The app serves `source` and closes it at the end. `app.state.server` is its `ServerState`.
+    """The app serves `source` on the search routes: see `create_app_of`."""
+    options = options or AppOptions()
+    return create_app_of(source, search_router(source, options), options, metrics or Metrics())
+
+
+def create_app_of(served: Served, router: APIRouter, options: AppOptions, metrics: Metrics) -> FastAPI:
+    """The app has the routes of `router` and closes `served` at the end. `app.state.server` is its `ServerState`.
 
     Further routes may be included in it: they stand behind the same gate and may raise the same errors.
     """
-    options, metrics = options or AppOptions(), metrics or Metrics()
     state = ServerState(not_ready="the warm-up query has not run yet")
-    app = FastAPI(title="retrieval", lifespan=_lifespan(source, state))
+    app = FastAPI(title="retrieval", lifespan=_lifespan(served, state))
     app.state.server = state
     app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token)
-    app.include_router(search_router(source, options))
-    _add_probes(app, source, options.topk, metrics)
+    app.include_router(router)
+    _add_probes(app, served, options.topk, metrics)
     _add_error_handlers(app, metrics)
     return app
 
 
-def _lifespan(source: Source, state: ServerState) -> Any:
+def _lifespan(served: Served, state: ServerState) -> Any:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        warming = asyncio.create_task(_warm_up(source, state))
+        warming = asyncio.create_task(_warm_up(served, state))
         yield
         warming.cancel()
-        closing = source.close()
+        closing = served.close()
         if inspect.isawaitable(closing):
             await closing
 
     return lifespan
 
 
-async def _warm_up(source: Source, state: ServerState) -> None:
+async def _warm_up(served: Served, state: ServerState) -> None:
     try:
-        if isinstance(source, NeedsWarmUp):
-            await source.warm_up()
+        if isinstance(served, NeedsWarmUp):
+            await served.warm_up()
         state.not_ready = ""
     except SearchError as error:
         state.not_ready = f"the warm-up query failed: {error}"
         _LOG.error("the warm-up query failed: %s", error)
 
 
-def _add_probes(app: FastAPI, source: Source, topk: int, metrics: Metrics) -> None:
+def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> None:
     state: ServerState = app.state.server
 
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
         """The process lives; what it serves."""
-        return {"status": "ok", "retriever": source.name, "corpus_size": source.num_passages, "topk": topk}
+        return {"status": "ok", "retriever": served.name, "corpus_size": served.num_passages, "topk": topk}
 
     @app.get("/readyz", responses={503: {"description": "Not yet, or not any more."}})
     async def readyz() -> JSONResponse:

@@ -6,17 +6,14 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, cast
 
 from search_r1.search.errors import ServiceUnavailable
-from search_r1.search.fair_queue import FairQueue, Request, Ticket
-from search_r1.search.metrics import Metrics
-from search_r1.search.source import Answer
-
-Run = Callable[[list[str], int], "list[Answer | Exception]"]
-Keep = Callable[[str, int, Answer], None]
+from search_r1.search.fair_queue import FairQueue, Query, Request, Result, Ticket
+from search_r1.search.metrics import StageMetrics
 
 _LONGEST_RETRY_S = 30
 
@@ -30,39 +27,47 @@ class BatchLimits:
     max_queue: int = 8192
 
 
-class Batcher:
+class Batcher(Generic[Query, Result]):
     """Answers distinct queries once. `ask` and `close` belong to one event loop, `run` to the owner thread."""
 
-    def __init__(self, run: Run, keep: Keep, limits: BatchLimits, metrics: Metrics) -> None:
-        """`run(queries, k)` gives an answer or an error for each; `keep(query, k, answer)` is told every answer."""
+    def __init__(
+        self,
+        run: Callable[[list[Query], int], Sequence[Result | Exception]],
+        keep: Callable[[Query, int, Result], None],
+        limits: BatchLimits,
+        metrics: StageMetrics,
+    ) -> None:
+        """`run(queries, k)` gives a result or an error for each; `keep(query, k, result)` is told every result."""
         self._run = run
         self._keep = keep
         self._limits = limits
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[tuple[str, int], Ticket] = {}  # queued or running; only the event loop touches it
-        self._queue = FairQueue()
+        self._open: dict[
+            tuple[Query, int], Ticket[Query, Result]
+        ] = {}  # queued or running; only the event loop touches it
+        self._queue: FairQueue[Query, Result] = FairQueue()
         self._closing = False
         self._changed = threading.Condition()  # guards the queue and its tickets
         self._batch_s = 0.0
         metrics.queue.set_function(lambda: len(self._queue))
-        self._owner = threading.Thread(target=self._own, name="retriever", daemon=True)
+        self._owner = threading.Thread(target=self._own, name=metrics.stage, daemon=True)
         self._owner.start()
 
-    async def ask(self, queries: list[str], k: int) -> list[Answer]:
-        """The answers of distinct `queries`. Raises `ServiceUnavailable` at once, or what the search raised.
+    async def ask(self, queries: list[Query], k: int) -> list[Result]:
+        """The results of distinct `queries`. Raises `ServiceUnavailable` at once, or what the search raised.
 
         One who is cancelled leaves the queue; a query that others wait for too stays.
         """
         self._loop = asyncio.get_running_loop()
-        request = Request(k, self._loop.create_future())
+        request: Request[Query, Result] = Request(k, self._loop.create_future())
         with self._changed:
             self._admit(request, queries)
         try:
             await request.done
         finally:
             self._leave(request)
-        return [ticket.answer for ticket in request.tickets]
+        return [cast(Result, ticket.answer) for ticket in request.tickets]
 
     def close(self) -> None:
         """Let the running batch end and fail whoever waits."""
@@ -72,7 +77,7 @@ class Batcher:
         self._owner.join()
         self._post(self._fail_open)  # after the last batch, whose answers may be on their way
 
-    def _admit(self, request: Request, queries: list[str]) -> None:
+    def _admit(self, request: Request[Query, Result], queries: list[Query]) -> None:
         fresh = [query for query in queries if (query, request.k) not in self._open]
         self._check_room(len(fresh))
         was_empty = not self._queue
@@ -84,7 +89,7 @@ class Batcher:
             else:
                 ticket.requests[request] = None
         request.missing = len(queries)
-        self._metrics.shared_queries.inc(len(queries) - len(fresh))
+        self._metrics.shared.inc(len(queries) - len(fresh))
         if was_empty or len(self._queue) >= self._limits.max_batch:
             self._changed.notify()
 
@@ -98,11 +103,12 @@ class Batcher:
         batches_ahead = queued / self._limits.max_batch
         retry_after_s = min(_LONGEST_RETRY_S, max(1, math.ceil(batches_ahead * self._batch_s)))
         raise ServiceUnavailable(
-            f"{queued} queries are queued and the limit is {self._limits.max_queue}; try again in {retry_after_s} s",
+            f"{queued} {self._metrics.unit} are queued and the limit is {self._limits.max_queue}; "
+            f"try again in {retry_after_s} s",
             retry_after_s,
         )
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request[Query, Result]) -> None:
         with self._changed:
             for ticket in self._queue.drop(request):
                 del self._open[ticket.query, ticket.k]
@@ -114,7 +120,7 @@ class Batcher:
             self._batch_s = time.perf_counter() - start
             self._post(self._settle, batch, outcomes, self._batch_s)
 
-    def _next_batch(self) -> list[Ticket]:
+    def _next_batch(self) -> list[Ticket[Query, Result]]:
         """Wait for queries. Empty when closing."""
         limits = self._limits
         with self._changed:
@@ -137,7 +143,9 @@ class Batcher:
             for request in ticket.requests:
                 request.fail(_stopping())
 
-    def _settle(self, batch: list[Ticket], outcomes: list[Answer | Exception], seconds: float) -> None:
+    def _settle(
+        self, batch: list[Ticket[Query, Result]], outcomes: Sequence[Result | Exception], seconds: float
+    ) -> None:
         self._metrics.batch_done(len(batch), seconds)
         for ticket, outcome in zip(batch, outcomes, strict=True):
             self._open.pop((ticket.query, ticket.k), None)

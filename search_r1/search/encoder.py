@@ -15,13 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from search_r1.search.encoder_model import json_reader, load_tokenizer, load_weights, side, weights_digest
 from search_r1.search.encoder_spec import EncoderSpec, resolve_spec
 from search_r1.search.errors import EncoderError
+from search_r1.search.length_batches import batch_cost, length_batches
 from search_r1.search.packed_linear import pack_linear_layers
 from search_r1.search.pooling import pool
-from search_r1.search.precision import precision_name, resolve_precision
+from search_r1.search.precision import precision_name, resolve_device, resolve_precision
 
 _LOG = logging.getLogger(__name__)
-_CPU_TOKENS, _GPU_TOKENS = 2048, 65_536  # of a batch, padding included
-_CPU_OVERHEAD, _GPU_OVERHEAD = 64, 2048  # what a batch costs beside its tokens, in tokens
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ class Encoder:
     def __init__(self, options: EncoderOptions) -> None:
         """Load tokenizer and weights. Raises `EncoderError`."""
         torch.set_num_threads(options.num_threads)
-        device = options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = resolve_device(options.device)
         dtype = resolve_precision(options.precision, self.device)
         self.precision = precision_name(dtype)
         self.spec: EncoderSpec = resolve_spec(options.family, json_reader(options.model), options.pooling)
@@ -65,7 +61,9 @@ class Encoder:
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
         self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self._end = _token_id(self._tokenizer, self.spec.end_token)
-        self._model = _prepared(model.to(self.device, dtype).eval())
+        self._model: Any = model.to(self.device, dtype).eval()
+        if pack_linear_layers(self._model):
+            self._model.set_attn_implementation("eager")  # for short texts the fastest of a CPU
         _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -101,9 +99,7 @@ class Encoder:
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
         """Texts of like length share a batch: padding is work for nothing."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
-        on_gpu = self.device.type == "cuda"
-        limits = (_GPU_TOKENS, _GPU_OVERHEAD) if on_gpu else (_CPU_TOKENS, _CPU_OVERHEAD)
-        for batch in length_batches([len(row) for row in ids], *limits):
+        for batch in length_batches([len(row) for row in ids], *batch_cost(self.device)):
             vectors_BD[batch] = self._encode_batch([ids[i] for i in batch])
         return vectors_BD
 
@@ -119,36 +115,6 @@ class Encoder:
         if not torch.isfinite(vectors_BD).all():
             raise EncoderError("the encoder gave a vector with NaN or Inf; its weights or its precision are unfit")
         return vectors_BD.cpu().numpy()
-
-
-def length_batches(lengths: list[int], max_tokens: int, overhead_tokens: int = 0) -> list[list[int]]:
-    """Indices of `lengths`, shortest first, in the batches that cost least.
-
-    A batch costs its tokens when padded and `overhead_tokens`; it has at most `max_tokens` (a longer text is alone).
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    costs = np.zeros(len(order) + 1, dtype=np.int64)  # of the cheapest batches of the first texts
-    starts = [0] * len(costs)  # where the last of these batches begins
-    for end in range(1, len(costs)):
-        length = lengths[order[end - 1]]
-        sizes = np.arange(min(end, max(1, max_tokens // length)), 0, -1)
-        totals = costs[end - len(sizes) : end] + sizes * length
-        best = int(totals.argmin())
-        costs[end] = totals[best] + overhead_tokens
-        starts[end] = end - int(sizes[best])
-    batches, end = [], len(order)
-    while end:
-        batches.append(order[starts[end] : end])
-        end = starts[end]
-    return batches[::-1]
-
-
-def _prepared(model: Any) -> Any:
-    """On a CPU in bfloat16 the same function by faster kernels: queries are short, and their batches small."""
-    if model.device.type == "cpu" and model.dtype == torch.bfloat16:
-        pack_linear_layers(model)
-        model.set_attn_implementation("eager")
-    return model
 
 
 def _title_and_text(contents: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tokenizer and weights of an encoder, from a folder or a hub id. Remote code is never run."""
+"""Tokenizer and weights of an encoder or a cross-encoder, from a folder or a hub id. Remote code is never run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import cached_file
 
 from search_r1.search.errors import EncoderError
@@ -32,20 +32,18 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_weights(model: str, pooling: str) -> torch.nn.Module:
-    """The float32 model, all of whose weights the checkpoint has. Raises `EncoderError`."""
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        loaded, report = _from_pretrained(_architecture(config), model)
-    except (OSError, ValueError, KeyError) as error:
-        raise _cannot_load(model, error) from error
-    if config.is_encoder_decoder:
-        raise EncoderError(f"{model} is an encoder with a decoder ({config.model_type}), which is not supported")
-    missing = sorted(name for name in report["missing_keys"] if pooling == "pooler" or not name.startswith("pooler."))
-    if missing:
-        raise EncoderError(
-            f"the checkpoint {model} lacks {len(missing)} weights of {type(loaded).__name__} ({missing[0]}, ...): they "
-            "would be random; pass a complete checkpoint, or another pooling"
-        )
+    """The float32 encoder, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    loaded, missing = _load(model, _architecture)
+    if pooling != "pooler":
+        missing = [name for name in missing if not name.startswith("pooler.")]
+    _refuse_missing(model, loaded, missing, "pass a complete checkpoint, or another pooling")
+    return loaded
+
+
+def load_cross_encoder(model: str) -> torch.nn.Module:
+    """The float32 model with its classifier, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    loaded, missing = _load(model, lambda _: AutoModelForSequenceClassification)
+    _refuse_missing(model, loaded, missing, "pass a cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2")
     return loaded
 
 
@@ -86,6 +84,26 @@ def json_reader(model: str) -> Callable[[str], Any]:
     return read
 
 
+def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, list[str]]:
+    """The model of the class that `choose(config)` gives, and the names of the weights that the checkpoint lacks."""
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        loaded, report = _from_pretrained(choose(config), model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(model, error) from error
+    if config.is_encoder_decoder:
+        raise EncoderError(f"{model} is an encoder with a decoder ({config.model_type}), which is not supported")
+    return loaded, sorted(report["missing_keys"])
+
+
+def _refuse_missing(model: str, loaded: torch.nn.Module, missing: list[str], advice: str) -> None:
+    if missing:
+        raise EncoderError(
+            f"the checkpoint {model} lacks {len(missing)} weights of {type(loaded).__name__} ({missing[0]}, ...): they "
+            f"would be random; {advice}"
+        )
+
+
 def _architecture(config: Any) -> Any:
     """The automatic choice takes the question encoder for every DPR checkpoint and leaves its weights random."""
     named = (config.architectures or [""])[0]
@@ -105,6 +123,6 @@ def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, di
 
 def _cannot_load(model: str, error: Exception) -> EncoderError:
     return EncoderError(
-        f"cannot load the encoder {model}: {str(error).splitlines()[0]}; "
+        f"cannot load the model {model}: {str(error).splitlines()[0]}; "
         "pass a model folder, or a hub id that can be downloaded"
     )

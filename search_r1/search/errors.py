@@ -14,7 +14,7 @@ class IndexMismatchError(SearchError):
 
 
 class EncoderError(SearchError):
-    """A dense encoder that cannot be loaded, is not supported, or gives non-finite vectors."""
+    """An encoder or a cross-encoder that cannot be loaded, is not supported, or gives non-finite values."""
 
 
 class ServerError(SearchError):

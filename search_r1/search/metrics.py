@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class StageMetrics:
+    """One stage of the work that runs in batches: `stage` begins the names of its metrics, `unit` is what it counts."""
+
+    def __init__(self, registry: CollectorRegistry, stage: str, unit: str) -> None:
+        self.stage, self.unit = stage, unit
+        name = unit.capitalize()
+        self._batch_size = Histogram(
+            f"{stage}_batch_{unit}", f"{name} in a batch.", registry=registry, buckets=_BATCH_SIZES
+        )
+        self._batch_s = Histogram(f"{stage}_batch_seconds", "Time of a batch.", registry=registry, buckets=_SECONDS)
+        self.queue = Gauge(f"{stage}_queue_{unit}", f"{name} that wait for a batch.", registry=registry)
+        self.shared = Counter(
+            f"{stage}_shared_{unit}", f"{name} that joined an equal one in flight.", registry=registry
+        )
+        self.cache_bytes = Gauge(f"{stage}_cache_bytes", "Estimated bytes of the cache.", registry=registry)
+        self.cache_hits = Counter(f"{stage}_cache_hits", f"{name} answered from the cache.", registry=registry)
+        self.cache_misses = Counter(f"{stage}_cache_misses", f"{name} not in the cache.", registry=registry)
+
+    def batch_done(self, size: int, seconds: float) -> None:
+        self._batch_size.observe(size)
+        self._batch_s.observe(seconds)
 
 
 class Metrics:
@@ -18,17 +43,6 @@ class Metrics:
         )
         self._request_s = Histogram(
             "retrieval_request_seconds", "Time to answer a request.", ["route"], registry=registry, buckets=_SECONDS
-        )
-        self._batch_queries = Histogram(
-            "retrieval_batch_queries", "Queries in a batch.", registry=registry, buckets=_BATCH_SIZES
-        )
-        self._batch_s = Histogram("retrieval_batch_seconds", "Time of a batch.", registry=registry, buckets=_SECONDS)
-        self.queue = Gauge("retrieval_queue_queries", "Queries that wait for a batch.", registry=registry)
-        self.cache_bytes = Gauge("retrieval_cache_bytes", "Estimated bytes of cached answers.", registry=registry)
-        self.cache_hits = Counter("retrieval_cache_hits", "Queries answered from the cache.", registry=registry)
-        self.cache_misses = Counter("retrieval_cache_misses", "Queries not in the cache.", registry=registry)
-        self.shared_queries = Counter(
-            "retrieval_shared_queries", "Queries that joined an equal one in flight.", registry=registry
         )
         self.rejected = Counter("retrieval_rejected", "Requests refused: the queue was full.", registry=registry)
         self.expired = Counter("retrieval_expired", "Requests whose deadline passed.", registry=registry)
@@ -45,9 +59,15 @@ class Metrics:
         counts[0].inc()
         counts[1].observe(seconds)
 
-    def batch_done(self, num_queries: int, seconds: float) -> None:
-        self._batch_queries.observe(num_queries)
-        self._batch_s.observe(seconds)
+    @cached_property
+    def search(self) -> StageMetrics:
+        """Of the search of the index."""
+        return StageMetrics(self.registry, "retrieval", "queries")
+
+    @cached_property
+    def rerank(self) -> StageMetrics:
+        """Of the reranker."""
+        return StageMetrics(self.registry, "rerank", "pairs")
 
     def render(self) -> bytes:
         """The body of `GET /metrics`."""

@@ -29,13 +29,23 @@ class PackedLinear(torch.nn.Module):
 
 
 @torch.inference_mode()
-def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replace every linear layer below `model`, and the exact GELU that follows one in the blocks of BERT."""
+def pack_linear_layers(model: torch.nn.Module) -> bool:
+    """Replace every bfloat16 linear layer on a CPU, and the exact GELU that follows one in the blocks of BERT.
+
+    Returns whether there was one.
+    """
+    found = False
     for name, child in list(model.named_children()):
-        if type(child) is torch.nn.Linear:
+        if (
+            type(child) is torch.nn.Linear
+            and child.weight.device.type == "cpu"
+            and child.weight.dtype == torch.bfloat16
+        ):
             fused = name == "dense" and isinstance(getattr(model, "intermediate_act_fn", None), GELUActivation)
             setattr(model, name, PackedLinear(child, "gelu" if fused else "none"))
             if fused:
                 model.intermediate_act_fn = torch.nn.Identity()
+            found = True
         else:
-            pack_linear_layers(child)
+            found |= pack_linear_layers(child)
+    return found

@@ -1,4 +1,4 @@
-"""Which number format a device computes fast in."""
+"""Which device computes, and in which number format it is fast."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware; emulated it is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _CPU_BF16)
+
+
+def resolve_device(asked: str) -> torch.device:
+    """`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU where there is one."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(asked)
 
 
 def resolve_precision(asked: str, device: torch.device) -> torch.dtype:

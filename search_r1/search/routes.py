@@ -11,12 +11,12 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from search_r1.search.deadline import answer_in_time
-from search_r1.search.source import Source, encoded_search
+from search_r1.search.source import EncodedSearch, Source, encoded_search
 from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest, SearchRequest, explain
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_RESPONSES: dict[int | str, dict[str, Any]] = {
+RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The passages, best first."},
     401: {"description": "The bearer token is missing or wrong."},
     413: {"description": "The body is too large."},
@@ -45,30 +45,39 @@ class RawRoute(APIRoute):
 def search_router(source: Source, options: SearchOptions) -> APIRouter:
     """The three routes over one source."""
     search = encoded_search(source)
+    return search_routes(RetrieveRequest, lambda _: search, options)
+
+
+def search_routes(
+    retrieve_model: type[RetrieveRequest],
+    search_of: Callable[[SearchRequest], EncodedSearch],
+    options: SearchOptions,
+) -> APIRouter:
+    """The three routes; `/retrieve` reads a `retrieve_model`, and `search_of(request)` answers a request."""
     router = APIRouter(route_class=RawRoute)
 
     async def answer(http: Request, parse: Callable[[bytes], SearchRequest]) -> Response:
         async def work(body: bytes) -> bytes:
             request = parse(body)
-            return request.reply(await search(request.texts(), request.limit(options.topk)))
+            return request.reply(await search_of(request)(request.texts(), request.limit(options.topk)))
 
         return json_response(await answer_in_time(http, options.timeout_s, work))
 
-    @router.post("/retrieve", openapi_extra=schema_of(RetrieveRequest), responses=_RESPONSES)
+    @router.post("/retrieve", openapi_extra=schema_of(retrieve_model), responses=RESPONSES)
     async def retrieve(http: Request) -> Response:
         """Passages for a list of queries (Search-R1, verl) or for one query (SkyRL)."""
-        return await answer(http, lambda body: parse(RetrieveRequest, body))
+        return await answer(http, lambda body: parse(retrieve_model, body))
 
     @router.post(
         "/search",
         openapi_extra=schema_of(FlashRagRequest),
-        responses=_RESPONSES | {400: {"description": "The query is empty."}},
+        responses=RESPONSES | {400: {"description": "The query is empty."}},
     )
     async def search_one(http: Request) -> Response:
         """Passages for one query, as FlashRAG serves them."""
         return await answer(http, _parse_not_empty)
 
-    @router.post("/batch_search", openapi_extra=schema_of(FlashRagBatchRequest), responses=_RESPONSES)
+    @router.post("/batch_search", openapi_extra=schema_of(FlashRagBatchRequest), responses=RESPONSES)
     async def search_many(http: Request) -> Response:
         """Passages for a list of queries, as FlashRAG serves them."""
         return await answer(http, lambda body: parse(FlashRagBatchRequest, body))

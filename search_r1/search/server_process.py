@@ -12,17 +12,43 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
 
-from search_r1.search.errors import ServerError
+from search_r1.search.errors import SearchError, ServerError
 from search_r1.search.gate import ServerState
+from search_r1.search.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"
 _DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
 _SWITCH_S = 0.001  # Python lets a busy thread run 5 ms; the event loop should not wait that long for the index
+
+
+def run_server(
+    arguments: argparse.Namespace,
+    build: Callable[[Metrics, str | None], tuple[str, FastAPI]],
+    route: str = "/retrieve",
+) -> int:
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start.
+
+    `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads and gives what is served, in words,
+    and its app of `create_app`; its `SearchError` ends the program with one line.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        check_serving_arguments(arguments)
+        token = read_token(arguments)
+        listener = bind(arguments.host, arguments.port)
+        what, app = build(Metrics(), token)
+    except SearchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    announce(what, listener, token, route)
+    serve(app, listener)
+    return 0
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, port: int = 8000) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
+from search_r1.search.attempts import attempt, attempt_each
 from search_r1.search.batching import Batcher, BatchLimits
 from search_r1.search.cache import AnswerCache
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import IndexMismatchError, SearchError, SearchFailed
+from search_r1.search.errors import IndexMismatchError, SearchFailed
 from search_r1.search.metrics import Metrics
 from search_r1.search.retriever import Hit, Retriever
 from search_r1.search.source import Answer, EncodedHit, Found, encode
 
-_LOG = logging.getLogger(__name__)
 _WARM_UP_WORDS = 8
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,9 @@ class RetrievalService:
         self.num_passages: int | None = len(corpus)
         fingerprint = getattr(retriever, "fingerprint", retriever.name)
         self._cache = AnswerCache(int(options.cache_mib * 2**20), fingerprint)
-        self.metrics.cache_bytes.set_function(lambda: self._cache.num_bytes)
-        self._batcher = Batcher(self._run, self._cache.put, options, self.metrics)
+        self._counts = self.metrics.search
+        self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
+        self._batcher: Batcher[str, Answer] = Batcher(self._run, self._cache.put, options, self._counts)
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """See `Source.search`."""
@@ -71,7 +68,7 @@ class RetrievalService:
         plain = [" ".join(query.split()) for query in queries]
         answers = {query: self._known(query, k) for query in plain}
         missing = [query for query, answer in answers.items() if answer is None]
-        self.metrics.cache_misses.inc(len(missing))
+        self._counts.cache_misses.inc(len(missing))
         if missing:
             answers.update(zip(missing, await self._batcher.ask(missing, k), strict=True))
         return [answers[query] or () for query in plain]
@@ -90,42 +87,17 @@ class RetrievalService:
             return ()
         answer = self._cache.get(query, k)
         if answer is not None:
-            self.metrics.cache_hits.inc()
+            self._counts.cache_hits.inc()
         return answer
 
     def _run(self, queries: list[str], k: int) -> list[Answer | Exception]:
         """An answer or the error of each query, whatever the others do."""
-        found = self._hits(queries, min(k, len(self.retriever)))
-        return [hits if isinstance(hits, Exception) else self._attempt(partial(self._fetch, hits)) for hits in found]
-
-    def _hits(self, queries: list[str], k: int) -> list[list[Hit] | Exception]:
-        """A batch that fails is halved until the queries to blame stand alone."""
-        found = self._attempt(partial(self._search, queries, k))
-        if not isinstance(found, Exception):
-            return found
-        if len(queries) == 1:
-            return [found]
-        half = len(queries) // 2
-        return self._hits(queries[:half], k) + self._hits(queries[half:], k)
-
-    def _search(self, queries: list[str], k: int) -> list[list[Hit] | Exception]:
-        found = self.retriever.search(queries, k)
-        if len(found) != len(queries):
-            raise SearchFailed(f"the {self.name} retriever gave {len(found)} answers to {len(queries)} queries")
-        return list(found)
+        who = f"the {self.name} retriever"
+        found = attempt_each(partial(self.retriever.search, k=min(k, len(self.retriever))), queries, who)
+        return [hits if isinstance(hits, Exception) else attempt(partial(self._fetch, hits), who) for hits in found]
 
     def _fetch(self, hits: list[Hit]) -> Answer:
         for hit in hits:
             if not math.isfinite(hit.score):
                 raise SearchFailed(f"the {self.name} retriever scored row {hit.row} with {hit.score}")
         return tuple(EncodedHit(encode(self.corpus[hit.row]), hit.score) for hit in hits)
-
-    def _attempt(self, work: Callable[[], T]) -> T | SearchError:
-        """Whatever is raised is the outcome of a query; it must not end the owner thread."""
-        try:
-            return work()
-        except SearchError as error:
-            return error
-        except Exception as error:
-            _LOG.exception("the %s retriever failed", self.name)
-            return SearchFailed(f"the {self.name} retriever failed: {type(error).__name__}: {error}")

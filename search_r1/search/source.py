@@ -24,21 +24,25 @@ Answer = tuple[EncodedHit, ...]  # the hits of one query, best first
 EncodedSearch = Callable[[list[str], int], Awaitable[list[Answer]]]
 
 
-class Source(Protocol):
-    """Answers queries. It is called from one event loop; a call that is cancelled gives its place in a queue back."""
+class Served(Protocol):
+    """What a server stands for. It is called from one event loop."""
 
     name: str
     num_passages: int | None  # None: not known, as of a search engine
+
+    def close(self) -> Awaitable[None] | None:
+        """Let what runs end and fail the ones that wait."""
+        ...
+
+
+class Source(Served, Protocol):
+    """Answers queries. A call that is cancelled gives its place in a queue back."""
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """At most `k` passages a query, in the queries' order, best first. A blank query finds nothing.
 
         Raises `ServiceUnavailable` when the queue is full, or another `SearchError`.
         """
-        ...
-
-    def close(self) -> Awaitable[None] | None:
-        """Let the running search end and fail the ones that wait."""
         ...
 
 
@@ -53,10 +57,10 @@ class EncodedSource(Protocol):
 
 @runtime_checkable
 class NeedsWarmUp(Protocol):
-    """A source whose first search is slow (kernels are compiled, files are mapped)."""
+    """One whose first answer is slow (kernels are compiled, files are mapped)."""
 
     async def warm_up(self) -> None:
-        """Run one real search. Raises `SearchError`."""
+        """Find one real answer. Raises `SearchError`."""
         ...
 
 

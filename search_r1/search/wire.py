@@ -57,7 +57,7 @@ class RetrieveRequest(BaseModel):
         return self.topk or default
 
     def reply(self, answers: list[Answer]) -> bytes:
-        return b'{"result": %b}' % _array(map(_scored if self.return_scores else _documents, answers))
+        return result(answers, self.return_scores)
 
 
 class FlashRagRequest(BaseModel):
@@ -94,6 +94,11 @@ class FlashRagBatchRequest(BaseModel):
     def reply(self, answers: list[Answer]) -> bytes:
         documents = _array(map(_documents, answers))
         return _array([documents, _array(map(_scores, answers))]) if self.return_score else documents
+
+
+def result(answers: list[Answer], return_scores: bool) -> bytes:
+    """`{"result": [...]}` with a list for each query: documents, or `{"document": ..., "score": ...}`."""
+    return b'{"result": %b}' % _array(map(_scored if return_scores else _documents, answers))
 
 
 def explain(error: ValidationError) -> str:

@@ -74,7 +74,7 @@ def nq_questions() -> list[dict]:
 
 @pytest.fixture
 def serve(server_environment: dict[str, str]) -> Iterator[Serve]:
-    """Starts real server processes: `serve(*arguments) -> base URL`. They end with the test."""
+    """Starts real server processes: `serve(*arguments, program="retrieval_server") -> base URL`."""
     with _servers(server_environment) as start:
         yield start
 
@@ -116,9 +116,9 @@ def run_app() -> Iterator[Callable[..., str]]:
 def _servers(variables: dict[str, str]) -> Iterator[Serve]:
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> str:
+    def start(*arguments: str, program: str = "retrieval_server") -> str:
         port = _free_port()
-        command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--port", str(port), *arguments]
+        command = [sys.executable, "-m", f"search_r1.search.{program}", "--port", str(port), *arguments]
         process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables)
         processes.append(process)
         _wait_until_ready(f"http://127.0.0.1:{port}", process)

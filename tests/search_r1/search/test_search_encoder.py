@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_bert, save_dpr, save_qwen3
 from transformers import AutoModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
-from search_r1.search.encoder import length_batches
 from search_r1.search.encoder_model import load_weights, weights_digest
 from search_r1.search.encoder_spec import FAMILIES, EncoderSpec, local_json, resolve_spec
 from search_r1.search.errors import EncoderError
+from search_r1.search.length_batches import length_batches
 from search_r1.search.precision import cpu_has_bf16, resolve_precision
 
 _CPU = torch.device("cpu")
@@ -65,6 +65,7 @@ def test_passage_prefix_and_cut(model_dir: Path) -> None:
 def test_batches_are_bounded_by_their_padded_tokens() -> None:
     assert length_batches([5, 2, 9, 2, 3], max_tokens=9, overhead_tokens=2) == [[1, 3, 4], [0], [2]]
     assert length_batches([4, 4, 4, 40], max_tokens=8) == [[0], [1, 2], [3]]
+    assert length_batches([1, 2, 1, 1], max_tokens=8, max_texts=2) == [[0], [2, 3], [1]]
     assert length_batches([], max_tokens=8) == []
 
 

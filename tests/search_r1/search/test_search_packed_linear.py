@@ -41,7 +41,8 @@ def test_a_packed_bert_computes_the_same(activation: str) -> None:
     packed = BertModel(config).eval()
     packed.load_state_dict(plain.state_dict())
     packed.bfloat16()
-    pack_linear_layers(packed)
+    assert not pack_linear_layers(plain)  # of float32
+    assert pack_linear_layers(packed)
     assert not [module for module in packed.modules() if type(module) is torch.nn.Linear]
     ids, mask = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
     mask[1, 5:] = 0

@@ -1,0 +1,42 @@
+"""The routes of the reranking servers: `/rerank`, and the search routes before a reranker."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from search_r1.search.deadline import answer_in_time
+from search_r1.search.rerank_wire import RerankedRetrieveRequest, RerankRequest
+from search_r1.search.reranked import RerankedSource
+from search_r1.search.reranker import Reranker
+from search_r1.search.routes import RESPONSES, RawRoute, SearchOptions, json_response, parse, schema_of, search_routes
+from search_r1.search.source import EncodedSearch
+from search_r1.search.wire import SearchRequest
+
+
+def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
+    """`/rerank` alone."""
+    router = APIRouter(route_class=RawRoute)
+
+    @router.post("/rerank", openapi_extra=schema_of(RerankRequest), responses=RESPONSES)
+    async def rerank(http: Request) -> Response:
+        """The documents of each query, best first."""
+
+        async def work(body: bytes) -> bytes:
+            request = parse(RerankRequest, body)
+            answers = await reranker.rerank(request.queries, request.documents, request.limit(options.topk))
+            return request.reply(answers)
+
+        return json_response(await answer_in_time(http, options.timeout_s, work))
+
+    return router
+
+
+def reranked_router(source: RerankedSource, reranker: Reranker, options: SearchOptions) -> APIRouter:
+    """The search routes over `source`, where `/retrieve` may choose the number of candidates, and `/rerank`."""
+
+    def search_of(request: SearchRequest) -> EncodedSearch:
+        return source.among(request.num_candidates() if isinstance(request, RerankedRetrieveRequest) else None)
+
+    router = search_routes(RerankedRetrieveRequest, search_of, options)
+    router.include_router(rerank_router(reranker, options))
+    return router

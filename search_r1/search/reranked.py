@@ -1,0 +1,54 @@
+"""A source behind a reranker: it finds candidates, the reranker chooses among them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from functools import partial
+
+from search_r1.search.reranker import Reranker
+from search_r1.search.source import Answer, EncodedSearch, Found, NeedsWarmUp, Source, encoded_search
+
+
+class RerankedSource:
+    """A `Source` whose scores are those of the reranker; documents stay as the source gives them."""
+
+    def __init__(self, source: Source, reranker: Reranker, num_candidates: int) -> None:
+        """`num_candidates`: passages a query that the reranker reads, where nothing else is said."""
+        self.name = f"{source.name}, reranked by {reranker.name}"
+        self.num_passages = source.num_passages
+        self._source = source
+        self._reranker = reranker
+        self._find = encoded_search(source)
+        self._num_candidates = num_candidates
+
+    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+        """See `Source.search`."""
+        answers = await self.search_encoded(queries, k)
+        return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers]
+
+    async def search_encoded(self, queries: list[str], k: int) -> list[Answer]:
+        """See `Source.search`; the documents are JSON."""
+        return await self.search_among(self._num_candidates, queries, k)
+
+    def among(self, num_candidates: int | None) -> EncodedSearch:
+        """The search with another number of candidates; None: the usual one."""
+        return partial(self.search_among, num_candidates or self._num_candidates)
+
+    async def search_among(self, num_candidates: int, queries: list[str], k: int) -> list[Answer]:
+        """The best `k` of `num_candidates` passages a query, or of `k` where that is more."""
+        found = await self._find(queries, max(k, num_candidates))
+        return await self._reranker.rerank(queries, [[hit.document for hit in hits] for hits in found], k)
+
+    async def warm_up(self) -> None:
+        """Run one search and score one pair. Raises `SearchError`."""
+        if isinstance(self._source, NeedsWarmUp):
+            await self._source.warm_up()
+        await self._reranker.warm_up()
+
+    async def close(self) -> None:
+        """Let both end what runs and fail whoever waits."""
+        closing = self._source.close()
+        if inspect.isawaitable(closing):
+            await closing
+        self._reranker.close()

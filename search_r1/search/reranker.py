@@ -1,0 +1,103 @@
+"""Orders the documents of queries by a cross-encoder: pairs of all requests share batches, a cache answers repeats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from search_r1.search.attempts import attempt_each
+from search_r1.search.batching import Batcher, BatchLimits
+from search_r1.search.cache import ScoreCache
+from search_r1.search.cross_encoder import CrossEncoder, Pair
+from search_r1.search.errors import SearchError, SearchFailed
+from search_r1.search.metrics import Metrics
+from search_r1.search.source import Answer, EncodedHit
+
+_SCORES_A_PAIR = 1  # stands for the k of a search: all pairs may share a batch
+
+
+@dataclass(frozen=True)
+class RerankLimits(BatchLimits):
+    """The limits of batches in pairs, and `cache_mib`: MiB of scores kept for repeated pairs, 0 for none."""
+
+    max_queue: int = 65_536
+    cache_mib: float = 32.0
+
+
+class Reranker:
+    """Call it from one event loop; a thread of its own runs the model."""
+
+    num_passages: int | None = None
+
+    def __init__(self, model: CrossEncoder, limits: RerankLimits | None = None, metrics: Metrics | None = None) -> None:
+        limits = limits or RerankLimits()
+        self.name = model.name
+        self.metrics = metrics or Metrics()
+        self._model = model
+        self._counts = self.metrics.rerank
+        self._cache = ScoreCache(int(limits.cache_mib * 2**20))
+        self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
+        self._batcher: Batcher[Pair, float] = Batcher(self._run, self._keep, limits, self._counts)
+
+    async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Answer]:
+        """The best `k` documents of each query among its own, best first; equal scores keep the order given.
+
+        A document is JSON with `contents`; equal contents have equal scores. Raises `ServiceUnavailable` when the
+        queue is full, or another `SearchError`. One who is cancelled gives the place in the queue back.
+        """
+        pairs = [
+            [Pair(query, passage_text(json.loads(document)["contents"])) for document in own]
+            for query, own in zip(queries, documents, strict=True)
+        ]
+        scores = await self._scores(list(dict.fromkeys(pair for own in pairs for pair in own)))
+        return [
+            _best([EncodedHit(document, scores[pair]) for document, pair in zip(*of_one, strict=True)], k)
+            for of_one in zip(documents, pairs, strict=True)
+        ]
+
+    async def warm_up(self) -> None:
+        """Score one pair. Raises `SearchError`."""
+        await self._batcher.ask([Pair("warm", "up")], _SCORES_A_PAIR)
+
+    def close(self) -> None:
+        """Let the running batch end and fail whoever waits."""
+        self._batcher.close()
+
+    async def _scores(self, pairs: list[Pair]) -> dict[Pair, float]:
+        """The scores of distinct pairs."""
+        scores: dict[Pair, float] = {}
+        for pair in pairs:
+            score = self._cache.get(*pair)
+            if score is not None:
+                scores[pair] = score
+        missing = [pair for pair in pairs if pair not in scores]
+        self._counts.cache_hits.inc(len(scores))
+        self._counts.cache_misses.inc(len(missing))
+        if missing:
+            scores.update(zip(missing, await self._batcher.ask(missing, _SCORES_A_PAIR), strict=True))
+        return scores
+
+    def _keep(self, pair: Pair, _: int, score: float) -> None:
+        self._cache.put(*pair, score)
+
+    def _run(self, pairs: list[Pair], _: int) -> list[float | Exception]:
+        """A score or the error of each pair, whatever the others do."""
+        found = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, f"the reranker {self.name}")
+        return [self._checked(score) for score in found]
+
+    def _checked(self, score: float | SearchError) -> float | Exception:
+        if isinstance(score, float) and not math.isfinite(score):
+            return SearchFailed(f"the reranker {self.name} scored a passage with {score}")
+        return score
+
+
+def passage_text(contents: str) -> str:
+    """What the model reads of a passage; the first line of `contents` is its title and keeps its quotes."""
+    title, _, text = contents.partition("\n")
+    return f"(Title: {title}) {text}"
+
+
+def _best(hits: list[EncodedHit], k: int) -> Answer:
+    return tuple(sorted(hits, key=lambda hit: -hit.score)[:k])

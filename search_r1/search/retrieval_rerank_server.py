@@ -1,0 +1,80 @@
+"""The retrieval server with a reranker: an index finds candidates, a cross-encoder chooses among them.
+
+    python -m search_r1.search.retrieval_rerank_server --corpus_path corpus.jsonl --retriever_name bm25
+
+Everything is loaded before the server listens; `/readyz` says 200 once the first query has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+
+from search_r1.search.app import AppOptions, create_app_of
+from search_r1.search.errors import ServerError
+from search_r1.search.metrics import Metrics
+from search_r1.search.reranker_loading import MODEL, add_reranker_arguments, load_reranker
+from search_r1.search.retrieval_server import (
+    add_retriever_arguments,
+    check_retriever_arguments,
+    check_topk,
+    load_service,
+)
+from search_r1.search.server_process import add_serving_arguments, run_server
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The published arguments, and those of the retrieval server."""
+    parser = argparse.ArgumentParser(description="Serve reranked passages over HTTP.")
+    parser.add_argument("--retrieval_topk", type=int, default=10, help="candidates when the request does not say")
+    parser.add_argument("--reranking_topk", type=int, default=3, help="passages a query when the request does not say")
+    parser.add_argument("--reranker_model", default=MODEL, help="folder or hub id of the cross-encoder")
+    parser.add_argument("--reranker_batch_size", type=int, default=32, help="most pairs of one forward pass")
+    parser.add_argument("--reranker_max_length", type=int, default=512, help="tokens of a query and a passage together")
+    add_reranker_arguments(parser)
+    add_retriever_arguments(parser)
+    add_serving_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start."""
+    arguments = parse_arguments(argv)
+
+    def build(metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
+        _check(arguments)
+        service = load_service(arguments, metrics)
+        from search_r1.search.rerank_routes import reranked_router
+        from search_r1.search.reranked import RerankedSource  # loads torch
+
+        reranker = load_reranker(
+            arguments,
+            arguments.reranker_model,
+            arguments.reranker_max_length,
+            arguments.reranker_batch_size,
+            metrics,
+        )
+        options = AppOptions(arguments.reranking_topk, arguments.timeout_s, token)
+        source = RerankedSource(service, reranker, arguments.retrieval_topk)
+        router = reranked_router(source, reranker, options)
+        return f"{len(service.corpus)} passages by {source.name}", create_app_of(source, router, options, metrics)
+
+    return run_server(arguments, build)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_topk("--retrieval_topk", arguments.retrieval_topk)
+    check_topk("--reranking_topk", arguments.reranking_topk)
+    if arguments.retrieval_topk < arguments.reranking_topk:
+        raise ServerError(
+            f"--retrieval_topk is {arguments.retrieval_topk}; it must be at least --reranking_topk, "
+            f"{arguments.reranking_topk}"
+        )
+    check_retriever_arguments(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
