@@ -97,7 +97,7 @@ def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> No
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Counters in the text format of Prometheus."""
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:

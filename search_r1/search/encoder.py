@@ -54,14 +54,14 @@ class Encoder:
         self.precision = precision_name(dtype)
         self.spec: EncoderSpec = resolve_spec(options.family, json_reader(options.model), options.pooling)
         self._tokenizer = load_tokenizer(options.model)
-        model = load_weights(options.model, self.spec.pooling)
+        model: Any = load_weights(options.model, self.spec.pooling)
         self.side = side(model)
         self.fingerprint = weights_digest(model)
         config: Any = model.config
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
         self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self._end = _token_id(self._tokenizer, self.spec.end_token)
-        self._model: Any = model.to(self.device, dtype).eval()
+        self._model = model.to(self.device, dtype).eval()
         if pack_linear_layers(self._model):
             self._model.set_attn_implementation("eager")  # for short texts the fastest of a CPU
         _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)

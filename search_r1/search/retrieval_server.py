@@ -26,6 +26,8 @@ from search_r1.search.server_process import (
     serve,
 )
 from search_r1.search.wire import MAX_TOPK
+from search_r1.search.workers.shared_address import SharedAddress
+from search_r1.search.workers.supervisor import serve_workers
 
 if TYPE_CHECKING:
     from search_r1.search.service import RetrievalService
@@ -35,6 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The published arguments, and those of the server: address, batches, cache, queue, deadline, token."""
     parser = argparse.ArgumentParser(description="Serve passages over HTTP.")
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
+    parser.add_argument("--workers", type=int, default=1, help="processes for HTTP; from 2 on the index has its own")
     add_retriever_arguments(parser)
     add_serving_arguments(parser)
     return parser.parse_args(argv)
@@ -68,16 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     metrics = Metrics()
     try:
         check_topk("--topk", arguments.topk)
+        if arguments.workers < 1:
+            raise ServerError(f"--workers is {arguments.workers}; it must be at least 1")
         check_retriever_arguments(arguments)
         check_serving_arguments(arguments)
         token = read_token(arguments)
         listener = bind(arguments.host, arguments.port)
         service = load_service(arguments, metrics)
+        shared = SharedAddress(listener) if arguments.workers > 1 else None
     except SearchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     announce(f"{len(service.corpus)} passages by {service.name}", listener, token)
-    serve(create_app(service, AppOptions(arguments.topk, arguments.timeout_s, token), metrics), listener)
+    options = AppOptions(arguments.topk, arguments.timeout_s, token)
+    if shared:
+        serve_workers(service, options, metrics, shared, arguments.workers)
+    else:
+        serve(create_app(service, options, metrics), listener)
     return 0
 
 

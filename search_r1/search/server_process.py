@@ -23,7 +23,7 @@ from search_r1.search.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"
-_DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
+DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
 _SWITCH_S = 0.001  # Python lets a busy thread run 5 ms; the event loop should not wait that long for the index
 
 
@@ -101,9 +101,7 @@ def announce(what: str, listener: socket.socket, token: str | None, route: str =
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
     """Serve an app of `create_app` until SIGTERM or Ctrl-C."""
-    sys.setswitchinterval(_SWITCH_S)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no later collection walks through it
+    settle_process()
     # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
     signal.signal(signal.SIGTERM, lambda *_: None)
     # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
@@ -114,6 +112,13 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         DrainingServer(config, app.state.server).run(sockets=[listener])
     except KeyboardInterrupt:
         _LOG.info("stopped")
+
+
+def settle_process() -> None:
+    """Set the interpreter up for an event loop beside busy threads, once everything is loaded."""
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no later collection walks through it
 
 
 class DrainingServer(uvicorn.Server):
@@ -127,6 +132,6 @@ class DrainingServer(uvicorn.Server):
         """uvicorn's, which ends at the first signal, and then the wait for what runs."""
         await super().main_loop()
         self._state.draining = True
-        end = time.monotonic() + _DRAIN_S
+        end = time.monotonic() + DRAIN_S
         while self._state.running and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(0.02)

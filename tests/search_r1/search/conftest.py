@@ -40,6 +40,12 @@ def corpus_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def write_corpus() -> Callable[[Path], Path]:
+    """Writes `ROWS` to the path given."""
+    return lambda path: _write_rows(path, ROWS)
+
+
+@pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     return _free_port
 

@@ -1,0 +1,62 @@
+"""A front end: the HTTP side of a service whose index is in another process.
+
+    python -m search_r1.search.workers.front_end CONNECTION LISTENER < settings.json
+
+`supervisor` starts it with two sockets, given by their file descriptors: one leads to the owner, one is bound to the
+address of the service. It ends with the owner.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+
+from search_r1.search.app import AppOptions, create_app
+from search_r1.search.server_process import serve
+from search_r1.search.workers.remote_source import RemoteMetrics, RemoteSource
+
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a front end must know; it goes through a pipe, since it holds the token."""
+
+    name: str
+    num_passages: int | None
+    topk: int
+    timeout_s: float
+    auth_token: str | None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def main() -> None:
+    """Serve until SIGTERM or the end of the owner."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    connection, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    settings = Settings(**json.load(sys.stdin))
+    lost = False
+
+    def stop() -> None:
+        nonlocal lost
+        lost = True
+        signal.raise_signal(signal.SIGTERM)
+
+    connection.setblocking(False)
+    source = RemoteSource(connection, settings.name, settings.num_passages, stop)
+    options = AppOptions(settings.topk, settings.timeout_s, settings.auth_token)
+    serve(create_app(source, options, RemoteMetrics(source)), listener)
+    if lost:  # nobody else removes it
+        shutil.rmtree(os.environ[METRICS_VARIABLE], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
