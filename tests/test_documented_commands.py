@@ -13,6 +13,8 @@ from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, bl
 from trying_commands import server, try_command
 
 import infer
+from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.corpus import Corpus
 from verl.config import load_config_from_argv
 from verl.errors import ConfigError
 
@@ -36,6 +38,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     for name in PASSAGES:
         (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Bm25Retriever.build(Corpus(made.folder / "data/wiki-18.jsonl")).save(made.folder / "data/bm25")
+    (made.folder / "data/e5_HNSW64.index").touch()
     monkeypatch.chdir(made.folder)
     return made
 
@@ -100,6 +104,10 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
         "TOPP=1 bash retrieval_launch.sh",
         "bash retrieval_launch.sh --address 127.0.0.1",
         "RETRIEVER_NAME=e5 bash retrieval_launch.sh --address 127.0.0.1",
+        "file_path=gone bash example/retriever/retrieval_launch_bm25.sh",
+        "bash example/retriever/retrieval_launch_serpapi.sh --engine bing",
+        "index_path=data/bm25 bash example/retriever/retrieval_launch_bm25.sh",
+        "bash search_r1/search/build_index.sh --retriever_name bm25",
         "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path gone.jsonl",
         "python -m search_r1.search.index_builder --retrieval_method e5 --passages corpus.jsonl",
         "python -m search_r1.data.tinywiki --output_dir data/tinywiki --hops 2",

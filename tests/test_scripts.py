@@ -14,7 +14,8 @@ import yaml
 from verl.config import check_supported, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+LAUNCHERS = [*ROOT.glob("example/**/*.sh"), *ROOT.glob("search_r1/**/*.sh")]
+SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), *LAUNCHERS, ROOT / ".ci" / "run"])
 TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
 SETTINGS = {
     "DATA_DIR", "TRAIN_DATA_DIR", "TEST_DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME", "WAND_PROJECT", "WANDB_PROJECT",
@@ -47,7 +48,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_script_parses_and_stops_at_the_first_error(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], capture_output=True, timeout=30).returncode == 0
-    sourced = path.name == "train_common.sh"
+    sourced = path.name.endswith("_common.sh")
     assert sourced or "set -euo pipefail" in path.read_text()
 
 

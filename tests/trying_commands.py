@@ -57,7 +57,7 @@ def try_command(command: Command, checkout: Checkout) -> None:
 
 
 def paths_of_ours(command: Command) -> Iterator[Path]:
-    folders = ("configs/", "docs/", "requirements/", "scripts/", "search_r1/", "tests/", "verl/")
+    folders = ("configs/", "docs/", "example/", "requirements/", "scripts/", "search_r1/", "tests/", "verl/")
     for word in command.words:
         value = word.rpartition("=")[2]
         if value.startswith(folders) or re.fullmatch(r"\w+\.(sh|py)", value):
@@ -237,6 +237,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server$", runs("--help")),
     (r"python -m search_r1\.search\.(rerank_server|retrieval_rerank_server)", accepts_options),
+    (r"python -m search_r1\.search\.(google|serp)_search_server", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
 ]

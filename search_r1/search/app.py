@@ -14,7 +14,14 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from search_r1.search.deadline import ClientGone, DeadlineExpired
-from search_r1.search.errors import SearchError, ServiceUnavailable
+from search_r1.search.errors import (
+    OnlineRejected,
+    OnlineReplyError,
+    OnlineUnavailable,
+    ReplayMissError,
+    SearchError,
+    ServiceUnavailable,
+)
 from search_r1.search.gate import Gate, ServerState
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions, search_router
@@ -111,6 +118,21 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def overloaded(_: Request, error: ServiceUnavailable) -> JSONResponse:
         metrics.rejected.inc()
         return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(OnlineUnavailable)
+    async def engine_unavailable(_: Request, error: OnlineUnavailable) -> JSONResponse:
+        metrics.errors.inc()
+        _LOG.warning("%s", error)
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
+
+    async def engine_failed(_: Request, error: Exception) -> JSONResponse:
+        """424: what this server depends on failed, and a client that retries 5xx would pay for the same again."""
+        metrics.errors.inc()
+        _LOG.error("%s", error)
+        return JSONResponse({"detail": str(error)}, 424)
+
+    for failure in (OnlineRejected, OnlineReplyError, ReplayMissError):
+        app.add_exception_handler(failure, engine_failed)
 
     @app.exception_handler(DeadlineExpired)
     async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:

@@ -20,7 +20,7 @@ class BackendOptions:
     """What to search with."""
 
     name: str
-    """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""
+    """`bm25`, `hybrid` (bm25 and a dense one), `qdrant`, or the family of a dense encoder."""
     index_path: str | None = None
     """BM25 or Lucene folder, FAISS file or embeddings file; of `hybrid` the dense one."""
     model: str | None = None
@@ -36,9 +36,13 @@ class BackendOptions:
     query_precision: str = "auto"
     """Of the query encoder: auto, float32, bfloat16 or float16."""
     dense_name: str | None = None
-    """Of `hybrid`: the encoder family."""
+    """Of `hybrid` and `qdrant`: the encoder family."""
     bm25_index_path: str | None = None
     """Of `hybrid`: the BM25 folder; None builds it in memory."""
+    qdrant_location: str | None = None
+    """Of `qdrant`: the URL of a server, or a folder."""
+    qdrant_collection: str | None = None
+    """Of `qdrant`: the collection."""
 
     @property
     def encoder_family(self) -> str:
@@ -54,6 +58,10 @@ def load_retriever(options: BackendOptions, corpus: Corpus) -> Retriever:
         return _load_bm25(options.index_path, corpus, options.num_threads)
     if options.name == "hybrid":
         return _load_hybrid(options, corpus)
+    if options.name == "qdrant":
+        from search_r1.search.qdrant_backend import QdrantRetriever
+
+        return QdrantRetriever.load(corpus, options)
     return _load_dense(options, corpus)
 
 

@@ -28,7 +28,7 @@ _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
 _RETRIED = frozenset({500, 502, 503, 504})
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"  # the one that the server reads
-_BLAMES_A_QUERY = frozenset({400, 413, 422})
+_BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would not answer one of them
 
 
 class _Trouble(Exception):

@@ -58,9 +58,9 @@ class DenseRetriever:
         `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and there is none.
         """
         found = read_manifest(manifest_path(path))
-        encoder = _query_encoder(options, None if found is None else found.get("pooling"))
+        encoder = query_encoder(options, None if found is None else found.get("pooling"))
         if found is not None:
-            _check(path, found, encoder, corpus)
+            check_fit(manifest_path(path), found, encoder, corpus, _sizes(path, corpus))
         index = _open(path, len(corpus), encoder.dim, options)
         _LOG.info("%s: %d vectors by %s", path, len(index), type(index).__name__)
         parts = {
@@ -91,7 +91,8 @@ def encoder_fields(encoder: Encoder) -> dict[str, Any]:
     return {"format": 1, weights: encoder.fingerprint, "dim": encoder.dim} | encoder.spec.index_fields()
 
 
-def _query_encoder(options: BackendOptions, pooling: str | None) -> Encoder:
+def query_encoder(options: BackendOptions, pooling: str | None) -> Encoder:
+    """The encoder that `options` name. Raises `ServerError` or `EncoderError`."""
     if not options.model:
         raise ServerError(f"dense retriever {options.name!r} needs --retriever_model")
     return Encoder(
@@ -105,14 +106,14 @@ def _query_encoder(options: BackendOptions, pooling: str | None) -> Encoder:
     )
 
 
-def _check(path: Path, found: dict[str, Any], encoder: Encoder, corpus: Corpus) -> None:
-    """Raise `IndexMismatchError` when the manifest does not fit what is there now."""
+def check_fit(path: Path, found: dict[str, Any], encoder: Encoder, corpus: Corpus, sizes: dict[str, int]) -> None:
+    """Raise `IndexMismatchError` when the manifest `found` at `path` is of another corpus, encoder or size."""
     expected = encoder_fields(encoder) | {"corpus": corpus.digest}
     if "query_weights" in expected and "query_weights" not in found:
-        _LOG.warning("%s does not name its question encoder, so it cannot be checked", manifest_path(path))
+        _LOG.warning("%s does not name its question encoder, so it cannot be checked", path)
         del expected["query_weights"]
-    expected |= {key: value for key, value in _sizes(path, corpus).items() if key in found}
-    check_manifest(manifest_path(path), {"end_token": "", "title_pair": False} | found, expected)
+    expected |= {key: value for key, value in sizes.items() if key in found}
+    check_manifest(path, {"end_token": "", "title_pair": False} | found, expected)
 
 
 def _sizes(path: Path, corpus: Corpus) -> dict[str, int]:

@@ -9,22 +9,25 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
-from search_r1.search.errors import EncoderError, IndexMismatchError, ServerError
-from search_r1.search.manifest import check_manifest
+from search_r1.search.errors import EncoderError, IndexMismatchError, SearchError, ServerError
 from search_r1.search.retriever import Hit
+
+if TYPE_CHECKING:
+    from search_r1.search.backends import BackendOptions
+    from search_r1.search.corpus import Corpus
+    from search_r1.search.vectors import VectorFile
 
 _UPLOAD_ROWS = 512  # about 4 MB of JSON at 768 values a vector; Qdrant takes 32 MB a request
 
 
 class QueryEncoder(Protocol):
-    """What turns queries into vectors of `dim` values; `fingerprint` changes with its weights."""
+    """What turns queries into vectors; `fingerprint` changes with its weights."""
 
-    dim: int
     fingerprint: str
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
@@ -40,18 +43,34 @@ class QdrantRetriever:
 
     name = "qdrant"
 
-    def __init__(self, client: Any, collection: str, encoder: QueryEncoder, corpus_digest: str) -> None:
-        """Search `collection`, written by `store_vectors`. Raises `IndexMismatchError` when it is of something else."""
+    def __init__(self, client: Any, collection: str, encoder: QueryEncoder) -> None:
+        """Search `collection`, written by `store_vectors`. Raises `IndexMismatchError` when rows are missing."""
         self._client, self._collection, self._encoder = client, collection, encoder
         self._models = _library().models
-        found = _manifest(client, collection)
-        check_manifest(Path(collection), found, _expected(corpus_digest, encoder.fingerprint, encoder.dim))
+        found = read_fields(client, collection)
         self._num_rows = int(client.count(collection).count)
         if self._num_rows != found["num_rows"]:
             raise IndexMismatchError(
                 f"the Qdrant collection {collection!r} has {self._num_rows} of {found['num_rows']} rows; store it again"
             )
-        self.fingerprint = f"qdrant {collection} encoder={encoder.fingerprint} corpus={corpus_digest}"
+        self.fingerprint = f"qdrant {collection} encoder={encoder.fingerprint} corpus={found['corpus']}"
+
+    @classmethod
+    def load(cls, corpus: Corpus, options: BackendOptions) -> QdrantRetriever:
+        """The collection and the encoder that `options` name.
+
+        Raises `ServerError`, `EncoderError`, or `IndexMismatchError` when the collection is of something else.
+        """
+        from search_r1.search.dense import check_fit, query_encoder
+
+        location, collection = options.qdrant_location, options.qdrant_collection
+        if not location or not collection or not options.dense_name:
+            raise ServerError("retriever 'qdrant' needs --qdrant_location, --qdrant_collection and --dense_name")
+        client = connect(location)
+        found = read_fields(client, collection)
+        encoder = query_encoder(options, found.get("pooling"))
+        check_fit(Path(location, collection), found, encoder, corpus, {"num_rows": len(corpus)})
+        return cls(client, collection, encoder)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -70,54 +89,63 @@ class QdrantRetriever:
 
 
 def connect(location: str) -> Any:
-    """A client of a server (`http://host:6333`), of a folder, or of memory (`:memory:`). Raises `ServerError`."""
+    """A client of a server (`http://host:6333`), of a folder, or of memory (`:memory:`), that answers.
+
+    Raises `ServerError`.
+    """
     client_class = _library().QdrantClient
+    place = {"path": location}
+    if "://" in location:
+        place = {"url": location}
+    elif location == ":memory:":
+        place = {"location": location}
     try:
-        if "://" in location:
-            return client_class(url=location)
-        return client_class(location) if location == ":memory:" else client_class(path=location)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise ServerError(f"cannot open Qdrant at {location}: {error}") from error
+        client = client_class(**place)
+        client.get_collections()  # nothing is asked before
+    except Exception as error:  # see `search`
+        raise ServerError(f"cannot open Qdrant at {location}: {error}; is the database running?") from error
+    return client
 
 
-def store_vectors(
-    client: Any, collection: str, vectors: np.ndarray, corpus_digest: str, encoder_fingerprint: str
-) -> None:
-    """Write `vectors` (float32 [rows, dim], may be memory-mapped) to a new collection, replacing one of that name.
+def store_vectors(client: Any, collection: str, vectors: VectorFile, fields: dict[str, Any]) -> None:
+    """Write `vectors` to a new collection, replacing one of that name; `fields` say what they were made from.
 
-    Raises `EncoderError` on a vector with NaN or Inf.
+    Raises `EncoderError` on a vector with NaN or Inf, and `ServerError` when the database fails.
     """
     models = _library().models
-    rows, dim = vectors.shape
-    if client.collection_exists(collection):
-        client.delete_collection(collection)
-    client.create_collection(
-        collection,
-        vectors_config=models.VectorParams(size=dim, distance=models.Distance.DOT),
-        metadata=_expected(corpus_digest, encoder_fingerprint, dim) | {"num_rows": rows},
-    )
-    for start in tqdm(range(0, rows, _UPLOAD_ROWS), desc="qdrant", disable=None):
-        block = np.asarray(vectors[start : start + _UPLOAD_ROWS])
-        if not np.isfinite(block).all():
-            bad = start + int(np.flatnonzero(~np.isfinite(block).all(axis=1))[0])
-            raise EncoderError(f"the vector of row {bad} has NaN or Inf; encode the corpus again")
-        ids = list(range(start, start + len(block)))
-        client.upsert(collection, points=models.Batch(ids=ids, vectors=block.tolist()))
+    try:
+        if client.collection_exists(collection):
+            client.delete_collection(collection)
+        client.create_collection(
+            collection,
+            vectors_config=models.VectorParams(size=vectors.dim, distance=models.Distance.DOT),
+            metadata=fields | {"num_rows": len(vectors)},
+        )
+        for start, block in tqdm(vectors.blocks(_UPLOAD_ROWS), desc="qdrant", disable=None):
+            if not np.isfinite(block).all():
+                bad = start + int(np.flatnonzero(~np.isfinite(block).all(axis=1))[0])
+                raise EncoderError(f"the vector of row {bad} has NaN or Inf; encode the corpus again")
+            ids = list(range(start, start + len(block)))
+            client.upsert(collection, points=models.Batch(ids=ids, vectors=block.tolist()))
+    except SearchError:
+        raise
+    except Exception as error:  # see `search`
+        raise ServerError(f"Qdrant did not take the vectors: {error}; is the database running?") from error
 
 
-def _manifest(client: Any, collection: str) -> dict[str, Any]:
+def read_fields(client: Any, collection: str) -> dict[str, Any]:
+    """What `store_vectors` was told, and `num_rows`. Raises `IndexMismatchError` when there is no such collection."""
     try:
         exists = client.collection_exists(collection)
+        found = client.get_collection(collection).config.metadata if exists else None
     except Exception as error:  # see `search`
         raise ServerError(f"Qdrant did not answer: {error}; is the database running?") from error
-    found = client.get_collection(collection).config.metadata if exists else None
-    if not found or "num_rows" not in found:
-        raise IndexMismatchError(f"Qdrant has no collection {collection!r} of this service; write it by store_vectors")
-    return found
-
-
-def _expected(corpus_digest: str, encoder_fingerprint: str, dim: int) -> dict[str, Any]:
-    return {"format": 1, "corpus": corpus_digest, "weights": encoder_fingerprint, "dim": dim}
+    if not found or "num_rows" not in found or "corpus" not in found:
+        raise IndexMismatchError(
+            f"Qdrant has no collection {collection!r} of this service; write it: "
+            "python -m search_r1.search.index_builder --qdrant_location ... --qdrant_collection ..."
+        )
+    return dict(found)
 
 
 def _hits(points: list[Any]) -> list[Hit]:

@@ -1,4 +1,4 @@
-"""The retrieval server: one corpus and one index over HTTP.
+"""The retrieval server: one corpus and one index, or an online engine, over HTTP.
 
     python -m search_r1.search.retrieval_server --corpus_path corpus.jsonl --retriever_name bm25
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from search_r1.search.app import AppOptions, create_app
 from search_r1.search.errors import SearchError, ServerError
 from search_r1.search.metrics import Metrics
+from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.server_process import (
     add_serving_arguments,
     announce,
@@ -31,6 +32,7 @@ from search_r1.search.workers.supervisor import serve_workers
 
 if TYPE_CHECKING:
     from search_r1.search.service import RetrievalService
+    from search_r1.search.source import Source
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
     parser.add_argument("--workers", type=int, default=1, help="processes for HTTP; from 2 on the index has its own")
     add_retriever_arguments(parser)
+    add_online_arguments(parser)
     add_serving_arguments(parser)
     return parser.parse_args(argv)
 
@@ -46,8 +49,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     """What `load_service` reads: the corpus, the index, and the limits of batches, queue and cache."""
     parser.add_argument("--index_path", help="FAISS file or BM25 folder; BM25 without it is built in memory")
-    parser.add_argument("--corpus_path", required=True, help="passages, .jsonl or .jsonl.gz")
-    parser.add_argument("--retriever_name", default="e5", help="bm25, or the family of a dense encoder (e5, bge, ...)")
+    parser.add_argument("--corpus_path", help="passages, .jsonl or .jsonl.gz; of every local retriever")
+    parser.add_argument(
+        "--retriever_name",
+        default="e5",
+        help="bm25, the family of a dense encoder (e5, bge, ...), hybrid, qdrant, or an online engine",
+    )
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
     )
@@ -56,8 +63,10 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense_engine", default="auto", help="auto, faiss, or matrix (exact, of Flat indexes)")
     parser.add_argument("--search_parameters", default="", help="of a FAISS index, such as nprobe=32 or efSearch=128")
     parser.add_argument("--query_precision", default="auto", help="of the encoder: auto, float32, bfloat16, float16")
-    parser.add_argument("--dense_name", help="of --retriever_name hybrid: the family of its dense encoder")
+    parser.add_argument("--dense_name", help="of --retriever_name hybrid and qdrant: the family of the dense encoder")
     parser.add_argument("--bm25_index_path", help="of --retriever_name hybrid: the BM25 folder")
+    parser.add_argument("--qdrant_location", help="of --retriever_name qdrant: http://host:6333, or a folder")
+    parser.add_argument("--qdrant_collection", help="of --retriever_name qdrant: the collection of the index builder")
     parser.add_argument("--max_batch", type=int, default=128, help="most queries of one search of the index")
     parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
     parser.add_argument("--max_queue", type=int, default=8192, help="queries that may wait; beyond: HTTP 503")
@@ -77,17 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_serving_arguments(arguments)
         token = read_token(arguments)
         listener = bind(arguments.host, arguments.port)
-        service = load_service(arguments, metrics)
+        source = load_source(arguments, metrics)
         shared = SharedAddress(listener) if arguments.workers > 1 else None
     except SearchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    announce(f"{len(service.corpus)} passages by {service.name}", listener, token)
+    what = source.name if source.num_passages is None else f"{source.num_passages} passages by {source.name}"
+    announce(what, listener, token)
     options = AppOptions(arguments.topk, arguments.timeout_s, token)
     if shared:
-        serve_workers(service, options, metrics, shared, arguments.workers)
+        serve_workers(source, options, metrics, shared, arguments.workers)
     else:
-        serve(create_app(service, options, metrics), listener)
+        serve(create_app(source, options, metrics), listener)
     return 0
 
 
@@ -107,11 +117,20 @@ def check_retriever_arguments(arguments: argparse.Namespace) -> None:
             raise ServerError(f"--{name} is {getattr(arguments, name)}; it must be 0 or more")
 
 
+def load_source(arguments: argparse.Namespace, metrics: Metrics) -> Source:
+    """What `--retriever_name` names: an online engine, or a corpus and its index. Raises a `SearchError`."""
+    if arguments.retriever_name in ENGINES:
+        return load_engine(arguments)
+    return load_service(arguments, metrics)
+
+
 def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalService:
     """The corpus and the index of `add_retriever_arguments` as a source. Raises a `SearchError`.
 
     Imports the numerical libraries only now: they read their thread counts once, when they are loaded.
     """
+    if not arguments.corpus_path:
+        raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(arguments.num_threads)
     from search_r1.search.backends import BackendOptions, load_retriever
@@ -130,6 +149,8 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
         query_precision=arguments.query_precision,
         dense_name=arguments.dense_name,
         bm25_index_path=arguments.bm25_index_path,
+        qdrant_location=arguments.qdrant_location,
+        qdrant_collection=arguments.qdrant_collection,
     )
     limits = ServiceOptions(arguments.max_batch, arguments.max_wait_ms, arguments.max_queue, arguments.cache_size)
     return RetrievalService(load_retriever(options, corpus), corpus, limits, metrics)

@@ -21,8 +21,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"description": "The bearer token is missing or wrong."},
     413: {"description": "The body is too large."},
     422: {"description": "The request is not valid; `detail` says what is wrong."},
+    424: {"description": "An online engine refused a query, or its answer cannot be used."},
     500: {"description": "The search failed."},
-    503: {"description": "The queue is full or the server is stopping; come back after Retry-After."},
+    503: {"description": "The queue is full, the server stops, or an online engine fails; see Retry-After."},
     504: {"description": "Not answered within the deadline."},
 }
 

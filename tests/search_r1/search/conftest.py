@@ -53,7 +53,8 @@ def free_port() -> Callable[[], int]:
 @pytest.fixture(scope="session")
 def server_environment() -> dict[str, str]:
     """The environment of server processes: one thread, no network, this checkout first."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(_ROOT)}
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +81,7 @@ def nq_questions() -> list[dict]:
 
 @pytest.fixture
 def serve(server_environment: dict[str, str]) -> Iterator[Serve]:
-    """Starts real server processes: `serve(*arguments, program="retrieval_server") -> base URL`."""
+    """Starts real server processes: `serve(*arguments, module=..., **variables) -> base URL`. The test ends them."""
     with _servers(server_environment) as start:
         yield start
 
@@ -122,10 +123,10 @@ def run_app() -> Iterator[Callable[..., str]]:
 def _servers(variables: dict[str, str]) -> Iterator[Serve]:
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, program: str = "retrieval_server") -> str:
+    def start(*arguments: str, module: str = "retrieval_server", **more: str) -> str:
         port = _free_port()
-        command = [sys.executable, "-m", f"search_r1.search.{program}", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables)
+        command = [sys.executable, "-m", f"search_r1.search.{module}", "--port", str(port), *arguments]
+        process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables | more)
         processes.append(process)
         _wait_until_ready(f"http://127.0.0.1:{port}", process)
         return f"http://127.0.0.1:{port}"

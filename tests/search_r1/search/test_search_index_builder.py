@@ -202,6 +202,8 @@ def test_builder_errors_are_one_line(
     assert "needs --model_path" in capsys.readouterr().err
     assert _build(model_dir, corpus_file, tmp_path, "--batch_size", "0") == 1
     assert "--batch_size is 0" in capsys.readouterr().err
+    assert _build(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 1
+    assert "--bm25_b between 0 and 1" in capsys.readouterr().err
 
 
 def test_builder_makes_bm25_too(corpus_file: Path, tmp_path: Path, serve) -> None:

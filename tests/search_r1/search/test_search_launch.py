@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+from documented_commands import Checkout, parse
+from search_encoders import encoder, save_bert
+from search_engines import Engine
+
+from search_r1.search.corpus import Corpus
 
 _ROOT = Path(__file__).resolve().parents[3]
+_EXAMPLES = "example/retriever/retrieval_launch"
 
 
 @pytest.fixture
@@ -28,13 +36,34 @@ def run_server(server_environment: dict[str, str]) -> Callable[..., subprocess.C
 
 @pytest.fixture
 def launch(server_environment: dict[str, str]) -> Callable[..., subprocess.Popen[str]]:
-    """Starts the launch script from another folder."""
+    """Starts a launch script from another folder."""
 
-    def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-        command = ["bash", str(_ROOT / "retrieval_launch.sh"), *arguments]
-        return subprocess.Popen(command, env=server_environment | variables, cwd="/", stderr=subprocess.PIPE, text=True)
+    def start(
+        *arguments: str, script: str = "retrieval_launch.sh", cwd: Path = Path("/"), **variables: str
+    ) -> subprocess.Popen[str]:
+        command = ["bash", str(_ROOT / script), *arguments]
+        environment = {name: value for name, value in server_environment.items() if name != "PYTHONPATH"} | variables
+        return subprocess.Popen(command, env=environment, cwd=cwd, stderr=subprocess.PIPE, text=True)
 
     return start
+
+
+@pytest.fixture
+def ask(launch, wait_until_ready, free_port) -> Callable[..., list[dict]]:
+    """What the server of a launch script finds: `ask(query, *arguments, script=..., **variables)`."""
+
+    def find(query: str, *arguments: str, **variables: Any) -> list[dict]:
+        url = f"http://127.0.0.1:{free_port()}"
+        process = launch("--port", url.rpartition(":")[2], *arguments, **variables)
+        try:
+            wait_until_ready(url, process)
+            reply = requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=30)
+            return reply.json()["result"][0]
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+    return find
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
@@ -62,6 +91,89 @@ def test_launch_script_without_a_corpus_says_what_to_do(launch, tmp_path: Path) 
     _, log = process.communicate(timeout=30)
     assert process.returncode == 1
     assert log.startswith(f"error: corpus file {tmp_path}/none.jsonl does not exist; set CORPUS_PATH")
+
+
+def test_published_bm25_script_from_a_folder_that_has_a_search_r1_too(
+    ask, launch, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Paths are the caller's, the code is that of the script."""
+    (tmp_path / "search_r1").mkdir()
+    (tmp_path / "search_r1" / "__init__.py").write_text("raise ImportError('the wrong checkout')")
+    settings = {"corpus_file": corpus_file.name, "save_dir": "made", "retriever_name": "bm25"}
+    arguments = ("--bm25_k1", "1.2", "--bm25_b", "0.75")
+    build = launch(*arguments, script="search_r1/search/build_index.sh", cwd=tmp_path, **settings)
+    assert build.wait(timeout=60) == 0, build.communicate()[1]
+    manifest = json.loads((tmp_path / "made" / "bm25" / "manifest.json").read_text())
+    assert (manifest["k1"], manifest["b"]) == (1.2, 0.75)
+    corpus_file.rename(tmp_path / "made" / "wiki-18.jsonl")
+    script = f"{_EXAMPLES}_bm25.sh"
+    assert [hit["id"] for hit in ask("river Morn", script=script, cwd=tmp_path, file_path="made")] == ["p20", "p10"]
+    again = ask("river Morn", "--topk", "1", script=script, cwd=tmp_path, file_path="made")
+    assert [hit["id"] for hit in again] == ["p20"]
+
+
+def test_published_dense_scripts_build_and_serve(ask, launch, corpus_file: Path, tmp_path: Path) -> None:
+    model = save_bert(tmp_path / "model")
+    (tmp_path / "wiki-18.jsonl").write_bytes(corpus_file.read_bytes())
+    settings = {"corpus_file": "wiki-18.jsonl", "save_dir": ".", "retriever_model": "model"}
+    build = launch("--faiss_type", "HNSW64", script="search_r1/search/build_index.sh", cwd=tmp_path, **settings)
+    assert build.wait(timeout=120) == 0, build.communicate()[1]
+    made = json.loads((tmp_path / "e5_HNSW64.index.json").read_text())
+    assert (made["pooling"], made["max_length"], made["faiss_type"]) == ("mean", 256, "HNSW64")
+    assert (tmp_path / "emb_e5.memmap").stat().st_size == 5 * 32 * 4
+    settings = {"file_path": str(tmp_path), "retriever_path": str(model)}
+    found = ask("river morn", script=f"{_EXAMPLES}_ann.sh", **settings)
+    passages, both = list(Corpus(corpus_file)), encoder(model)
+    vectors = both.encode_passages([passage["contents"] for passage in passages])
+    best = (-vectors @ both.encode_queries(["river morn"])[0]).argsort()
+    assert [hit["id"] for hit in found] == [passages[row]["id"] for row in best[:3]]
+
+
+def test_published_hierarchical_script_passes_both_stages_on(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    (checkout.folder / "wiki").mkdir()
+    for name in ("wiki-18.jsonl", "e5_Flat.index"):
+        (checkout.folder / "wiki" / name).touch()
+    line = "file_path=wiki reranker_path=org/x bash example/retriever/retrieval_launch_hierarchical.sh --faiss_gpu"
+    [call] = checkout.rehearse(next(parse(line)))
+    assert call.words == (
+        *("python3", "-m", "search_r1.search.retrieval_rerank_server"),
+        *("--index_path", "wiki/e5_Flat.index", "--corpus_path", "wiki/wiki-18.jsonl", "--retrieval_topk", "10"),
+        *("--retriever_name", "e5", "--retriever_model", "intfloat/e5-base-v2"),
+        *("--reranking_topk", "3", "--reranker_model", "org/x", "--reranker_batch_size", "32", "--faiss_gpu"),
+    )
+
+
+def test_published_scripts_of_online_engines(ask, run_app) -> None:
+    google, serpapi = Engine("google"), Engine("serpapi")
+    found = ask(
+        *("lune", "--online_endpoint", f"{run_app(google.app)}/engine"),
+        **{"script": f"{_EXAMPLES}_google.sh", "api_key": "a-google-key", "cse_id": "engine 1"},
+    )
+    assert [hit["source"] for hit in found] == ["google"] * 4  # topk 5, and the engine has four pages
+    assert google.fields[0] == {"q": "lune", "num": "10", "cx": "engine 1", "key": "a-google-key"}
+    variables = {"serp_api_key": "a-serp-key", "serp_engine": "bing", "search_url": f"{run_app(serpapi.app)}/engine"}
+    found = ask("lune", script=f"{_EXAMPLES}_serpapi.sh", **variables)
+    assert [hit["source"] for hit in found] == ["serpapi"] * 3
+    assert serpapi.fields[0] == {"q": "lune", "num": "10", "engine": "bing", "api_key": "a-serp-key"}
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        (f"{_EXAMPLES}_bm25.sh", {}, "corpus file no/wiki-18.jsonl does not exist; set file_path"),
+        (f"{_EXAMPLES}_ann.sh", {}, "corpus file no/wiki-18.jsonl does not exist; set file_path"),
+        (f"{_EXAMPLES}_bm25.sh", {"corpus_file": "setup.py"}, "BM25 folder no/bm25 does not exist"),
+        (f"{_EXAMPLES}_ann.sh", {"corpus_file": "setup.py"}, "index file no/e5_HNSW64.index does not exist"),
+        (f"{_EXAMPLES}_hierarchical.sh", {"corpus_file": "setup.py"}, "index file no/e5_Flat.index does not exist"),
+        ("search_r1/search/build_index.sh", {"corpus_file": "no"}, "corpus file no does not exist; set corpus_file"),
+    ],
+)
+def test_a_missing_file_is_one_line(launch, script: str, variables: dict[str, str], message: str) -> None:
+    process = launch(script=script, **{"file_path": "no"} | variables)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert log.startswith("error: ") and message in log and log.count("\n") == 1
 
 
 def test_port_in_use_is_one_line_before_anything_loads(run_server, tmp_path: Path) -> None:

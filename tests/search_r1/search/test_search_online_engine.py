@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request, Response
+from fastapi import Response
+from search_engines import SHAPES, Engine
 
 from search_r1.search.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.search.online import PROVIDERS, OnlineOptions, OnlineSource, load_online
@@ -20,58 +21,6 @@ from search_r1.search.online import transport as transport_module
 KEY = "k3y/with+signs=AbCdEf"
 VARIABLES = ("SERPER_API_KEY", "SERPAPI_API_KEY", "GOOGLE_API_KEY", "BRAVE_API_KEY", "TAVILY_API_KEY")
 Act = Callable[[OnlineSource], Awaitable[Any]]
-
-
-def _pages(query: str) -> list[dict[str, Any]]:
-    if query == "nothing":
-        return []
-    hosts = ("a.org", "denied.org", "b.org", "c.org")
-    return [{"title": query, "address": f"https://{host}/{query}", "text": f"About {query}."} for host in hosts]
-
-
-def _renamed(query: str, address: str, text: str, **more: Any) -> list[dict[str, Any]]:
-    return [{"title": page["title"], address: page["address"], text: page["text"], **more} for page in _pages(query)]
-
-
-SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "serper": lambda query: {"organic": _renamed(query, "link", "snippet")},
-    "serpapi": lambda query: {"organic_results": _renamed(query, "link", "snippet")},
-    "google": lambda query: {"items": _renamed(query, "link", "snippet")},
-    "brave": lambda query: {"type": "search", "web": {"results": _renamed(query, "url", "description")}},
-    "tavily": lambda query: {"results": _renamed(query, "url", "content", score=0.5)},
-}
-
-
-class Engine:
-    """Answers like the engine `name`; first it plays a script of troubles: answers, or seconds to hang."""
-
-    def __init__(self, name: str = "serper", *script: Response | float, delay_s: float = 0.0) -> None:
-        self.name, self.script, self.delay_s = name, list(script), delay_s
-        self.requests: list[tuple[Request, str]] = []
-        self.times: list[float] = []
-        self.running = self.most_running = 0
-        self.app = FastAPI()
-        self.app.api_route("/engine", methods=["GET", "POST"])(self._answer)
-
-    async def _answer(self, request: Request) -> Response:
-        fields = json.loads(await request.body()) if request.method == "POST" else dict(request.query_params)
-        query = fields.get("q") or fields["query"]
-        self.requests.append((request, query))
-        self.times.append(time.monotonic())
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        try:
-            step = self.script.pop(0) if self.script else self.delay_s
-            if isinstance(step, Response):
-                return step
-            await asyncio.sleep(step)
-            return Response(json.dumps(SHAPES[self.name](query)), media_type="application/json")
-        finally:
-            self.running -= 1
-
-    @property
-    def asked(self) -> list[str]:
-        return [query for _, query in self.requests]
 
 
 @pytest.fixture(autouse=True)

@@ -497,13 +497,13 @@ def test_the_two_programs(serve, tmp_path: Path, corpus: Corpus, model_dir: Path
             serve,
             *("--rerank_model_name_or_path", str(model_dir), "--rerank_topk", "2", "--max_length", "64"),
             *("--batch_size", "8", "--reranker_type", "sentence_transformer", *common),
-            program="rerank_server",
+            module="rerank_server",
         )
         behind = pool.submit(
             serve,
             *("--corpus_path", str(corpus.path), "--retriever_name", "bm25", "--retrieval_topk", "4"),
             *("--reranking_topk", "2", "--reranker_model", str(model_dir), "--reranker_batch_size", "8", *common),
-            program="retrieval_rerank_server",
+            module="retrieval_rerank_server",
         )
         rerank_url, search_url = alone.result(), behind.result()
     for url in (rerank_url, search_url):

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -72,8 +72,12 @@ class Workers:
         """How many clients each front end has."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         ours = {row[9] for row in rows if row[1].endswith(f":{self.port:04X}") and row[3] == "01"}
-        links = [(pid, os.readlink(link)) for pid in self.front_ends() for link in Path(f"/proc/{pid}/fd").iterdir()]
-        return Counter(pid for pid, link in links if link.startswith("socket:") and link[8:-1] in ours)
+        found: Counter[int] = Counter()
+        for pid in self.front_ends():
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since it was listed
+                    found[pid] += os.readlink(link).removeprefix("socket:[").removesuffix("]") in ours
+        return +found
 
     def release(self) -> None:
         self.hold.unlink()

@@ -1,0 +1,37 @@
+"""The retrieval server over Google Programmable Search, by its published arguments.
+
+    python -m search_r1.search.google_search_server --cse_id ENGINE --snippet_only
+
+Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into GOOGLE_API_KEY. Served are the
+snippets that Google sends: a server that fetches whatever address a search finds can be led into its own network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from search_r1.search import retrieval_server
+from search_r1.search.online_arguments import use_key
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="Serve the snippets of Google Programmable Search.",
+        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--api_key", help="better in the environment: GOOGLE_API_KEY")
+    parser.add_argument("--cse_id", required=True, help="the id of the programmable search engine")
+    parser.add_argument("--snippet_only", action="store_true", help="what is served in any case; silences the notice")
+    arguments, further = parser.parse_known_args(argv)
+    use_key("GOOGLE_API_KEY", arguments.api_key, "--api_key")
+    if not arguments.snippet_only:
+        print("warning: pages are not fetched; the snippets are served, as with --snippet_only", file=sys.stderr)
+    return retrieval_server.main(["--retriever_name", "google", "--online_field", f"cx={arguments.cse_id}", *further])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

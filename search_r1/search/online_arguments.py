@@ -1,0 +1,82 @@
+"""An online engine by the command line. What needs httpx is loaded only when an engine is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from search_r1.search.errors import OnlineError, ServerError
+
+if TYPE_CHECKING:
+    from search_r1.search.online import OnlineSource
+    from search_r1.search.online.options import CacheMode
+
+ENGINES = ("serper", "serpapi", "google", "brave", "tavily")  # the names in `search_r1.search.online.PROVIDERS`
+
+
+def add_online_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--online_*`, what `load_engine` reads."""
+    group = parser.add_argument_group("online engines", f"of --retriever_name {', '.join(ENGINES)}")
+    group.add_argument("--online_endpoint", metavar="URL", help="asked instead of the engine's own address")
+    group.add_argument("--online_key_file", metavar="PATH", help="the API key, instead of the environment variable")
+    group.add_argument(
+        "--online_field",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="one more field of each request, repeatable; NAME:=JSON for a value that is no text",
+    )
+    group.add_argument("--online_cache", metavar="PATH", help="file of the response cache")
+    group.add_argument(
+        "--online_cache_mode", choices=("off", "record", "replay"), help="default: record with --online_cache"
+    )
+    group.add_argument("--online_deny_file", metavar="PATH", help="more pages that are never found, one a line")
+    group.add_argument("--online_per_second", type=float, help="requests a second; default: of a small plan")
+    group.add_argument("--online_concurrency", type=int, help="requests at the same time; default: the engine's")
+    group.add_argument("--online_price_per_1000", type=float, default=0.0, help="money, for the cost in the log")
+
+
+def load_engine(arguments: argparse.Namespace) -> OnlineSource:
+    """The engine named by `--retriever_name`. Raises a `SearchError`."""
+    from search_r1.search.online import OnlineOptions, load_online
+
+    mode: CacheMode = arguments.online_cache_mode or ("record" if arguments.online_cache else "off")
+    if mode != "off" and not arguments.online_cache:
+        raise ServerError(f"--online_cache_mode {mode} needs --online_cache, the file of the response cache")
+    options = OnlineOptions(
+        endpoint=arguments.online_endpoint,
+        api_key_file=arguments.online_key_file,
+        fields=dict(_field(text) for text in arguments.online_field),
+        cache_mode=mode,
+        cache_path=None if mode == "off" else arguments.online_cache,
+        deny_file=arguments.online_deny_file,
+        per_second=arguments.online_per_second,
+        concurrency=arguments.online_concurrency,
+        price_per_1000=arguments.online_price_per_1000,
+    )
+    try:
+        return load_online(arguments.retriever_name, options)
+    except OnlineError as error:
+        raise ServerError(f"--retriever_name {arguments.retriever_name}: {error}") from error
+
+
+def use_key(variable: str, key: str | None, flag: str) -> None:
+    """A key that was given by `flag` is read as if it were in the environment, which is where it belongs."""
+    if key:
+        print(f"warning: {flag} shows the key to everyone who runs ps; set {variable} instead", file=sys.stderr)
+        os.environ[variable] = key
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    is_json = name.endswith(":")
+    name = name.removesuffix(":")
+    if not separator or not name:
+        raise ServerError(f"--online_field {text!r} is not NAME=VALUE or NAME:=JSON")
+    try:
+        return name, json.loads(value) if is_json else value
+    except ValueError as error:
+        raise ServerError(f"--online_field {name}: {value!r} is not JSON: {error}") from error

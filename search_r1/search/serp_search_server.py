@@ -1,0 +1,35 @@
+"""The retrieval server over SerpAPI, by its published arguments.
+
+    python -m search_r1.search.serp_search_server --search_url https://serpapi.com/search --serp_engine google
+
+Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into SERPAPI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from search_r1.search import retrieval_server
+from search_r1.search.online_arguments import use_key
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="Serve the results of SerpAPI.",
+        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--search_url", required=True, help="such as https://serpapi.com/search")
+    parser.add_argument("--serp_api_key", help="better in the environment: SERPAPI_API_KEY")
+    parser.add_argument("--serp_engine", default="google", help="google, bing, baidu, ...")
+    arguments, further = parser.parse_known_args(argv)
+    use_key("SERPAPI_API_KEY", arguments.serp_api_key, "--serp_api_key")
+    engine = ["--online_endpoint", arguments.search_url, "--online_field", f"engine={arguments.serp_engine}"]
+    return retrieval_server.main(["--retriever_name", "serpapi", *engine, *further])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
