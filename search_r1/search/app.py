@@ -23,6 +23,7 @@ from search_r1.search.errors import (
     ServiceUnavailable,
 )
 from search_r1.search.gate import Gate, ServerState
+from search_r1.search.mcp_http import mcp_router
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions, search_router
 from search_r1.search.source import NeedsWarmUp, Served, Source
@@ -32,15 +33,22 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AppOptions(SearchOptions):
-    """`auth_token`: the bearer token that every request but /healthz and /readyz must carry, None for none."""
+    """`auth_token`: the bearer token that every request but /healthz and /readyz must carry, None for none.
+
+    `mcp`: offer the search as an MCP tool as well.
+    """
 
     auth_token: str | None = None
+    mcp: bool = False
 
 
 def create_app(source: Source, options: AppOptions | None = None, metrics: Metrics | None = None) -> FastAPI:
     """The app serves `source` on the search routes: see `create_app_of`."""
-    options = options or AppOptions()
-    return create_app_of(source, search_router(source, options), options, metrics or Metrics())
+    options, metrics = options or AppOptions(), metrics or Metrics()
+    app = create_app_of(source, search_router(source, options), options, metrics)
+    if options.mcp:
+        app.include_router(mcp_router(source, options, metrics))
+    return app
 
 
 def create_app_of(served: Served, router: APIRouter, options: AppOptions, metrics: Metrics) -> FastAPI:

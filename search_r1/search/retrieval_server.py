@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from search_r1.search.app import AppOptions, create_app
 from search_r1.search.errors import SearchError, ServerError
+from search_r1.search.mcp_tool import sdk_module
 from search_r1.search.metrics import Metrics
 from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.server_process import (
@@ -40,6 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serve passages over HTTP.")
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
     parser.add_argument("--workers", type=int, default=1, help="processes for HTTP; from 2 on the index has its own")
+    parser.add_argument("--mcp", action="store_true", help="offer the search as a tool to MCP clients too, at /mcp")
     add_retriever_arguments(parser)
     add_online_arguments(parser)
     add_serving_arguments(parser)
@@ -82,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_topk("--topk", arguments.topk)
         if arguments.workers < 1:
             raise ServerError(f"--workers is {arguments.workers}; it must be at least 1")
+        if arguments.mcp:
+            sdk_module("mcp.server")  # before the long load
         check_retriever_arguments(arguments)
         check_serving_arguments(arguments)
         token = read_token(arguments)
@@ -93,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     what = source.name if source.num_passages is None else f"{source.num_passages} passages by {source.name}"
     announce(what, listener, token)
-    options = AppOptions(arguments.topk, arguments.timeout_s, token)
+    options = AppOptions(arguments.topk, arguments.timeout_s, token, arguments.mcp)
     if shared:
         serve_workers(source, options, metrics, shared, arguments.workers)
     else:

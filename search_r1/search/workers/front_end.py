@@ -33,6 +33,7 @@ class Settings:
     topk: int
     timeout_s: float
     auth_token: str | None
+    mcp: bool
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -52,7 +53,7 @@ def main() -> None:
 
     connection.setblocking(False)
     source = RemoteSource(connection, settings.name, settings.num_passages, stop)
-    options = AppOptions(settings.topk, settings.timeout_s, settings.auth_token)
+    options = AppOptions(settings.topk, settings.timeout_s, settings.auth_token, settings.mcp)
     serve(create_app(source, options, RemoteMetrics(source)), listener)
     if lost:  # nobody else removes it
         shutil.rmtree(os.environ[METRICS_VARIABLE], ignore_errors=True)

@@ -39,7 +39,7 @@ def serve_workers(
     A second signal ends the front ends at once.
     """
     settle_process()
-    with TemporaryDirectory(prefix="retrieval-") as folder, asyncio.Runner(loop_factory=_new_loop) as runner:
+    with TemporaryDirectory(prefix="retrieval-") as folder, asyncio.Runner() as runner:
         runner.run(Supervisor(source, options, metrics, address, Path(folder)).run(num_workers))
     _LOG.info("stopped")
 
@@ -53,7 +53,7 @@ class Supervisor:
         """`folder` is private: front ends count in it."""
         self._source = source
         self._settings = Settings(
-            source.name, source.num_passages, options.topk, options.timeout_s, options.auth_token
+            source.name, source.num_passages, options.topk, options.timeout_s, options.auth_token, options.mcp
         ).to_json()
         self._address = address
         self._environment = os.environ | {METRICS_VARIABLE: str(folder)}
@@ -137,12 +137,3 @@ class Supervisor:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """The kind that uvicorn takes for the front ends."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
