@@ -21,6 +21,7 @@ from verl.errors import ConfigError
 # What a reader has made or downloaded before.
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
 PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train")
+QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 
 
 @pytest.fixture
@@ -40,6 +41,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
         (made.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     Bm25Retriever.build(Corpus(made.folder / "data/wiki-18.jsonl")).save(made.folder / "data/bm25")
     (made.folder / "data/e5_HNSW64.index").touch()
+    question = {"question": "Which river?", "golden_answers": ["Lune"], "metadata": {"type": "bridge"}}
+    for name in QUESTIONS:
+        (made.folder / name).parent.mkdir()
+        (made.folder / name).write_text(json.dumps(question) + "\n")
     monkeypatch.chdir(made.folder)
     return made
 
@@ -110,6 +115,9 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
         "bash search_r1/search/build_index.sh --retriever_name bm25",
         "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path gone.jsonl",
         "python -m search_r1.search.index_builder --retrieval_method e5 --passages corpus.jsonl",
+        "python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions gone.jsonl",
+        "python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --url http://127.0.0.1:8000/retrieve",
+        "python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl",
         "python -m search_r1.data.tinywiki --output_dir data/tinywiki --hops 2",
         "python3 -m verl.trainer.main_ppo --config-name gone --cfg job",
         "python3 -m verl.trainer.sft model.pth=x",

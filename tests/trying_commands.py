@@ -240,6 +240,9 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.(rerank_server|retrieval_rerank_server)", accepts_options),
     (r"python -m search_r1\.search\.(google|serp)_search_server", accepts_options),
     (r"python -m search_r1\.search\.mcp_tool", accepts_options),
+    (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
+    (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
+    (r"python scripts/bench/(retrieval_\w+|published_server)\.py", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
 ]

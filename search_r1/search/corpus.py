@@ -49,7 +49,7 @@ class Corpus:
         """The passage of `row`: always with `id` and `contents`, agent tags stripped. Raises `CorpusError`."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is outside corpus {self.path} of {len(self)} rows")
-        return self._parse(row, self._line(row))
+        return parse_passage(self._line(row), self.path, row + 1)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
@@ -66,18 +66,33 @@ class Corpus:
         digest = hashlib.sha256(f"{len(self)} {len(self._bytes)}".encode())
         for row in np.unique(np.linspace(0, len(self) - 1, _SAMPLED_ROWS).astype(np.int64)):
             line = self._line(int(row))
-            self._parse(int(row), line)
+            parse_passage(line, self.path, int(row) + 1)
             digest.update(line)
         return digest.hexdigest()
 
-    def _parse(self, row: int, line: bytes) -> dict[str, Any]:
-        try:
-            return _passage(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            reason = f"{error}" if line.strip() else "blank line"
-            raise CorpusError(
-                f'{self.path}, line {row + 1}: {reason}; each line must be {{"id": "...", "contents": "..."}}'
-            ) from error
+
+def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The passage on line `number` (from 1) of the corpus `path`, as `Corpus` gives it. Raises `CorpusError`."""
+    try:
+        return _passage(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        reason = f"{error}" if line.strip() else "blank line"
+        raise CorpusError(
+            f'{path}, line {number}: {reason}; each line must be {{"id": "...", "contents": "..."}}'
+        ) from error
+
+
+def passage_contents(row: dict[str, Any]) -> str:
+    """`contents` of a decoded row, or what title and text make, agent tags stripped. Raises `ValueError`."""
+    contents = strip_agent_tags(_contents(row))
+    contents.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
+    return contents
+
+
+def title_and_text(contents: str) -> tuple[str, str]:
+    """The parts of `"Title"\\ntext`."""
+    title, _, text = contents.partition("\n")
+    return title.strip().strip('"'), text
 
 
 def _passage(value: Any) -> dict[str, Any]:
@@ -87,8 +102,7 @@ def _passage(value: Any) -> dict[str, Any]:
     identifier = value.get("id")
     if isinstance(identifier, bool) or not isinstance(identifier, str | int):
         raise ValueError("no 'id' (a string)")
-    contents = strip_agent_tags(_contents(value))
-    contents.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
+    contents = passage_contents(value)
     others = {key: strip_agent_tags(item) if isinstance(item, str) else item for key, item in value.items()}
     return others | {"id": str(identifier), "contents": contents}
 

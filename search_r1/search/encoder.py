@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
+from search_r1.search.corpus import title_and_text
 from search_r1.search.encoder_model import json_reader, load_tokenizer, load_weights, side, weights_digest
 from search_r1.search.encoder_spec import EncoderSpec, resolve_spec
 from search_r1.search.errors import EncoderError
@@ -77,7 +78,7 @@ class Encoder:
         limit = min(max_tokens or self.spec.max_passage_tokens, self.spec.max_passage_tokens)
         if not self.spec.title_pair:
             return self._encode(self._tokens([self.spec.passage_prefix + text for text in texts], limit))
-        pairs = [_title_and_text(text) for text in texts]
+        pairs = [title_and_text(text) for text in texts]
         return self._encode(self._tokens([title for title, _ in pairs], limit, [text for _, text in pairs]))
 
     def _refuse(self, side: str, wanted: str) -> None:
@@ -115,12 +116,6 @@ class Encoder:
         if not torch.isfinite(vectors_BD).all():
             raise EncoderError("the encoder gave a vector with NaN or Inf; its weights or its precision are unfit")
         return vectors_BD.cpu().numpy()
-
-
-def _title_and_text(contents: str) -> tuple[str, str]:
-    """The parts of `"Title"\\ntext`."""
-    title, _, text = contents.partition("\n")
-    return title.strip().strip('"'), text
 
 
 def _token_id(tokenizer: object, token: str) -> int | None:

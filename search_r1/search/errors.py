@@ -6,7 +6,7 @@ class SearchError(Exception):
 
 
 class CorpusError(SearchError):
-    """A corpus file that is missing, empty or has a malformed row (the message names file and line)."""
+    """A file of passages or questions that is missing, empty or has a malformed row (the message says which line)."""
 
 
 class IndexMismatchError(SearchError):

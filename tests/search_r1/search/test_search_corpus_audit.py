@@ -1,0 +1,236 @@
+"""The coverage audit: what counts as an answer in a text, counts by hand, a real server, real passages."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_r1.rewards.normalize import normalize_answer
+from search_r1.search.answers import AnswerMatcher, answer_tokens
+from search_r1.search.corpus import Corpus
+from search_r1.search.corpus_tool import main
+from search_r1.search.coverage import first_rank, matcher_of, scan_corpus
+from search_r1.search.questions import read_questions
+
+
+def _write(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _question(name: str, text: str, *golden: str) -> dict:
+    return {"id": name, "question": text, "golden_answers": list(golden)}
+
+
+# Over the five passages of the fixture corpus_file: three span questions with their answer in it, two without.
+QUESTIONS = [
+    _question("born", "Where was Anna Velt born?", "Morn"),
+    _question("capital", "Lune Tarsia", "the Osk!", "Oslo"),
+    _question("singer", "Morn", "a singer"),
+    _question("nowhere", "Lune", "Atlantis"),
+    _question("inside", "Who erupted?", "rupted"),
+    _question("yes", "Is Morn a city?", "Yes"),
+    _question("article", "Which article?", "The", "A."),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "stands"),
+    [
+        ("It is The Art, of War.", "art of a war", True),
+        ("a party", "art", False),
+        ("the arts", "art", False),
+        ("New York City", "New York", True),
+        ("New York City", "York City", True),
+        ("New York", "New York City", False),
+        ("York New", "New York", False),
+        ("New, new York", "New York", True),
+        ("born in 1,000 BC", "1000", True),
+        ("the U.S. army", "US", True),
+        ("a Paris-based firm", "Paris", False),
+        ("Beyonc\u00e9 sang", "beyonc\u00c9", True),
+        ("anything", "The", False),
+        ("", "x", False),
+    ],
+)
+def test_an_answer_stands_in_a_text_on_token_boundaries(text: str, answer: str, stands: bool) -> None:
+    matcher = AnswerMatcher([answer_tokens(answer), answer_tokens("another")])
+    assert matcher.find(answer_tokens(text)) == ({answer_tokens(answer)} if stands else set())
+
+
+_WORDS = st.lists(st.sampled_from("xyz"), max_size=12).map(tuple)
+
+
+@given(text=_WORDS, answers=st.lists(_WORDS.filter(len), max_size=6))
+def test_many_answers_are_found_as_one_by_one(text: tuple[str, ...], answers: list[tuple[str, ...]]) -> None:
+    expected = {answer for answer in answers if f" {' '.join(answer)} " in f" {' '.join(text)} "}
+    assert AnswerMatcher(answers).find(text) == expected
+
+
+def test_questions_that_nothing_can_prove_are_set_apart(tmp_path: Path) -> None:
+    rows = [
+        _question("0", "q", "Paris", "the Paris", "yes"),
+        _question("1", "q", "No."),
+        _question("2", "q", "The", "a"),
+        _question("3", "q", "THE", "yes"),
+        {"question": "no id", "golden_answers": ["x"]},
+    ]
+    questions = read_questions(_write(tmp_path / "q.jsonl", *rows))
+    assert [(q.id, q.kind, q.answers) for q in questions] == [
+        ("0", "span", (("paris",),)),
+        ("1", "yes_no", ()),
+        ("2", "empty", ()),
+        ("3", "yes_no", ()),
+        ("5", "span", (("x",),)),
+    ]
+
+
+def test_audit_of_a_corpus_alone(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
+    one, two = _write(tmp_path / "1.jsonl", *QUESTIONS[:4]), _write(tmp_path / "2.jsonl", *QUESTIONS[4:])
+    questions = ["--questions", str(one), str(two)]
+    outputs = ["--output", str(tmp_path / "a.json"), "--details", str(tmp_path / "d.jsonl")]
+    assert main(["audit", "--corpus_path", str(packed), *questions, *outputs]) == 0
+    report = json.loads((tmp_path / "a.json").read_text())
+    first = {"questions": 4, "yes_no": 0, "empty": 0, "span": 4, "covered": 3, "coverage": 0.75}
+    second = {"questions": 3, "yes_no": 1, "empty": 1, "span": 1, "covered": 0, "coverage": 0.0}
+    assert report == {
+        "corpus": str(packed),
+        "passages": 5,
+        "url": None,
+        "files": [{"file": str(one)} | first, {"file": str(two)} | second],
+        "total": {"questions": 7, "yes_no": 1, "empty": 1, "span": 5, "covered": 3, "coverage": 0.6},
+    }
+    details = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["id"], row["covered"]) for row in details] == [
+        (str(one), "nowhere", False),
+        (str(two), "inside", False),
+    ]
+    printed = capsys.readouterr()
+    assert "| 60.0%" in printed.out.splitlines()[-1]
+    assert printed.err == ""  # no progress bar where there is no terminal
+
+
+def test_audit_of_a_server(small_server: str, corpus_file: Path, tmp_path: Path) -> None:
+    """By hand: "born" is answered by the first passage, "capital" by the second, "singer" by neither of the two."""
+    questions = [str(_write(tmp_path / "1.jsonl", *QUESTIONS[:2])), str(_write(tmp_path / "2.jsonl", *QUESTIONS[2:]))]
+    arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", *questions, "--k", "2,1"]
+    outputs = ["--output", str(tmp_path / "a.json"), "--details", str(tmp_path / "d.jsonl")]
+    assert main([*arguments, "--url", f"{small_server}/retrieve", *outputs]) == 0
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert [[found["hits"] for found in row["recall"].values()] for row in report["files"]] == [[1, 2], [0, 0]]
+    assert report["total"]["recall"] == {
+        "1": {"hits": 1, "of_all": 0.2, "of_covered": 0.3333},
+        "2": {"hits": 2, "of_all": 0.4, "of_covered": 0.6667},
+    }
+    details = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert {row["id"]: row["covered"] for row in details} == {"singer": True, "nowhere": False, "inside": False}
+
+
+def test_a_server_of_another_corpus_is_noticed(
+    small_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = _write(tmp_path / "other.jsonl", {"id": "0", "contents": "nothing of this"})
+    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    arguments = ["audit", "--corpus_path", str(corpus), "--questions", str(questions)]
+    with caplog.at_level(logging.WARNING):
+        assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 0
+    # "born", "capital" and, among the best 20, no other: "Morn" has two hits
+    assert f"answers of 2 questions that are not in {corpus}" in caplog.text
+
+
+def test_a_wrong_server_is_one_line(small_server: str, corpus_file: Path, tmp_path: Path, capsys) -> None:
+    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions), "--k", "101"]
+    assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 1
+    assert "error: retriever" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"question": "q", "golden_answers": "x"}', "'golden_answers' is 'x', not a list of strings"),
+        ('{"question": "q", "golden_answers": []}', "'golden_answers' is [], not a list of strings"),
+        ('{"question": "q", "golden_answers": [1]}', "'golden_answers' is [1], not a list of strings"),
+        ('{"question": " ", "golden_answers": ["x"]}', "no 'question'"),
+        ('{"question": ', "Expecting value"),
+        ("[]", "a JSON list"),
+        ("", "blank line"),
+    ],
+)
+def test_a_bad_question_names_file_and_line(
+    corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str
+) -> None:
+    path = _write(tmp_path / "q.jsonl", QUESTIONS[0])
+    path.write_text(path.read_text() + line + "\n")
+    assert main(["audit", "--corpus_path", str(corpus_file), "--questions", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}, line 2: ") and reason in error
+
+
+def test_bad_files_are_one_line(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    cut, empty, bad = tmp_path / "cut.jsonl.gz", tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"
+    cut.write_bytes(gzip.compress(corpus_file.read_bytes())[:-20])
+    empty.touch()
+    bad.write_text(corpus_file.read_text() + '{"id": "5"}\n')
+    for path, reason in (
+        (cut, "cannot be read after line"),
+        (empty, "is empty"),
+        (tmp_path / "none", "does not exist"),
+        (bad, ", line 6: no 'contents'"),
+    ):
+        assert main(["audit", "--corpus_path", str(path), "--questions", str(questions)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path}") and reason in error
+
+
+@pytest.mark.parametrize("arguments", [["--k", "0"], ["--k", "1,x"], ["--questions"], []])
+def test_wrong_arguments(corpus_file: Path, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["audit", "--corpus_path", str(corpus_file), *arguments])
+    assert end.value.code == 2
+
+
+def test_a_large_corpus_is_not_held_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        file.writelines(
+            json.dumps({"id": str(row), "contents": f"{row} {row} {'x' * 2000}"}) + "\n" for row in range(4000)
+        )
+    assert path.stat().st_size > 8_000_000
+    tracemalloc.start()
+    try:
+        num_passages, found = scan_corpus(path, AnswerMatcher([("3999", "3999"), ("4000",)]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (num_passages, found) == (4000, {("3999", "3999")})
+    assert peak < 1_500_000
+
+
+def test_real_questions_and_passages_agree_with_a_plain_search(
+    wiki_mini: Path, nq_questions: list[dict], tmp_path: Path
+) -> None:
+    questions = read_questions(_write(tmp_path / "q.jsonl", *nq_questions[:40]))
+    corpus = tmp_path / "part.jsonl"
+    corpus.write_bytes(b"".join(wiki_mini.open("rb").readlines()[:6000]))
+    num_passages, found = scan_corpus(corpus, matcher_of(questions))
+    texts = [f" {normalize_answer(passage['contents'])} " for passage in Corpus(corpus)]
+    expected = {
+        answer for q in questions for answer in q.answers if any(f" {' '.join(answer)} " in text for text in texts)
+    }
+    assert num_passages == len(texts) == 6000
+    assert found == expected and 10 < len(expected) < sum(len(q.answers) for q in questions)
+    rows = [text.split() for text in texts[:500]]
+    for question in questions:
+        places = [i for i, text in enumerate(texts[:500]) if any(f" {' '.join(a)} " in text for a in question.answers)]
+        assert first_rank(question, rows) == (places[0] + 1 if places else None)
