@@ -22,7 +22,7 @@ _LONGEST_RETRY_S = 30
 class BatchLimits:
     """Sizes count queries. `max_wait_ms`: how long the first query of an idle server waits for company."""
 
-    max_batch: int = 128
+    max_batch: int = 256
     max_wait_ms: float = 1.0
     max_queue: int = 8192
 

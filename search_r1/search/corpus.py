@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,10 +24,13 @@ _SAMPLED_ROWS = 1024
 
 
 class Corpus:
-    """Random access to the passages of a `.jsonl` or `.jsonl.gz` file. Row r is line r + 1 of the file."""
+    """Random access to the passages of a `.jsonl` or `.jsonl.gz` file. Row r is line r + 1 of the file.
+
+    Rows are read, not mapped: the pages of a mapped file would count as this process's memory, one after the other all.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Map the file, find its lines and parse a sample of them. Raises `CorpusError`.
+        """Find the lines of the file and parse a sample of them. Raises `CorpusError`.
 
         Costs 8 bytes of memory a row and one sequential read of the file.
         """
@@ -37,9 +40,8 @@ class Corpus:
         plain = plain_copy(self.path) if self.path.suffix == ".gz" else self.path
         if plain.stat().st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
-        with plain.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._starts = _line_starts(self._bytes)
+        self._file = plain.open("rb")
+        self._starts = _line_starts(self._file)
         self.digest = self._sample_digest()
 
     def __len__(self) -> int:
@@ -55,7 +57,8 @@ class Corpus:
         return (self[row] for row in range(len(self)))
 
     def _line(self, row: int) -> bytes:
-        return self._bytes[self._starts[row] : self._starts[row + 1]]
+        start, end = self._starts[row : row + 2].tolist()
+        return os.pread(self._file.fileno(), end - start, start)
 
     def _sample_digest(self) -> str:
         """SHA-256 over the row count, the byte count and up to 1,024 evenly spaced rows.
@@ -63,7 +66,7 @@ class Corpus:
         Tells corpora apart without hashing all of a large file; a change inside a row that is not sampled and keeps
         the file's size goes unseen.
         """
-        digest = hashlib.sha256(f"{len(self)} {len(self._bytes)}".encode())
+        digest = hashlib.sha256(f"{len(self)} {self._starts[-1]}".encode())
         for row in np.unique(np.linspace(0, len(self) - 1, _SAMPLED_ROWS).astype(np.int64)):
             line = self._line(int(row))
             parse_passage(line, self.path, int(row) + 1)
@@ -119,11 +122,11 @@ def _contents(value: dict[str, Any]) -> str:
     return f'"{title}"\n{text}' if isinstance(title, str) else text
 
 
-def _line_starts(data: mmap.mmap) -> np.ndarray:
+def _line_starts(file: BinaryIO) -> np.ndarray:
     """Byte offsets of the lines, int64 [rows + 1]; the last one is the end of the last line."""
-    ends = []
-    for start in range(0, len(data), _SCAN_BYTES):
-        chunk = np.frombuffer(data[start : start + _SCAN_BYTES], dtype=np.uint8)
-        ends.append(np.flatnonzero(chunk == ord("\n")) + start + 1)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
-    return starts if starts[-1] == len(data) else np.append(starts, len(data))
+    ends, size = [np.zeros(1, dtype=np.int64)], 0
+    while block := file.read(_SCAN_BYTES):
+        ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + size + 1)
+        size += len(block)
+    starts = np.concatenate(ends)
+    return starts if starts[-1] == size else np.append(starts, size)

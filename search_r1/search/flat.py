@@ -28,7 +28,7 @@ from search_r1.search.vectors import BLOCK_ROWS, VectorFile
 _LOG = logging.getLogger(__name__)
 _GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to search for the best k
 _QUERIES = 256
-_CPU_SCORES, _GPU_SCORES = 1 << 24, 1 << 28  # coarse scores held at once
+_CPU_SCORES, _GPU_SCORES = 1 << 23, 1 << 28  # coarse scores held at once; 16 MiB on a CPU
 _RESCORED_ROWS = 4096
 
 
@@ -53,6 +53,8 @@ class MatrixIndex:
         self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
         self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
         self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
+        # memory of its own: fresh pages for every product would take as long as the product
+        self._scores = torch.empty(0 if on_gpu else self._max_scores + _GROUP * _QUERIES, dtype=self._dtype)
         self._max_norm = self._max_error = 0.0
         self._matrix_RD = self._load()
 
@@ -124,14 +126,17 @@ class MatrixIndex:
 
     def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor) -> torch.Tensor:
         """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
+        rows, batch = len(matrix_RD), queries_DB.shape[1]
+        missing = -rows % _GROUP
         if self._device.type == "cuda":
             scores_RB = torch.mm(matrix_RD, queries_DB, out_dtype=torch.float32)
-        else:
-            scores_RB = matrix_RD @ queries_DB  # in this order: the other one repacks the whole matrix every time
-        missing = -len(scores_RB) % _GROUP
-        if missing:
             scores_RB = pad(scores_RB, (0, 0, 0, missing), value=float("-inf"))
-        return scores_RB.view(-1, _GROUP, scores_RB.shape[1])
+        else:
+            scores_RB = self._scores[: (rows + missing) * batch].view(-1, batch)
+            # in this order: the other one repacks the whole matrix every time
+            torch.mm(matrix_RD, queries_DB, out=scores_RB[:rows])
+            scores_RB[rows:] = float("-inf")
+        return scores_RB.view(-1, _GROUP, batch)
 
     def _candidates(
         self, groups_GJB: torch.Tensor, floor_B: np.ndarray, slack_B: np.ndarray, k: int

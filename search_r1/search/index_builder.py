@@ -22,6 +22,7 @@ from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder_spec import POOLINGS
 from search_r1.search.errors import SearchError, ServerError
+from search_r1.search.numerics import prepare_libraries
 
 _LOG = logging.getLogger(__name__)
 _POSITIVE = ("max_length", "batch_size", "num_threads", "num_processes", "train_rows")
@@ -75,6 +76,7 @@ def build(arguments: argparse.Namespace) -> str:
     if arguments.retrieval_method == "bm25":
         Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
         return str(folder / "bm25")
+    prepare_libraries(arguments.num_threads)
     from search_r1.search.dense_build import build_dense
 
     return build_dense(arguments, corpus, folder)

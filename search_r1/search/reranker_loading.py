@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from search_r1.search.errors import ServerError
 from search_r1.search.metrics import Metrics
+from search_r1.search.numerics import prepare_libraries
 
 if TYPE_CHECKING:
     from search_r1.search.reranker import Reranker
@@ -38,6 +39,7 @@ def load_reranker(
             raise ServerError(f"the argument {name} is {value}; it must be at least 1")
     if not 0 <= arguments.reranker_cache_size < float("inf"):
         raise ServerError(f"--reranker_cache_size is {arguments.reranker_cache_size}; it must be 0 or more")
+    prepare_libraries(arguments.num_threads)
     from search_r1.search.cross_encoder import CrossEncoder, CrossEncoderOptions  # loads torch
     from search_r1.search.reranker import Reranker, RerankLimits
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from search_r1.search.app import AppOptions, create_app
 from search_r1.search.errors import SearchError, ServerError
 from search_r1.search.mcp_tool import sdk_module
 from search_r1.search.metrics import Metrics
+from search_r1.search.numerics import prepare_libraries
 from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.server_process import (
     add_serving_arguments,
@@ -69,7 +69,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bm25_index_path", help="of --retriever_name hybrid: the BM25 folder")
     parser.add_argument("--qdrant_location", help="of --retriever_name qdrant: http://host:6333, or a folder")
     parser.add_argument("--qdrant_collection", help="of --retriever_name qdrant: the collection of the index builder")
-    parser.add_argument("--max_batch", type=int, default=128, help="most queries of one search of the index")
+    parser.add_argument("--max_batch", type=int, default=256, help="most queries of one search of the index")
     parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
     parser.add_argument("--max_queue", type=int, default=8192, help="queries that may wait; beyond: HTTP 503")
     parser.add_argument("--cache_size", type=float, default=128, help="MiB of answers kept for repeated queries")
@@ -131,12 +131,11 @@ def load_source(arguments: argparse.Namespace, metrics: Metrics) -> Source:
 def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalService:
     """The corpus and the index of `add_retriever_arguments` as a source. Raises a `SearchError`.
 
-    Imports the numerical libraries only now: they read their thread counts once, when they are loaded.
+    Imports the numerical libraries only now: an online engine needs none.
     """
     if not arguments.corpus_path:
         raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(arguments.num_threads)
+    prepare_libraries(arguments.num_threads)
     from search_r1.search.backends import BackendOptions, load_retriever
     from search_r1.search.corpus import Corpus
     from search_r1.search.service import RetrievalService, ServiceOptions
