@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from search_r1.search.encoder_model import json_reader, load_cross_encoder, load_tokenizer
 from search_r1.search.errors import EncoderError
+from search_r1.search.lanes import Lanes
 from search_r1.search.length_batches import batch_cost, length_batches
 from search_r1.search.packed_linear import pack_linear_layers
 from search_r1.search.precision import precision_name, resolve_device, resolve_precision
@@ -74,6 +75,7 @@ class CrossEncoder:
         self._batch_size = options.batch_size
         self._model = _with_exact_head(model.to(self.device, dtype).eval())
         pack_linear_layers(self._model)
+        self._lanes = Lanes(options.num_threads if self.device.type == "cpu" else 1)
         _LOG.info("cross-encoder %s on %s in %s, %d tokens", self.name, self.device, self.precision, self.max_length)
 
     def score(self, pairs: Sequence[Pair]) -> np.ndarray:
@@ -87,8 +89,10 @@ class CrossEncoder:
             return scores_B
         tokens = self._tokens(pairs)
         lengths = [len(row) for row in tokens["input_ids"]]
-        for batch in length_batches(lengths, *batch_cost(self.device), self._batch_size):
-            scores_B[batch] = self._score_batch({name: [rows[i] for i in batch] for name, rows in tokens.items()})
+        batches = length_batches(lengths, *batch_cost(self.device), self._batch_size)[::-1]
+        parts = [{name: [rows[i] for i in batch] for name, rows in tokens.items()} for batch in batches]
+        for batch, scores in zip(batches, self._lanes.map(self._score_batch, parts), strict=True):
+            scores_B[batch] = scores
         return scores_B
 
     def _tokens(self, pairs: Sequence[Pair]) -> dict[str, list[list[int]]]:

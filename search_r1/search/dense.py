@@ -125,7 +125,7 @@ def _open(path: Path, num_rows: int, dim: int, options: BackendOptions) -> Vecto
     if options.engine != "faiss":
         vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
         if vectors is not None:
-            return MatrixIndex(vectors, device=_matrix_device(options))
+            return MatrixIndex(vectors, _matrix_device(options), num_threads=options.num_threads)
         if options.engine == "matrix":
             raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
     faiss.omp_set_num_threads(options.num_threads)

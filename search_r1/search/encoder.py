@@ -16,6 +16,7 @@ from search_r1.search.corpus import title_and_text
 from search_r1.search.encoder_model import json_reader, load_tokenizer, load_weights, side, weights_digest
 from search_r1.search.encoder_spec import EncoderSpec, resolve_spec
 from search_r1.search.errors import EncoderError
+from search_r1.search.lanes import Lanes
 from search_r1.search.length_batches import batch_cost, length_batches
 from search_r1.search.packed_linear import pack_linear_layers
 from search_r1.search.pooling import pool
@@ -63,6 +64,7 @@ class Encoder:
         self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self._end = _token_id(self._tokenizer, self.spec.end_token)
         self._model = model.to(self.device, dtype).eval()
+        self._lanes = Lanes(options.num_threads if self.device.type == "cpu" else 1)
         if pack_linear_layers(self._model):
             self._model.set_attn_implementation("eager")  # for short texts the fastest of a CPU
         _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)
@@ -100,8 +102,10 @@ class Encoder:
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
         """Texts of like length share a batch: padding is work for nothing."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
-        for batch in length_batches([len(row) for row in ids], *batch_cost(self.device)):
-            vectors_BD[batch] = self._encode_batch([ids[i] for i in batch])
+        batches = length_batches([len(row) for row in ids], *batch_cost(self.device))[::-1]
+        encoded = self._lanes.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
+        for batch, vectors in zip(batches, encoded, strict=True):
+            vectors_BD[batch] = vectors
         return vectors_BD
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from search_r1.search.errors import IndexMismatchError, ServerError
+from search_r1.search.lanes import Lanes
 from search_r1.search.precision import cpu_has_bf16
 from search_r1.search.retriever import Hit
 from search_r1.search.vectors import BLOCK_ROWS, VectorFile
@@ -28,6 +29,7 @@ from search_r1.search.vectors import BLOCK_ROWS, VectorFile
 _LOG = logging.getLogger(__name__)
 _GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to search for the best k
 _QUERIES = 256
+_QUERIES_A_THREAD = 32  # fewer share the matrix by the threads inside the product
 _CPU_SCORES, _GPU_SCORES = 1 << 23, 1 << 28  # coarse scores held at once; 16 MiB on a CPU
 _RESCORED_ROWS = 4096
 
@@ -39,12 +41,18 @@ class MatrixIndex:
     """
 
     def __init__(
-        self, vectors: VectorFile, device: str = "cpu", dtype: torch.dtype | None = None, max_scores: int | None = None
+        self,
+        vectors: VectorFile,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_scores: int | None = None,
+        num_threads: int = 1,
     ) -> None:
         """Read all vectors once. `dtype` defaults to bfloat16, to float32 on a CPU without it.
 
-        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once. Raises
-        `IndexMismatchError` on a vector with NaN or Inf and `ServerError` when the device cannot hold the matrix.
+        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once, on a CPU by
+        each of `num_threads`. Raises `IndexMismatchError` on a vector with NaN or Inf and `ServerError` when the
+        device cannot hold the matrix.
         """
         self.dim = vectors.dim
         self._vectors = vectors
@@ -53,8 +61,10 @@ class MatrixIndex:
         self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
         self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
         self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
-        # memory of its own: fresh pages for every product would take as long as the product
-        self._scores = torch.empty(0 if on_gpu else self._max_scores + _GROUP * _QUERIES, dtype=self._dtype)
+        self._lanes = Lanes(1 if on_gpu else num_threads)
+        # memory of their own: fresh pages for every product would take as long as the product
+        num_scores = 0 if on_gpu else self._max_scores + _GROUP * _QUERIES
+        self._scores = [torch.empty(num_scores, dtype=self._dtype) for _ in range(self._lanes.number)]
         self._max_norm = self._max_error = 0.0
         self._matrix_RD = self._load()
 
@@ -68,7 +78,12 @@ class MatrixIndex:
             return [[] for _ in queries_BD]
         hits: list[list[Hit]] = []
         for start in range(0, len(queries_BD), _QUERIES):
-            hits += self._search(queries_BD[start : start + _QUERIES], k)
+            batch_BD = queries_BD[start : start + _QUERIES]
+            parts = np.array_split(batch_BD, max(1, min(self._lanes.number, len(batch_BD) // _QUERIES_A_THREAD)))
+            for found in self._lanes.map(
+                lambda part: self._search(*part, k), list(zip(parts, self._scores, strict=False))
+            ):
+                hits += found
         return hits
 
     def _load(self) -> torch.Tensor:
@@ -101,7 +116,8 @@ class MatrixIndex:
         self._max_norm = max(self._max_norm, float(norms_R.max()))
         self._max_error = max(self._max_error, float(errors_R.max()))
 
-    def _search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]:
+    def _search(self, queries_BD: np.ndarray, scores: torch.Tensor, k: int) -> list[list[Hit]]:
+        """`scores` is memory for the coarse scores on a CPU."""
         exact_BD = torch.from_numpy(np.array(queries_BD, dtype=np.float32, order="C"))
         rounded_BD = exact_BD.to(self._dtype)
         slack_B = self._slack(exact_BD, rounded_BD).numpy()
@@ -109,7 +125,7 @@ class MatrixIndex:
         best = [_Best(query, k, self._vectors) for query in exact_BD.double().numpy()]
         size = max(_GROUP, self._max_scores // len(best) // _GROUP * _GROUP)
         for start in range(0, len(self), size):
-            groups_GJB = self._coarse(self._matrix_RD[start : start + size], rounded_DB)
+            groups_GJB = self._coarse(self._matrix_RD[start : start + size], rounded_DB, scores)
             floor_B = np.array([found.kth for found in best], dtype=np.float32)
             rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
             ends = np.cumsum(np.bincount(queries_N, minlength=len(best)))[:-1]
@@ -124,7 +140,7 @@ class MatrixIndex:
         sums = (self.dim + 8) * 2.0**-22
         return error_B * self._max_norm + (norm_B + error_B) * self._max_error + sums * norm_B * self._max_norm
 
-    def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor) -> torch.Tensor:
+    def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
         rows, batch = len(matrix_RD), queries_DB.shape[1]
         missing = -rows % _GROUP
@@ -132,7 +148,7 @@ class MatrixIndex:
             scores_RB = torch.mm(matrix_RD, queries_DB, out_dtype=torch.float32)
             scores_RB = pad(scores_RB, (0, 0, 0, missing), value=float("-inf"))
         else:
-            scores_RB = self._scores[: (rows + missing) * batch].view(-1, batch)
+            scores_RB = scores[: (rows + missing) * batch].view(-1, batch)
             # in this order: the other one repacks the whole matrix every time
             torch.mm(matrix_RD, queries_DB, out=scores_RB[:rows])
             scores_RB[rows:] = float("-inf")

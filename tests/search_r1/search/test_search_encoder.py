@@ -94,9 +94,12 @@ def test_no_other_batches_cost_less(lengths: list[int], overhead: int, limit: in
             assert cost(found) <= cost(batches)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
-def test_a_vector_depends_on_its_batch_by_rounding_only(model_dir: Path, precision: str, tolerance: float) -> None:
-    loaded = encoder(model_dir, precision=precision)
+def test_a_vector_depends_on_its_batch_by_rounding_only(
+    model_dir: Path, precision: str, tolerance: float, num_threads: int
+) -> None:
+    loaded = encoder(model_dir, precision=precision, num_threads=num_threads)
     together = loaded.encode_queries(_TEXTS)
     alone = np.concatenate([loaded.encode_queries([text]) for text in _TEXTS[:40]])
     np.testing.assert_allclose(together[:40], alone, atol=tolerance)

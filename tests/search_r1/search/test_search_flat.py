@@ -87,12 +87,13 @@ def test_scores_that_cancel_out(tmp_path: Path) -> None:
     assert [hit.row for hit in hits] == [hit.row for hit in _exact(vectors, query, 3)]
 
 
-def test_small_chunks_and_many_queries_change_nothing(tmp_path: Path) -> None:
+def test_small_chunks_many_queries_and_threads_change_nothing(tmp_path: Path) -> None:
     vectors, queries = _crowded(1500, 40), _crowded(300, 40, scale=0.05)
     file = _file(tmp_path, vectors)
     whole = MatrixIndex(file).search(queries, 6)
     for max_scores in (1, 20_000, 100_000):
-        assert MatrixIndex(file, max_scores=max_scores).search(queries, 6) == whole
+        for num_threads in (1, 3):
+            assert MatrixIndex(file, max_scores=max_scores, num_threads=num_threads).search(queries, 6) == whole
     assert whole == [_exact(vectors, query, 6) for query in queries]
 
 
