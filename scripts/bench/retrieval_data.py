@@ -4,7 +4,7 @@
 
 Passages: about 100 words drawn with the frequencies of the words of `--like`; three of them belong to one article and
 share 30 words of its own. Vectors: those of the real passages, each with noise that has the covariance of all, of
-length 1. Nothing is made twice: a file that exists is kept.
+length 1. Questions: words of one passage each. Nothing is made twice: a file that exists is kept.
 """
 
 from __future__ import annotations
@@ -57,6 +57,20 @@ def _texts(words: np.ndarray, ends: np.ndarray, rows: int, random: np.random.Gen
         yield f'"{title}"\n{" ".join(words[chosen[row]])}'
 
 
+def make_questions(corpus: Path, number: int, target: Path, seed: int = 0) -> Path:
+    """Write questions of eight to ten words, half of them of one passage each, to `target` unless it exists."""
+    if target.exists():
+        return target
+    random = np.random.default_rng(seed)
+    passages = read_passages(corpus)
+    with target.open("w", encoding="utf-8") as file:
+        for row in random.integers(len(passages), size=number):
+            one, two, three, four = random.choice(passages[row].replace('"', "").split(), size=4, replace=False)
+            text = f"what is the {one} {two} of {three} and {four}?"
+            file.write(json.dumps({"question": text, "row": int(row)}) + "\n")
+    return target
+
+
 def make_vectors(seeds_SD: np.ndarray, rows: int, target: Path, seed: int = 0) -> Path:
     """Write float32 [rows, D] without header to `target` unless it exists: the seeds in turn, with noise."""
     if target.exists():
@@ -93,7 +107,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     like = read_passages(arguments.like)
-    print(make_corpus(like, arguments.rows, arguments.folder / f"passages_{arguments.rows}.jsonl"))
+    corpus = make_corpus(like, arguments.rows, arguments.folder / f"passages_{arguments.rows}.jsonl")
+    print(corpus)
+    print(make_questions(corpus, 20_000, arguments.folder / f"questions_{arguments.rows}.jsonl"))
     if arguments.model:
         seeds_SD = make_seeds(like, arguments.model, arguments.folder / "seeds.npy", arguments.num_threads)
         print(make_vectors(seeds_SD, arguments.rows, arguments.folder / f"vectors_{arguments.rows}.f32"))

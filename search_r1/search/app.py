@@ -26,6 +26,7 @@ from search_r1.search.gate import Gate, ServerState
 from search_r1.search.mcp_http import mcp_router
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions, search_router
+from search_r1.search.short_cut import ShortCut
 from search_r1.search.source import NeedsWarmUp, Served, Source
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def create_app_of(served: Served, router: APIRouter, options: AppOptions, metric
     state = ServerState(not_ready="the warm-up query has not run yet")
     app = FastAPI(title="retrieval", lifespan=_lifespan(served, state))
     app.state.server = state
+    app.add_middleware(ShortCut, routes=app.routes, handlers=app.exception_handlers)
     app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token)
     app.include_router(router)
     _add_probes(app, served, options.topk, metrics)

@@ -106,7 +106,13 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
     config = uvicorn.Config(
-        app, loop="asyncio", log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1
+        app,
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
     )
     try:
         DrainingServer(config, app.state.server).run(sockets=[listener])

@@ -10,6 +10,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+_to_json = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every passage
+
 Found = tuple[dict[str, Any], float]  # a passage (always with `id` and `contents`) and its score
 
 
@@ -78,4 +80,4 @@ def encoded_search(source: Source) -> EncodedSearch:
 
 def encode(passage: dict[str, Any]) -> bytes:
     """`passage` as a JSON object in UTF-8."""
-    return json.dumps(passage, ensure_ascii=False).encode()
+    return _to_json(passage).encode()
