@@ -17,6 +17,7 @@ REQUIRED = [
     "httpx>=0.28",
     "hydra-core>=1.3.2,<1.4",
     "matplotlib>=3.9",
+    "msgspec>=0.20",
     "numba>=0.65",
     "numpy>=2.0",
     "omegaconf>=2.3,<2.4",

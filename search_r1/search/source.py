@@ -6,11 +6,12 @@ again; `encoded_search` asks every source in the same way.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-_to_json = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every passage
+import msgspec
+
+_encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
 
 Found = tuple[dict[str, Any], float]  # a passage (always with `id` and `contents`) and its score
 
@@ -80,4 +81,4 @@ def encoded_search(source: Source) -> EncodedSearch:
 
 def encode(passage: dict[str, Any]) -> bytes:
     """`passage` as a JSON object in UTF-8."""
-    return _to_json(passage).encode()
+    return _encoder.encode(passage)
