@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from search_r1.search.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
 from search_r1.search.metrics import Metrics
-from search_r1.search.remote import RemoteSource
+from search_r1.search.http_source import HttpSource
 from search_r1.search.routes import SearchOptions
 from search_r1.search.source import Found, Source
 from search_r1.search.wire import MAX_TOPK, Queries, explain
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve_stdio(arguments: argparse.Namespace) -> None:
     stdio_server = sdk_module("mcp.server.stdio").stdio_server
-    source = RemoteSource(arguments.url, arguments.timeout_s)  # it keeps the time, and says what it waited for
+    source = HttpSource(arguments.url, arguments.timeout_s)  # it keeps the time, and says what it waited for
     server = search_server(source, SearchOptions(arguments.topk, math.inf), Metrics())
     try:
         async with stdio_server() as (incoming, outgoing):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import requests
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import status_code_conformance
 
 from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest
 
@@ -34,6 +40,8 @@ _valid = st.fixed_dictionaries(
 _checks = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+_QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +87,20 @@ def _check_shape(route: str, body: dict[str, Any], reply: Any) -> None:
         assert not scores or len(scores[0]) == len(documents)
     assert len(answers) == len(queries)
     assert all(document["id"] and document["contents"] for documents in answers for document in documents)
+
+
+def test_the_server_keeps_to_its_own_interface_document(small_server: str) -> None:
+    """schemathesis makes requests from /openapi.json, valid ones and others."""
+    document = schemathesis.openapi.from_url(f"{small_server}/openapi.json")
+    operations = [found.ok() for found in document.get_all_operations()]
+    assert {"/retrieve", "/search", "/batch_search", "/healthz"} <= {operation.path for operation in operations}
+    for operation in operations:
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+            @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=_QUIET)
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def exchange(case: schemathesis.Case) -> None:
+                case.call_and_validate(checks=[not_a_server_error, status_code_conformance])
+
+            with suppress(Unsatisfiable):  # a route without parameters has no wrong ones
+                exchange()

@@ -8,7 +8,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.source import Found
 
 
-class RemoteSource:
+class HttpSource:
     """A running server as a `Source`. Score and id are None when it sends none."""
 
     num_passages: int | None = None
