@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from fastapi import HTTPException, Request
 
+from search_r1.search.errors import ServiceUnavailable
 from search_r1.search.wire import MAX_BODY_BYTES
 
 T = TypeVar("T")
 
+MAX_BODIES_BYTES = 512 << 20  # of all requests of this process that are read or answered
 DEADLINE_HEADER = b"x-deadline-ms"
 
 
@@ -24,23 +26,49 @@ class ClientGone(Exception):
     """Nobody waits for the reply any more."""
 
 
+class Bodies:
+    """The bytes of all bodies held, so that many large uploads at once cannot fill the memory."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self._own = 0
+
+    def __enter__(self) -> Bodies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Bodies.total -= self._own
+
+    def add(self, num_bytes: int) -> None:
+        """Hold more of one body. Raises `HTTPException` when it is too large, `ServiceUnavailable` when all are."""
+        self._own += num_bytes
+        Bodies.total += num_bytes
+        if self._own > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send fewer queries at once")
+        if Bodies.total > MAX_BODIES_BYTES:
+            raise ServiceUnavailable(f"the requests held have more than {MAX_BODIES_BYTES} bytes", retry_after_s=1)
+
+
 async def answer_in_time(http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]]) -> T:
     """The result of `work(body)`, cancelled when the client leaves or its time is over.
 
     The time is `timeout_s` or the milliseconds of the header X-Deadline-Ms, whichever is shorter, counted from here.
-    Raises `DeadlineExpired`, `ClientGone`, or `HTTPException` when the body is too large or the header no number.
+    Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too much is being uploaded, or `HTTPException`
+    when the body is too large or the header no number.
     """
     timeout_s = _allowed_s(http, timeout_s)
     clock = asyncio.timeout(timeout_s)
     watch: asyncio.Task[None] | None = None
     try:
-        async with clock:
-            body = await _body(http)
-            watch = asyncio.create_task(_watch(http, clock))
-            try:
-                return await work(body)
-            finally:
-                watch.cancel()
+        with Bodies() as bodies:
+            async with clock:
+                body = await _body(http, bodies)
+                watch = asyncio.create_task(_watch(http, clock))
+                try:
+                    return await work(body)
+                finally:
+                    watch.cancel()
     except TimeoutError as error:
         if not clock.expired():
             raise
@@ -62,16 +90,14 @@ def _allowed_s(http: Request, timeout_s: float) -> float:
     return min(timeout_s, asked_s)
 
 
-async def _body(http: Request) -> bytes:
-    chunks, size, more = [], 0, True
+async def _body(http: Request, bodies: Bodies) -> bytes:
+    chunks, more = [], True
     while more:
         message = await http.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send fewer queries at once")
+        bodies.add(len(chunks[-1]))
         more = message.get("more_body", False)
     return b"".join(chunks)
 

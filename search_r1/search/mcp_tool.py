@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from search_r1.search.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
-from search_r1.search.metrics import Metrics
 from search_r1.search.http_source import HttpSource
+from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions
 from search_r1.search.source import Found, Source
 from search_r1.search.wire import MAX_TOPK, Queries, explain

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from search_scheduling import PATIENCE_S, GatedRetriever, scores, staged, wait_until
 
+from search_r1.search import deadline
 from search_r1.search.app import AppOptions, create_app
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.cache import AnswerCache
@@ -293,3 +294,24 @@ def test_the_service_is_a_source_of_passages(corpus_file: Path) -> None:
     service.close()
     assert found == [[(corpus[hit.row], hit.score) for hit in hits], []] and hits
     assert service.name == "bm25" and service.num_passages == 5
+
+
+def test_many_large_uploads_are_refused_until_one_of_them_ends(
+    run_app, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "MAX_BODIES_BYTES", 100_000)
+    with staged(run_app, corpus_file) as stage:
+        stage.retriever.open()
+        address = ("127.0.0.1", int(stage.url.rpartition(":")[2].partition("/")[0]))
+        held = 60_000
+        with socket.create_connection(address) as slow:
+            head = f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: {held + 1}\r\n\r\n"
+            slow.sendall(head.encode() + b" " * held)
+            wait_until(lambda: deadline.Bodies.total == held)
+            body = b" " * 50_000 + b'{"queries": ["1"]}'
+            refused = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=10)
+            assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
+            assert "100000 bytes" in refused.json()["detail"]
+        wait_until(lambda: deadline.Bodies.total == 0)
+        assert requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=10).status_code == 200
+    assert deadline.Bodies.total == 0
