@@ -38,15 +38,19 @@ def main() -> None:
     parser.add_argument("--retriever_name", default="minilm")
     parser.add_argument("--retriever_model")
     parser.add_argument("--questions", type=Path, nargs="+", required=True)
+    parser.add_argument(
+        "--parts", nargs="+", default=["long", "overload", "left"], choices=["long", "overload", "left"]
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/endurance.json"))
     arguments = parser.parse_args()
     questions = read_questions(arguments.questions)
-    results = {
-        "long": run(arguments, [], partial(long_load, questions, arguments.minutes)),
-        "overload": run(arguments, ["--max_queue", "512"], partial(overload, questions)),
-        "left": run(arguments, [], partial(left, questions)),
+    parts: dict[str, tuple[list[str], Callable[[Server], dict[str, Any]]]] = {
+        "long": ([], partial(long_load, questions, arguments.minutes)),
+        "overload": (["--max_queue", "512", "--cache_size", "0"], partial(overload, questions)),
+        "left": ([], partial(left, questions)),
     }
+    results = {name: run(arguments, *parts[name]) for name in arguments.parts}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
