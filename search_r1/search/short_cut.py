@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from fastapi import Request
-from starlette.routing import BaseRoute
 
 from search_r1.search.gate import App, Receive, Scope, Send
 from search_r1.search.routes import RawRoute
@@ -19,7 +18,7 @@ class ShortCut:
     The layers of the framework between the two take longer than all else that a cached answer needs.
     """
 
-    def __init__(self, app: App, routes: Sequence[BaseRoute], handlers: Mapping[Any, Any]) -> None:
+    def __init__(self, app: App, routes: Sequence[object], handlers: Mapping[Any, Any]) -> None:
         """`handlers`: what answers an exception of a class, as `FastAPI.exception_handlers`."""
         self._app, self._routes, self._handlers = app, routes, handlers
 
