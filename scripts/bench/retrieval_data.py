@@ -10,7 +10,6 @@ length 1. Questions: words of one passage each. Nothing is made twice: a file th
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
 from collections import Counter
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from search_r1.search.jsonl import read_objects
+
 _WORDS, _TOPIC_WORDS, _ARTICLE = 100, 30, 3
 _TOPIC_SHARE = 0.25  # of a passage's words
 _BLOCK = 30_000
@@ -26,8 +27,7 @@ _BLOCK = 30_000
 
 def read_passages(path: Path) -> list[str]:
     """The field `contents` of each line of a .jsonl or .jsonl.gz file."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line)["contents"] for line in file]
+    return [row["contents"] for _, row in read_objects(path)]
 
 
 def make_corpus(like: list[str], rows: int, target: Path, seed: int = 0) -> Path:

@@ -30,20 +30,22 @@ class Settings:
 
     name: str
     num_passages: int | None
-    topk: int
-    timeout_s: float
-    auth_token: str | None
-    mcp: bool
+    options: AppOptions
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        values = json.loads(text)
+        return Settings(**values | {"options": AppOptions(**values["options"])})
 
 
 def main() -> None:
     """Serve until SIGTERM or the end of the owner."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    settings = Settings(**json.load(sys.stdin))
+    settings = Settings.from_json(sys.stdin.read())
     lost = False
 
     def stop() -> None:
@@ -53,8 +55,7 @@ def main() -> None:
 
     connection.setblocking(False)
     source = RemoteSource(connection, settings.name, settings.num_passages, stop)
-    options = AppOptions(settings.topk, settings.timeout_s, settings.auth_token, settings.mcp)
-    serve(create_app(source, options, RemoteMetrics(source)), listener)
+    serve(create_app(source, settings.options, RemoteMetrics(source)), listener)
     if lost:  # nobody else removes it
         shutil.rmtree(os.environ[METRICS_VARIABLE], ignore_errors=True)
 

@@ -52,9 +52,7 @@ class Supervisor:
     ) -> None:
         """`folder` is private: front ends count in it."""
         self._source = source
-        self._settings = Settings(
-            source.name, source.num_passages, options.topk, options.timeout_s, options.auth_token, options.mcp
-        ).to_json()
+        self._settings = Settings(source.name, source.num_passages, options).to_json()
         self._address = address
         self._environment = os.environ | {METRICS_VARIABLE: str(folder)}
         self._offer = Offer(encoded_search(source), self._warm_up, ServiceMetrics(metrics.registry, folder).render)
