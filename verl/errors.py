@@ -17,6 +17,10 @@ class EnvironmentUnavailable(VerlError):
     """The environment's infrastructure (a retriever, say) did not answer within its deadline."""
 
 
+class RewardUnavailable(VerlError):
+    """The reward of a trajectory could not be had (a judge is down): it is masked and counted, never scored 0."""
+
+
 class RolloutError(VerlError):
     """Sampling failed, or too many trajectories of a step failed."""
 

@@ -16,19 +16,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from search_r1.llm_agent.templates import load_template, render
+from search_r1.llm_agent.templates import load_template
 from verl.errors import DataError
 
 
 def prompt_rows(data_source: str, path: Path, template: str, split: str) -> Iterator[dict[str, Any]]:
     """One row a question, in the schema that training reads. Raises `DataError` naming file and line."""
-    template_text = load_template(template)
+    prompt_template = load_template(template)
     with path.open(encoding="utf-8") as lines:
         for index, line in enumerate(lines):
             question, answers = _parse(line, path, index + 1)
             yield {
                 "data_source": data_source,
-                "prompt": render(template_text, question),
+                "prompt": prompt_template.messages(question),
                 "ability": "fact-reasoning",
                 "reward_model": {"style": "rule", "ground_truth": {"target": answers}},
                 "extra_info": {"split": split, "index": index},

@@ -6,21 +6,13 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from search_r1.llm_agent.grammar import (
-    ANSWER_STOP,
-    SEARCH_STOP,
-    TAGS,
-    ObservationWriter,
-    has_thought,
-    parse_action,
-    wrap_feedback,
-    wrap_information,
-)
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverError
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
+from search_r1.llm_agent.search_engine import Searcher
+from search_r1.llm_agent.templates import load_template
 from verl.agent.environment import Outcome
 from verl.agent.text import encode_text
-from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.errors import ConfigError
 from verl.protocol import Prompt
 
 if TYPE_CHECKING:
@@ -30,74 +22,68 @@ if TYPE_CHECKING:
 
 
 class SearchEnvironment:
-    """Implements `verl.agent.environment.Environment` with one tool: search. Without a `client` there is no tool.
+    """Implements `verl.agent.environment.Environment` with one tool: search. Without a `searcher` there is no tool.
 
     Raises `ConfigError` when `max_obs_length` tokens do not hold the feedback or an empty observation, or when the
     feedback has a tag in it (it would read like an action of the policy).
     """
 
     def __init__(
-        self, client: RetrievalClient | None, tokenizer: PreTrainedTokenizerBase, max_obs_length: int, feedback: str
+        self,
+        searcher: Searcher | None,
+        tokenizer: PreTrainedTokenizerBase,
+        max_obs_length: int,
+        feedback: str,
+        grammar: Grammar = SEARCH_R1,
     ) -> None:
-        self._client = client
-        self._writer = ObservationWriter(tokenizer, max_obs_length)
+        self.grammar = grammar
+        self._searcher = searcher if grammar.search is not None else None
+        self._writer = ObservationWriter(tokenizer, max_obs_length, grammar)
         self._feedback_ids = encode_text(tokenizer, wrap_feedback(feedback))
-        self.stop_strings: tuple[str, ...] = (ANSWER_STOP,) if client is None else (SEARCH_STOP, ANSWER_STOP)
-        needed = max(len(self._feedback_ids), len(encode_text(tokenizer, wrap_information(""))))
+        self.stop_strings = grammar.stop_strings(search_allowed=self._searcher is not None)
+        needed = max(len(self._feedback_ids), len(encode_text(tokenizer, grammar.wrap_information(""))))
         if needed > max_obs_length:
             raise ConfigError(
                 f"data.max_obs_length={max_obs_length} is too small: the shortest reply has {needed} tokens"
             )
-        if any(tag in feedback for tag in TAGS):
+        if any(tag in feedback for tag in grammar.tags):
             raise ConfigError(f"agent.feedback has a tag in it: {feedback!r}; describe the tags in words")
 
     @classmethod
     def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> SearchEnvironment:
-        retriever = config.retriever
-        client = None
-        if config.do_search:
-            client = RetrievalClient(
-                retriever.url,
-                topk=retriever.topk,
-                timeout_s=retriever.timeout_s,
-                deadline_s=retriever.deadline_s,
-                max_batch=retriever.max_batch,
-            )
-        return cls(client, tokenizer, config.data.max_obs_length, config.agent.feedback)
+        grammar = load_template(config.agent.template).grammar
+        searcher = Searcher.from_config(config.retriever) if config.do_search and grammar.search is not None else None
+        return cls(searcher, tokenizer, config.data.max_obs_length, config.agent.feedback, grammar)
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         """See `verl.agent.environment.Environment`. A search that is not executed counts as valid, without a reply."""
         outcome = await self._reply(text, tools_allowed)
-        return replace(outcome, event=outcome.event | {"empty_think": not has_thought(text)})
+        return replace(outcome, event=outcome.event | {"empty_think": not self.grammar.has_thought(text)})
 
     async def _reply(self, text: str, tools_allowed: bool) -> Outcome:
-        action = parse_action(text)
+        action = self.grammar.parse_action(text)
         if action.kind == "answer":
-            return Outcome("answer", valid=True, done=True, event={"answer": action.content})
-        if action.kind == "search" and self._client is not None:
+            answer = self.grammar.extract_answer(text)
+            return Outcome(
+                "answer", valid=True, done=True, event={"answer": action.content if answer is None else answer}
+            )
+        if action.kind == "search" and self._searcher is not None:
             if not tools_allowed:
                 return Outcome("search", valid=True, done=False, event={"query": action.content, "executed": False})
-            return await self._search(self._client, action.content)
+            return await self._search(self._searcher, action.content)
         return Outcome("invalid", valid=False, done=False, ids=self._feedback_ids if tools_allowed else ())
 
     async def check(self) -> None:
-        if self._client is None:
-            return
-        try:
-            await self._client.check()
-        except RetrieverError as error:
-            raise EnvironmentUnavailable(str(error)) from error
+        if self._searcher is not None:
+            await self._searcher.check()
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        if self._searcher is not None:
+            await self._searcher.close()
 
-    async def _search(self, client: RetrievalClient, query: str) -> Outcome:
+    async def _search(self, searcher: Searcher, query: str) -> Outcome:
         started = time.perf_counter()
-        try:
-            documents = await client.search(query)
-        except RetrieverError as error:
-            raise EnvironmentUnavailable(str(error)) from error
+        documents = await searcher.search(query)
         observation = self._writer.write(documents)
         event: dict[str, Any] = {
             "query": query,
@@ -110,6 +96,6 @@ class SearchEnvironment:
         return Outcome("search", valid=True, done=False, ids=observation.ids, event=event)
 
 
-def _id(document: dict[str, Any]) -> str:
+def _id(document: Any) -> str:
     """As text; "" when the server sends none (online engines)."""
     return "" if document.get("id") is None else str(document["id"])

@@ -1,30 +1,21 @@
-"""The tags that the policy writes and reads: actions in its turns, and passages in observations.
+"""The tags that the policy writes and reads: one `Grammar` for rollout, reward, evaluation and inference.
 
-A turn's action is its first complete `<search>query</search>` or `<answer>text</answer>`. An observation is
-`<information>` with the passages, in the layout of Search-R1:
-`"\\n\\n<information>Doc 1(Title: "T") text\\nDoc 2(Title: ...) ...</information>\\n\\n"`.
+A turn's action is its first complete `<search>query</search>` or `<answer>text</answer>`. What the policy reads after a
+search stands between `<information>` tags. The names of the tags belong to a prompt template
+(`search_r1.llm_agent.templates`), so that no two places can disagree about them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
-from search_r1.search.sanitize import strip_agent_tags
-from verl.agent.text import encode_text
+from verl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
-ANSWER_STOP = "</answer>"
-SEARCH_STOP = "</search>"
-NO_RESULTS = "No results found."
-
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_BOX = r"\boxed{"
 
 
 @dataclass(frozen=True)
@@ -35,103 +26,128 @@ class Action:
     content: str = ""
 
 
-def parse_action(text: str) -> Action:
-    """The first complete tag pair in the order of the text. Without one, or with an empty query, it is invalid."""
-    match = _ACTION.search(text)
-    if match is None:
-        return Action("invalid")
-    kind, content = match.group(1), match.group(2).strip()
-    return Action("invalid") if kind == "search" and not content else Action(kind, content)
-
-
-def has_thought(text: str) -> bool:
-    """Whether a turn has a think block with something in it."""
-    return any(thought.strip() for thought in _THOUGHT.findall(text))
-
-
 @dataclass(frozen=True)
-class Observation:
-    """What the policy reads after a search; the first `num_documents` documents are in it."""
+class Grammar:
+    """Tag names. `search` None: no tool, a turn can only answer. `boxed`: the answer is in `\\boxed{}` inside its tags.
 
-    text: str
-    ids: tuple[int, ...]
-    num_documents: int
-
-
-class ObservationWriter:
-    """Writes documents into observations of at most `max_length` tokens whose closing tag is always there.
-
-    Last documents are left out first. If not even the first one fits, its text is cut at a word where there is one.
-    Tags and special tokens in a document are removed: a page cannot speak for the policy or end its turn.
+    Raises `ConfigError` for a name that is no tag name, or that stands twice.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        self._tokenizer, self._max_length = tokenizer, max_length
-        literals = sorted(special_tokens(tokenizer), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, literals)) or "(?!)")
+    think: str = "think"
+    search: str | None = "search"
+    information: str = "information"
+    answer: str = "answer"
+    boxed: bool = False
 
-    def write(self, documents: Sequence[Mapping[str, Any]]) -> Observation:
-        """`documents` have `contents`: a title line, then text. None at all gives a sentence that says so."""
-        if not documents:
-            return self._start_of(NO_RESULTS, 0)
-        passages = [format_passage(i, self._clean(doc["contents"])) for i, doc in enumerate(documents, start=1)]
-        for count in range(len(passages), 0, -1):
-            observation = self._observation("".join(passages[:count]), count)
-            if observation is not None:
-                return observation
-        return self._start_of(passages[0], 1)
+    def __post_init__(self) -> None:
+        names = self.names
+        if not all(_NAME.fullmatch(name) for name in names):
+            raise ConfigError(
+                f"tags {', '.join(names)}: a tag name is letters, digits, _ and -, and starts with a letter"
+            )
+        if len({name.lower() for name in names}) != len(names):
+            raise ConfigError(f"tags {', '.join(names)}: each needs a name of its own")
 
-    def _clean(self, contents: str) -> str:
-        return self._control.sub(" ", strip_agent_tags(contents))
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.think, self.search, self.information, self.answer) if name is not None)
 
-    def _observation(self, body: str, num_documents: int) -> Observation | None:
-        """None when it is too long."""
-        text = wrap_information(body)
-        ids = encode_text(self._tokenizer, text)
-        return Observation(text, ids, num_documents) if len(ids) <= self._max_length else None
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All opening and closing tags."""
+        return tuple(f"<{slash}{name}>" for name in self.names for slash in ("", "/"))
 
-    def _start_of(self, body: str, num_documents: int) -> Observation:
-        start = longest_start(body, lambda part: self._observation(part, num_documents) is not None)
-        observation = self._observation(start, num_documents)
-        if observation is None:
-            raise ValueError(f"{self._max_length} tokens do not hold an empty observation")
-        return observation
+    def stop_strings(self, search_allowed: bool = True) -> tuple[str, ...]:
+        """Where sampling of a turn ends; the strings are part of the turn."""
+        answer = f"</{self.answer}>"
+        return (answer,) if self.search is None or not search_allowed else (f"</{self.search}>", answer)
+
+    def parse_action(self, text: str) -> Action:
+        """The first complete tag pair in the order of the text. Without one, or with an empty query, it is invalid."""
+        match = self._action.search(text)
+        if match is None:
+            return Action("invalid")
+        kind, content = ("search" if match.group(1) == self.search else "answer"), match.group(2).strip()
+        return Action("invalid") if kind == "search" and not content else Action(kind, content)
+
+    def extract_answer(self, text: str) -> str | None:
+        """The content of the last complete answer tag pair of a policy's turn, stripped; of its last box if `boxed`.
+
+        None without a pair, and without a closed box where there has to be one.
+        """
+        answers = self._answer.findall(text)
+        if not answers:
+            return None
+        return last_box(answers[-1]) if self.boxed else str(answers[-1]).strip()
+
+    def thoughts(self, text: str) -> list[str]:
+        """The contents of the think blocks of a turn, stripped."""
+        return [str(thought).strip() for thought in self._thought.findall(text)]
+
+    def has_thought(self, text: str) -> bool:
+        """Whether a turn has a think block with something in it."""
+        return any(self.thoughts(text))
+
+    def wrap_information(self, body: str) -> str:
+        """What the policy reads after a search."""
+        return f"\n\n<{self.information}>{body.strip()}</{self.information}>\n\n"
+
+    def unwrap_information(self, observation: str) -> str:
+        """The passages of an observation without their frame."""
+        return observation.strip().removeprefix(f"<{self.information}>").removesuffix(f"</{self.information}>")
+
+    def parts(self, text: str) -> Iterator[tuple[str, str]]:
+        """(text, "think" | "search" | "answer" | "") pieces of a policy's turn, in order, tags included."""
+        end = 0
+        kinds = {self.think: "think", self.search: "search", self.answer: "answer"}
+        for match in self._block.finditer(text):
+            if match.start() > end:
+                yield text[end : match.start()], ""
+            yield match.group(), kinds[match.group(1)]
+            end = match.end()
+        if end < len(text):
+            yield text[end:], ""
+
+    @cached_property
+    def _action(self) -> re.Pattern[str]:
+        return _pair(*(name for name in (self.search, self.answer) if name is not None))
+
+    @cached_property
+    def _block(self) -> re.Pattern[str]:
+        return _pair(*(name for name in (self.think, self.search, self.answer) if name is not None))
+
+    @cached_property
+    def _answer(self) -> re.Pattern[str]:
+        return re.compile(f"<{self.answer}>(.*?)</{self.answer}>", re.DOTALL)
+
+    @cached_property
+    def _thought(self) -> re.Pattern[str]:
+        return re.compile(f"<{self.think}>(.*?)</{self.think}>", re.DOTALL)
 
 
-def format_passage(number: int, contents: str) -> str:
-    """One document as the policy reads it; the first line of `contents` is its title and keeps its quotes."""
-    title, _, text = contents.partition("\n")
-    return f"Doc {number}(Title: {title}) {text}\n"
+SEARCH_R1 = Grammar()
 
 
-def wrap_information(body: str) -> str:
-    return f"\n\n<information>{body.strip()}</information>\n\n"
+def last_box(text: str) -> str | None:
+    """The content of the last closed `\\boxed{...}`, stripped; braces inside it are counted. None without one."""
+    start = text.rfind(_BOX)
+    while start >= 0:
+        content = _braced(text[start + len(_BOX) :])
+        if content is not None:
+            return content.strip()
+        start = text.rfind(_BOX, 0, start)
+    return None
 
 
-def wrap_feedback(sentence: str) -> str:
-    return f"\n{sentence.strip()}\n"
+def _braced(text: str) -> str | None:
+    """`text` up to the brace that closes one opened before it."""
+    depth = 1
+    for position, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:position]
+    return None
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
-    """Texts that the tokenizer would turn into control tokens, wherever they come from."""
-    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return {token for token in (*tokenizer.all_special_tokens, *added) if token}
-
-
-def longest_start(text: str, fits: Callable[[str], bool]) -> str:
-    """The longest start of `text` that fits, moved back to a word's end unless that loses half of it.
-
-    Found by bisection, so `fits` is called about 2 + log2(len(text)) times. "" when nothing fits.
-    """
-    low, high = 0, len(text)  # text[:low] fits or is empty; a longer one than text[:high] does not fit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(text[:middle]) else (low, middle - 1)
-    start = text[:low]
-    word_end = max(start.rfind(" "), start.rfind("\n"))
-    if low < len(text) and not text[low].isspace() and word_end > low // 2:
-        start = start[:word_end]
-    start = start.rstrip()
-    while start and not fits(start):  # a shorter text may have more tokens, at the seam with the closing tag
-        start = start[:-1]
-    return start
+def _pair(*names: str) -> re.Pattern[str]:
+    return re.compile(rf"<({'|'.join(map(re.escape, names))})>(.*?)</\1>", re.DOTALL)

@@ -1,26 +1,85 @@
-"""Prompt templates: text files in which `{question}` stands once, found by name in `templates/` or by path."""
+"""Prompt templates: text files with a grammar, found by name in `templates/` or by path.
+
+    ---
+    tags: {information: result}
+    boxed: true
+    system: You answer questions.
+    ---
+    Think between <think> and </think> ... Question: {question}
+
+The part between the `---` lines is YAML and may be left out: then the tags are those of Search-R1. `tags` renames
+some of `think`, `search`, `information` and `answer`; `search: null` is a template without searching. `boxed` asks for
+the answer in `\\boxed{}` inside its tags. `system` is a message of its own in front, for models with a chat template.
+`{question}` stands in the text once. A template with `{context}` is filled with passages that were retrieved before.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from search_r1.llm_agent.grammar import Grammar
 from verl.errors import ConfigError, DataError
 
 _FOLDER = Path(__file__).parent / "templates"
-_SLOT = "{question}"
+_HEADER = re.compile(r"---[ \t]*\n(.*?\n)?---[ \t]*\n", re.DOTALL)
+_SLOT = re.compile(r"\{(question|context)\}")
+_KEYS = {"tags": dict, "boxed": bool, "system": str}
 
 
-def load_template(name_or_path: str) -> str:
-    """The text of a shipped template or of a file. Raises `ConfigError` when there is none, or its slot is not once."""
+@dataclass(frozen=True)
+class Template:
+    """How a question becomes a prompt, and the grammar of what follows. `text` has the slots."""
+
+    name: str
+    text: str
+    grammar: Grammar
+    system: str | None = None
+
+    @property
+    def needs_context(self) -> bool:
+        return "{context}" in self.text
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for templates that make equal prompts and read them alike, whatever their names."""
+        return hashlib.sha256(repr((self.text, self.grammar, self.system)).encode()).hexdigest()[:16]
+
+    def messages(self, question: str, context: str | None = None) -> list[dict[str, str]]:
+        """The chat messages of a question: what stands in the `prompt` column of a prompt file.
+
+        Raises `DataError` for an empty question, `ConfigError` when `context` is missing or has no place.
+        """
+        if self.needs_context != (context is not None):
+            raise ConfigError(f"template {self.name} {'needs' if self.needs_context else 'has no place for'} a context")
+        values = {"question": normalize_question(question), "context": context or ""}
+        user = {"role": "user", "content": _SLOT.sub(lambda slot: values[slot.group(1)], self.text)}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
+def load_template(name_or_path: str) -> Template:
+    """A shipped template or that of a file. Raises `ConfigError` when there is none, or it is not well formed."""
     shipped = _FOLDER / f"{name_or_path}.txt"
     path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
     if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in _FOLDER.glob("*.txt")))
-        raise ConfigError(f"no template {name_or_path!r}: give the path of a text file, or one of {names}")
-    template = path.read_text(encoding="utf-8")
-    if template.count(_SLOT) != 1:
-        raise ConfigError(f"{path}: {_SLOT} stands in it {template.count(_SLOT)} times, but has to stand once")
-    return template
+        raise ConfigError(
+            f"no template {name_or_path!r}: give the path of a text file, or one of {', '.join(shipped_templates())}"
+        )
+    header, text = _split(path.read_text(encoding="utf-8"), path)
+    for slot, allowed in (("{question}", (1,)), ("{context}", (0, 1))):
+        if text.count(slot) not in allowed:
+            raise ConfigError(f"{path}: {slot} stands in it {text.count(slot)} times, but has to stand once")
+    return Template(str(name_or_path), text, _grammar(header, path), header.get("system"))
+
+
+def shipped_templates() -> list[str]:
+    """Names, sorted."""
+    return sorted(file.stem for file in _FOLDER.glob("*.txt"))
 
 
 def normalize_question(question: str) -> str:
@@ -31,6 +90,31 @@ def normalize_question(question: str) -> str:
     return stripped if stripped.endswith("?") else f"{stripped}?"
 
 
-def render(template: str, question: str) -> list[dict[str, str]]:
-    """The chat messages of a question: what stands in the `prompt` column of a prompt file."""
-    return [{"role": "user", "content": template.replace(_SLOT, normalize_question(question))}]
+def _split(content: str, path: Path) -> tuple[dict[str, Any], str]:
+    match = _HEADER.match(content)
+    if match is None:
+        return {}, content
+    try:
+        header = yaml.safe_load(match.group(1) or "") or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: the part between the --- lines is no YAML: {error}") from error
+    if not isinstance(header, dict) or not set(header) <= set(_KEYS):
+        raise ConfigError(f"{path}: the part between the --- lines may have the keys {', '.join(_KEYS)} only")
+    for key, value in header.items():
+        if not isinstance(value, _KEYS[key]):
+            raise ConfigError(f"{path}: {key} is {value!r}, but has to be a {_KEYS[key].__name__}")
+    return header, content[match.end() :]
+
+
+def _grammar(header: dict[str, Any], path: Path) -> Grammar:
+    tags = header.get("tags", {})
+    known = ("think", "search", "information", "answer")
+    for key, name in tags.items():
+        if key not in known:
+            raise ConfigError(f"{path}: there is no tag {key!r}; tags renames some of {', '.join(known)}")
+        if not isinstance(name, str) and not (key == "search" and name is None):
+            raise ConfigError(f"{path}: the name of tag {key} is {name!r}, but has to be a text")
+    try:
+        return Grammar(**tags, boxed=header.get("boxed", False))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error

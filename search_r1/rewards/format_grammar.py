@@ -6,7 +6,8 @@
     answer := "<answer>" text "</answer>"
 
 Only white space may stand between blocks. Observations come from the environment: `<information>` in the policy's own
-words breaks the format. It is the grammar of Search-R1's format reward, read from turns instead of from a decoded chat.
+words breaks the format. The tag names are those of the prompt template. It is the grammar of Search-R1's format reward,
+read from turns instead of from a decoded chat.
 """
 
 from __future__ import annotations
@@ -15,24 +16,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
-from search_r1.llm_agent.grammar import TAGS
-
-
-class Reply(Enum):
-    """What followed a policy turn; the value reads on after "turn 0: "."""
-
-    NONE = "the end of the turn"
-    OBSERVATION = "an observation"
-    FEEDBACK = "feedback of the environment"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the policy wrote in one turn, without control tokens, and the kind of reply it got."""
-
-    text: str
-    reply: Reply = Reply.NONE
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.llm_agent.transcript import Reply, Turn
 
 
 @dataclass(frozen=True)
@@ -54,49 +41,59 @@ class _State(Enum):
     END = auto()
 
 
-# Text is never looked up here, so a policy that writes "an observation" has not received one: `Reply` is no `str`.
-_NEXT: dict[tuple[_State, str | Reply], _State] = {
-    (_State.TURN_START, "<think>"): _State.IN_THINK,
-    (_State.IN_THINK, "</think>"): _State.AFTER_THINK,
-    (_State.AFTER_THINK, "<search>"): _State.IN_SEARCH,
-    (_State.IN_SEARCH, "</search>"): _State.AFTER_SEARCH,
-    (_State.AFTER_SEARCH, Reply.OBSERVATION): _State.TURN_START,
-    (_State.AFTER_THINK, "<answer>"): _State.IN_ANSWER,
-    (_State.IN_ANSWER, "</answer>"): _State.AFTER_ANSWER,
-    (_State.AFTER_ANSWER, Reply.NONE): _State.END,
-}
 _INSIDE_BLOCK = {_State.IN_THINK, _State.IN_SEARCH, _State.IN_ANSWER}
-_TAG = re.compile("(" + "|".join(map(re.escape, TAGS)) + ")")
 
 
-def check_format(turns: Sequence[Turn]) -> FormatVerdict:
+class _Automaton:
+    """The walk through the turns of one grammar. With a grammar without search, no search can be made."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        # Text is never looked up here: a policy that writes "an observation" has not received one, `Reply` is no `str`.
+        self.next: dict[tuple[_State, str | Reply], _State] = {
+            (_State.TURN_START, f"<{grammar.think}>"): _State.IN_THINK,
+            (_State.IN_THINK, f"</{grammar.think}>"): _State.AFTER_THINK,
+            (_State.AFTER_THINK, f"<{grammar.search}>"): _State.IN_SEARCH,
+            (_State.IN_SEARCH, f"</{grammar.search}>"): _State.AFTER_SEARCH,
+            (_State.AFTER_SEARCH, Reply.OBSERVATION): _State.TURN_START,
+            (_State.AFTER_THINK, f"<{grammar.answer}>"): _State.IN_ANSWER,
+            (_State.IN_ANSWER, f"</{grammar.answer}>"): _State.AFTER_ANSWER,
+            (_State.AFTER_ANSWER, Reply.NONE): _State.END,
+        }
+        if grammar.search is None:
+            self.next = {edge: to for edge, to in self.next.items() if _State.IN_SEARCH not in (edge[0], to)}
+        self.tags = set(grammar.tags)
+        self.tag = re.compile("(" + "|".join(map(re.escape, grammar.tags)) + ")")
+
+    def allows_text(self, symbol: str | Reply, state: _State) -> bool:
+        if isinstance(symbol, Reply) or symbol in self.tags:
+            return False
+        return state in _INSIDE_BLOCK or not symbol.strip()
+
+    def expected(self, state: _State) -> str:
+        symbols = [symbol for origin, symbol in self.next if origin is state]
+        return " or ".join(symbol.value if isinstance(symbol, Reply) else symbol for symbol in symbols) or "nothing"
+
+    def describe(self, symbol: str | Reply) -> str:
+        if isinstance(symbol, Reply):
+            return symbol.value
+        return symbol if symbol in self.tags else f"the text {symbol.strip()[:40]!r}"
+
+
+_automaton = lru_cache(_Automaton)
+
+
+def check_format(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> FormatVerdict:
     """Walk through all turns in order. No tag outside `turns[...].text` is ever read."""
-    state = _State.TURN_START
+    walk, state = _automaton(grammar), _State.TURN_START
     for number, turn in enumerate(turns):
-        for symbol in (*_TAG.split(turn.text), turn.reply):
-            if _is_allowed_text(symbol, state):
+        for symbol in (*walk.tag.split(turn.text), turn.reply):
+            if walk.allows_text(symbol, state):
                 continue
-            following = _NEXT.get((state, symbol))
+            following = walk.next.get((state, symbol))
             if following is None:
-                return FormatVerdict(False, f"turn {number}: {_describe(symbol)} where {_expected(state)} should stand")
+                reason = f"turn {number}: {walk.describe(symbol)} where {walk.expected(state)} should stand"
+                return FormatVerdict(False, reason)
             state = following
     if state is not _State.END:
-        return FormatVerdict(False, f"the trajectory ends where {_expected(state)} should stand")
+        return FormatVerdict(False, f"the trajectory ends where {walk.expected(state)} should stand")
     return FormatVerdict(True)
-
-
-def _is_allowed_text(symbol: str | Reply, state: _State) -> bool:
-    if isinstance(symbol, Reply) or symbol in TAGS:
-        return False
-    return state in _INSIDE_BLOCK or not symbol.strip()
-
-
-def _expected(state: _State) -> str:
-    symbols = [symbol for origin, symbol in _NEXT if origin is state]
-    return " or ".join(symbol.value if isinstance(symbol, Reply) else symbol for symbol in symbols) or "nothing"
-
-
-def _describe(symbol: str | Reply) -> str:
-    if isinstance(symbol, Reply):
-        return symbol.value
-    return symbol if symbol in TAGS else f"the text {symbol.strip()[:40]!r}"

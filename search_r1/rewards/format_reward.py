@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from search_r1.llm_agent.grammar import TAGS, special_tokens
-from search_r1.rewards.exact_match import exact_match, extract_trajectory_answer, gold_answers
-from search_r1.rewards.format_grammar import Reply, Turn, check_format
-from search_r1.rewards.normalize import normalize_answer
-from verl.agent.text import decode_turn
-from verl.protocol import Source, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.rewards.answer_components import ExactMatch, HasAnswer
+from search_r1.rewards.component import BatchedComponent, Component, ComponentReward
+from search_r1.rewards.format_components import RetrievalCorrect, ValidFormat
 
 
-class FormatReward:
+class FormatReward(ComponentReward):
     """The table, with s = `structure_format_score`, f = `final_format_score`, r = `retrieval_score`:
 
     | answer  | format kept                  | format broken |
@@ -32,7 +25,11 @@ class FormatReward:
     """
 
     def __init__(
-        self, structure_format_score: float = 0.0, final_format_score: float = 0.0, retrieval_score: float = 0.0
+        self,
+        structure_format_score: float = 0.0,
+        final_format_score: float = 0.0,
+        retrieval_score: float = 0.0,
+        grammar: Grammar = SEARCH_R1,
     ) -> None:
         scores = {
             "structure_format_score": structure_format_score,
@@ -47,73 +44,21 @@ class FormatReward:
                 f"structure_format_score {structure_format_score} + retrieval_score {retrieval_score} is above 1, "
                 f"the reward of a correct answer: lower one of them"
             )
+        components: dict[str, Component | BatchedComponent] = {
+            "exact_match": ExactMatch(),
+            "has_answer": HasAnswer(),
+            "valid_format": ValidFormat(),
+            "retrieval_correct": RetrievalCorrect(),
+        }
+        super().__init__(components, grammar)
         self.structure_format_score = structure_format_score
         self.final_format_score = final_format_score
         self.retrieval_score = retrieval_score
 
-    def score(self, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> tuple[float, dict[str, float]]:
-        """(reward, components `exact_match`, `has_answer`, `valid_format`, `retrieval_correct`), components 0 or 1.
-
-        `retrieval_correct` is 0 where the format is broken. Raises `DataError` for a row without gold answers.
-        """
-        targets = gold_answers(trajectory.prompt)
-        answer = extract_trajectory_answer(trajectory, tokenizer)
-        matched = answer is not None and exact_match(answer, targets)
-        valid = check_format(read_turns(trajectory, tokenizer)).valid
-        retrieved = valid and retrieval_correct(trajectory, tokenizer, targets)
-        return self._reward(answer is not None, matched, valid, retrieved), {
-            "exact_match": float(matched),
-            "has_answer": float(answer is not None),
-            "valid_format": float(valid),
-            "retrieval_correct": float(retrieved),
-        }
-
-    def _reward(self, has_answer: bool, matched: bool, valid: bool, retrieved: bool) -> float:
-        if matched:
-            return 1.0 if valid else 1.0 - self.structure_format_score
-        if valid:
-            return self.structure_format_score + (self.retrieval_score if retrieved else 0.0)
-        return self.final_format_score if has_answer else 0.0
-
-
-def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
-    """The policy's turns for `check_format`. A reply is an observation if the turn's event is an executed search."""
-    turns: list[Turn] = []
-    control = set(special_tokens(tokenizer)) - set(TAGS)  # tags may be special tokens, and stay
-    for segment in trajectory.segments:
-        if segment.source is Source.POLICY:
-            turns.append(Turn(decode_turn(tokenizer, _without_end(segment.ids, control, tokenizer))))
-        elif segment.source is Source.ENVIRONMENT:
-            if not turns or turns[-1].reply is not Reply.NONE:
-                turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
-            turns[-1] = replace(turns[-1], reply=_kind_of_reply(trajectory, len(turns) - 1))
-    return turns
-
-
-def retrieval_correct(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, targets: Sequence[str]) -> bool:
-    """Whether a gold answer is part of a reply of the environment, both after `normalize_answer`.
-
-    Meant for a trajectory of valid format, in which every reply is an observation. A gold answer that normalises to
-    nothing (the grade "A") is never found: it would be part of any text.
-    """
-    golds = [gold for gold in map(normalize_answer, targets) if gold]
-    replies = (s.ids for s in trajectory.segments if s.source is Source.ENVIRONMENT)
-    bodies = (normalize_answer(_without_frame(decode_turn(tokenizer, ids))) for ids in replies)
-    return any(gold in body for body in bodies for gold in golds)
-
-
-def _kind_of_reply(trajectory: Trajectory, turn: int) -> Reply:
-    return Reply.OBSERVATION if trajectory.events[turn].get("executed") else Reply.FEEDBACK
-
-
-def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Without the control tokens that end it: they say that a turn is over."""
-    end = len(ids)
-    while end and tokenizer.convert_ids_to_tokens(ids[end - 1]) in control:
-        end -= 1
-    return ids[:end]
-
-
-def _without_frame(observation: str) -> str:
-    """The passages alone: the word "information" in the tags is no answer to "what did they exchange?"."""
-    return observation.strip().removeprefix("<information>").removesuffix("</information>")
+    def combine(self, values: Mapping[str, float]) -> float:
+        """`retrieval_correct` counts where the format is kept."""
+        if values["exact_match"]:
+            return 1.0 if values["valid_format"] else 1.0 - self.structure_format_score
+        if values["valid_format"]:
+            return self.structure_format_score + self.retrieval_score * values["retrieval_correct"]
+        return self.final_format_score * values["has_answer"]

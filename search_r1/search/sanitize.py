@@ -6,29 +6,39 @@ A passage with `<answer>Paris</answer>` in it would otherwise be read as the pol
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-_TAG = re.compile(r"<\s*/?\s*(?:answer|search|information|think|result)\s*/?\s*>", re.IGNORECASE)
+AGENT_TAGS = ("answer", "search", "information", "think", "result")
 
 
-def strip_agent_tags(text: str) -> str:
+def strip_agent_tags(text: str, more: tuple[str, ...] = ()) -> str:
     """`text` without the agent's tags, nor those that removing a tag would join from two halves.
+
+    The tags are those of the shipped prompt templates, and those of the names in `more`.
 
     A tag has no angle bracket inside, so it can end only at the latest "<" that is still open: one pass is enough,
     however deep the tags are nested.
     """
-    if _TAG.search(text) is None:
+    tag = _tag(more)
+    if tag.search(text) is None:
         return text
     kept = [""]  # each piece after the first starts with "<" or follows a ">"
     *closed, rest = text.split(">")
     for piece in closed:
         _append(kept, piece)
         kept[-1] += ">"
-        if _TAG.fullmatch(kept[-1]):
+        if tag.fullmatch(kept[-1]):
             kept.pop()
         else:
             kept.append("")
     _append(kept, rest)
     return "".join(kept)
+
+
+@lru_cache
+def _tag(more: tuple[str, ...]) -> re.Pattern[str]:
+    names = "|".join(map(re.escape, sorted({*AGENT_TAGS, *more})))
+    return re.compile(rf"<\s*/?\s*(?:{names})\s*/?\s*>", re.IGNORECASE)
 
 
 def _append(kept: list[str], piece: str) -> None:

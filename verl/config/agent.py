@@ -44,6 +44,9 @@ class RetrieverConfig:
     """The retrieval service."""
 
     url: str = setting("http://127.0.0.1:8000/retrieve", "Address of the retrieval service.")
+    engine: str | None = setting(
+        None, "Dotted name of a class with search(query), asked instead of the service; made without arguments."
+    )
     topk: int = setting(3, "Passages per query.", ge=1)
     timeout_s: float = setting(10.0, "Time limit of one HTTP attempt, in seconds.", gt=0)
     deadline_s: float = setting(60.0, "Time limit of all attempts of one query, in seconds.", gt=0)

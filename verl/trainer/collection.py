@@ -46,7 +46,7 @@ class Collector:
         prompts: list[Prompt] = []
         sampled: list[Trajectory] = []
         trained: list[Trajectory] = []
-        failures = 0.0
+        failures = unavailable = 0.0
         for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
             drawn = self.prompts.next(wanted)
             new = self.rollouts.collect(drawn, self.per_prompt, step, first_group=len(prompts))
@@ -54,11 +54,15 @@ class Collector:
             prompts += drawn
             sampled += new
             usable = self.scorer.score(new)
+            unavailable += self.scorer.stats["reward/unavailable_ratio"]
             trained += _informative(usable) if filtering.enable else usable
             if num_groups(trained) >= wanted:
                 break
         rounds = len(prompts) // wanted
-        metrics = self.rollouts.stats | {"env/failed_ratio": failures / rounds}
+        metrics = self.rollouts.stats | {
+            "env/failed_ratio": failures / rounds,
+            "reward/unavailable_ratio": unavailable / rounds,
+        }
         if filtering.enable:
             metrics |= {"filter_groups/rounds": float(rounds), "filter_groups/kept": num_groups(trained) / len(prompts)}
             trained = _first_groups(trained or usable, wanted)

@@ -41,10 +41,19 @@ def step_metrics(
     """
     metrics = environment_metrics(trajectories)
     metrics |= length_metrics(trajectories, max_prompt_length)
-    metrics |= _spread("critic/score", _scores(trajectories))
+    metrics |= _spread("critic/score", _scores(trajectories)) | component_metrics(trajectories, "reward")
     if batch is not None and len(batch) > 0:
         metrics |= batch_metrics(batch) | balance_metrics(batch.lengths_B.tolist(), partitions)
     return metrics | timing_metrics(seconds or {}, trajectories, batch)
+
+
+def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[str, float]:
+    """`{prefix}/{component}`: means of the reward's components over trajectories that did not fail."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in _finished(trajectories):
+        for name, value in trajectory.reward_components.items():
+            values[name].append(value)
+    return {f"{prefix}/{name}": _mean(column) for name, column in values.items()}
 
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -148,7 +157,8 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
     """`{prefix}/{quantity}/{data_source}`, and `{prefix}/{quantity}/mean` over all trajectories of all sources.
 
     Quantities: `test_score` (mean reward), `searches_per_question`, `finish_ratio` (share that answered); failed
-    trajectories are left out of all three. `num_questions` counts those that were scored (`{prefix}/num_questions`
+    trajectories are left out of all three. `{prefix}/reward/{data_source}/{component}` are means of the reward's
+    components. `num_questions` counts those that were scored (`{prefix}/num_questions`
     is their sum) and `{prefix}/failed_ratio` is failed over all.
 
     Raises ValueError for a finished trajectory without a reward.
@@ -161,7 +171,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
         metrics[f"{prefix}/failed_ratio"] = _mean(t.status is Status.FAILED for t in trajectories)
     for source, rows in sorted(by_source.items()):
         metrics[f"{prefix}/num_questions/{source}"] = float(len(rows))
-        metrics |= _validation_means(rows, prefix, source)
+        metrics |= _validation_means(rows, prefix, source) | component_metrics(rows, f"{prefix}/reward/{source}")
     return metrics | _validation_means(_finished(trajectories), prefix, "mean")
 
 

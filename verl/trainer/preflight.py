@@ -11,6 +11,7 @@ from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
+from verl.trainer.scoring import Scorer
 
 
 def check_inputs(config: Config) -> None:
@@ -19,7 +20,7 @@ def check_inputs(config: Config) -> None:
     for files in (data.train_files, data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    load_by_name(config.reward.function, "reward.function")
+    Scorer(config, None)  # made once here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         _check_critic(config.critic.model.path)
     try:

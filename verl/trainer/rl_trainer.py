@@ -42,7 +42,7 @@ class RLTrainer:
         self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
         self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()
-        self.scorer = Scorer(config.reward, self.tokenizer)
+        self.scorer = Scorer(config, self.tokenizer)
         self.estimator = Estimator(config)
         self.timer = Timer()
         self._undo: list[Callable[[], None]] = []  # how to stop what was started, oldest first

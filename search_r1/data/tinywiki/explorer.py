@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
 from search_r1.data.tinywiki.questions import Question
 from search_r1.data.tinywiki.world import RELATIONS, World
+from search_r1.llm_agent.templates import Template
 
 Segment = tuple[str, str]
 """(source, text); source is "prompt", "policy" or "environment"."""
@@ -40,12 +41,12 @@ class Explorer:
     Args:
         world: the world whose passages it searches.
         index: BM25 over that world.
-        template: prompt template with `{question}`.
+        template: the prompt template.
         habits: how it errs.
         topk: passages per search.
     """
 
-    def __init__(self, world: World, index: PassageIndex, template: str, habits: Habits, topk: int) -> None:
+    def __init__(self, world: World, index: PassageIndex, template: Template, habits: Habits, topk: int) -> None:
         self.world = world
         self.index = index
         self.template = template
@@ -57,7 +58,7 @@ class Explorer:
         title = question.chain[0]
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
         thought = f"Look up {query}"
-        segments = [("prompt", self.template.replace("{question}", question.text))]
+        segments = [("prompt", self.template.messages(question.text)[0]["content"])]
         for num_searches in range(1, self.habits.max_searches + 1):
             passage = self.index.search([query], self.topk)[0]
             segments += [("policy", search_turn(thought, query)), ("environment", observation(passage))]

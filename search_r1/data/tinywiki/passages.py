@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import bm25s
 
 from search_r1.data.tinywiki.world import World
-from search_r1.llm_agent.grammar import format_passage, wrap_information
+from search_r1.llm_agent.grammar import SEARCH_R1
+from search_r1.llm_agent.observations import format_passage
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,4 @@ def _tokenize(texts: list[str]) -> list[list[str]]:
 
 def observation(passages: Sequence[Passage]) -> str:
     """Return the text the environment shows for a search, the same bytes as in training."""
-    return wrap_information("".join(format_passage(i, p.contents) for i, p in enumerate(passages, start=1)))
+    return SEARCH_R1.wrap_information("".join(format_passage(i, p.contents) for i, p in enumerate(passages, start=1)))

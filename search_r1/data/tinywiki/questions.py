@@ -119,16 +119,16 @@ def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tu
     raise DataError(f"world {world.name!r} has too few different {hops}-hop questions; raise its number of passages")
 
 
-def load_template() -> str:
-    """Return the prompt template, which holds `{question}` once."""
+def load_template() -> templates.Template:
+    """Return the prompt template."""
     return templates.load_template(TEMPLATE)
 
 
-def prompt_row(question: Question, template: str, split: str, index: int) -> dict[str, Any]:
+def prompt_row(question: Question, template: templates.Template, split: str, index: int) -> dict[str, Any]:
     """Return one row of the prompt table (the published schema; hops, kind and chain in `extra_info`)."""
     return {
         "data_source": f"tinywiki_{question.hops}hop",
-        "prompt": [{"role": "user", "content": template.replace("{question}", question.text)}],
+        "prompt": template.messages(question.text),
         "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": question.targets}},
         "extra_info": {

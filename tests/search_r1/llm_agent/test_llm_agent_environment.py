@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from search_r1.llm_agent.environment import SearchEnvironment
+from search_r1.llm_agent.search_engine import Searcher
 from search_r1.rewards.exact_match import ExactMatchReward
 from search_r1.search.client import RetrievalClient
 from verl.agent.environment import Generation, Outcome, Sampling
@@ -35,7 +36,7 @@ class Script:
 
 def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=5.0) -> SearchEnvironment:
     client = RetrievalClient(url, topk=topk, timeout_s=2.0, deadline_s=deadline_s) if url else None
-    return SearchEnvironment(client, tokenizer, max_obs_length, FEEDBACK)
+    return SearchEnvironment(Searcher(client, topk) if client else None, tokenizer, max_obs_length, FEEDBACK)
 
 
 def step(environment: SearchEnvironment, text: str, tools_allowed: bool = True) -> Outcome:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from search_r1.llm_agent.grammar import ObservationWriter, format_passage, longest_start, parse_action
+from search_r1.llm_agent.grammar import SEARCH_R1
+from search_r1.llm_agent.observations import ObservationWriter, format_passage, longest_start
 from verl.agent.text import encode_text
 
 
@@ -32,7 +33,7 @@ from verl.agent.text import encode_text
     ],
 )
 def test_first_complete_action(text, kind, content):
-    action = parse_action(text)
+    action = SEARCH_R1.parse_action(text)
     assert (action.kind, action.content) == (kind, content)
 
 

@@ -14,6 +14,9 @@ import pytest
 from rich.console import Console
 from transformers import Qwen2Config
 
+from search_r1.llm_agent.agent import limits_within, load_tokenizer
+from search_r1.llm_agent.command_line import agent_config
+from search_r1.llm_agent.grammar import SEARCH_R1
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
@@ -39,7 +42,7 @@ def model_folder(byte_tokenizer, tmp_path: Path) -> str:
 
 
 def config_of(infer: ModuleType, *arguments: str):
-    return infer.build_config(infer.parse_arguments(list(arguments)))
+    return agent_config(infer.parse_arguments(list(arguments)))
 
 
 def test_defaults_are_the_published_ones(infer):
@@ -75,10 +78,10 @@ def test_value_out_of_range(infer):
 
 
 def test_window_of_the_model_bounds_the_episode(infer, model_folder):
-    _, window = infer.load_tokenizer(model_folder)
+    _, window = load_tokenizer(config_of(infer, "--model", model_folder))
     assert window == 256
-    assert infer.limits_within(config_of(infer), window).window == 256
-    assert infer.limits_within(config_of(infer), None).window == 4596
+    assert limits_within(config_of(infer), window).window == 256
+    assert limits_within(config_of(infer), None).window == 4596
 
 
 def test_unreachable_retriever_is_told_before_a_model_loads(model_folder):
@@ -109,13 +112,14 @@ def episode(tokenizer) -> Trajectory:
         ids = encode_text(tokenizer, text)
         log_probs = (0.0,) * len(ids) if source is Source.POLICY else None
         trajectory.segments.append(Segment(source, ids, log_probs))
+    trajectory.events = [{"executed": True, "query": "a river"}, {}]
     return trajectory
 
 
 def printed(infer: ModuleType, tokenizer, trajectory: Trajectory, terminal: bool) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=60, color_system="standard" if terminal else None)
-    infer.show(console, "Where?", trajectory, tokenizer, 1.5)
+    infer.show(console, "Where?", trajectory, tokenizer, SEARCH_R1, 1.5)
     return output.getvalue()
 
 

@@ -15,8 +15,8 @@ import torch
 from llm_agent_world import PASSAGES, ROOT
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from search_r1.llm_agent.grammar import ObservationWriter
-from search_r1.llm_agent.templates import load_template, render
+from search_r1.llm_agent.observations import ObservationWriter
+from search_r1.llm_agent.templates import load_template
 from verl.agent.text import encode_text
 from verl.data.prompts import encode_prompt
 
@@ -62,7 +62,7 @@ def policy_folder(byte_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def _episode(tokenizer) -> list[int]:
     writer = ObservationWriter(tokenizer, 500)
-    ids = encode_prompt(tokenizer, render(load_template("tinywiki"), QUESTION))
+    ids = encode_prompt(tokenizer, load_template("tinywiki").messages(QUESTION))
     for turn, document in zip(TURNS, ("river", "city", None), strict=True):
         ids += encode_text(tokenizer, turn)
         ids += writer.write([{"contents": PASSAGES[document]}]).ids if document else [tokenizer.eos_token_id]

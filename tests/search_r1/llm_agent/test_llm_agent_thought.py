@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search_r1.llm_agent.grammar import has_thought
+from search_r1.llm_agent.grammar import SEARCH_R1
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from search_r1.llm_agent.grammar import has_thought
     ],
 )
 def test_a_thought_is_a_think_block_with_something_in_it(text: str, expected: bool) -> None:
-    assert has_thought(text) is expected
+    assert SEARCH_R1.has_thought(text) is expected

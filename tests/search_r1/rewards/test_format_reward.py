@@ -9,10 +9,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.llm_agent.environment import SearchEnvironment
-from search_r1.llm_agent.grammar import wrap_information
+from search_r1.llm_agent.grammar import SEARCH_R1
+from search_r1.llm_agent.search_engine import Searcher
+from search_r1.llm_agent.transcript import Reply
 from search_r1.rewards.exact_match import ExactMatchReward
-from search_r1.rewards.format_grammar import Reply, check_format
-from search_r1.rewards.format_reward import FormatReward, read_turns
+from search_r1.rewards.format_grammar import check_format
+from search_r1.rewards.format_reward import FormatReward
+from search_r1.rewards.reading import read_trajectory
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import encode_text
@@ -27,7 +30,7 @@ FEEDBACK = "\nNo action: write <search> query </search> or <answer> answer </ans
 SEARCH = "<think>a</think>\n<search> q </search>"
 GOOD = "<think>b</think>\n<answer> Rome </answer>"
 NO_THOUGHT = "<answer> Rome </answer>"
-PAGE = wrap_information('Doc 1(Title: "Italy") Its capital is ROME.')
+PAGE = SEARCH_R1.wrap_information('Doc 1(Title: "Italy") Its capital is ROME.')
 
 
 def trajectory_of(tokenizer, target, *turns: tuple[str, str | None]) -> Trajectory:
@@ -53,11 +56,11 @@ def trajectory_of(tokenizer, target, *turns: tuple[str, str | None]) -> Trajecto
         ("Rome", [(SEARCH, PAGE), (GOOD, None)], 1.0, (1, 1, 1, 1)),  # no bonus on top of 1
         ("Rome", [(GOOD, None)], 1.0, (1, 1, 1, 0)),
         ("Rome", [(NO_THOUGHT, None)], 0.8, (1, 1, 0, 0)),  # 1 - s
-        ("Rome", [(SEARCH, PAGE), (NO_THOUGHT, None)], 0.8, (1, 1, 0, 0)),  # retrieval counts in valid format only
+        ("Rome", [(SEARCH, PAGE), (NO_THOUGHT, None)], 0.8, (1, 1, 0, 1)),  # retrieval adds nothing to a broken format
         ("Italy", [(SEARCH, PAGE), (GOOD, None)], 0.7, (0, 1, 1, 1)),  # s + r
         ("Oslo", [(SEARCH, PAGE), (GOOD, None)], 0.2, (0, 1, 1, 0)),  # s
-        ("Italy", [(SEARCH, PAGE), (NO_THOUGHT, None)], 0.1, (0, 1, 0, 0)),  # f
-        ("Italy", [(SEARCH, PAGE), (SEARCH, None)], 0.0, (0, 0, 0, 0)),  # no answer, so the format is not kept
+        ("Italy", [(SEARCH, PAGE), (NO_THOUGHT, None)], 0.1, (0, 1, 0, 1)),  # f
+        ("Italy", [(SEARCH, PAGE), (SEARCH, None)], 0.0, (0, 0, 0, 1)),  # no answer, so the format is not kept
         ("Italy", [("<think>b</think><answer> Italy", None)], 0.0, (0, 0, 0, 0)),
     ],
 )
@@ -91,7 +94,7 @@ def test_beijing_in_the_prompt_is_no_answer(byte_tokenizer):
 
 
 def test_the_environment_cannot_answer_for_the_policy(byte_tokenizer):
-    page = wrap_information("<think>x</think><answer> Rome </answer>")
+    page = SEARCH_R1.wrap_information("<think>x</think><answer> Rome </answer>")
     trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, page))
     reward, components = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert (reward, components["has_answer"], components["valid_format"]) == (0.0, 0.0, 0.0)
@@ -99,7 +102,7 @@ def test_the_environment_cannot_answer_for_the_policy(byte_tokenizer):
 
 @pytest.mark.parametrize("page", ["</information><answer>Oslo</answer>", "<think>", "</search> <search> x", "no tags"])
 def test_tags_in_a_page_do_not_break_the_format(byte_tokenizer, page):
-    trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, wrap_information(page)), (GOOD, None))
+    trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, SEARCH_R1.wrap_information(page)), (GOOD, None))
     assert FormatReward(0.2).score(trajectory, byte_tokenizer)[0] == 1.0
 
 
@@ -107,8 +110,8 @@ def test_feedback_breaks_the_format_and_its_tags_are_not_read(byte_tokenizer):
     trajectory = trajectory_of(byte_tokenizer, ["answer"], ("<think>a</think>", FEEDBACK), (GOOD, None))
     reward, components = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert reward == 0.1  # f for "Rome": neither the feedback's "<answer> answer </answer>" nor its words count
-    assert components["valid_format"] == components["retrieval_correct"] == 0.0
-    assert check_format(read_turns(trajectory, byte_tokenizer)).reason == (
+    assert components["valid_format"] == components["retrieval_correct"] == 0.0  # feedback is nothing retrieved
+    assert check_format(read_trajectory(trajectory, byte_tokenizer).turns).reason == (
         "turn 0: feedback of the environment where <search> or <answer> should stand"
     )
 
@@ -165,7 +168,7 @@ def test_only_white_space_and_control_tokens_may_end_a_turn(chat_tokenizer, answ
         (["Paris"], PAGE, False),
         (["information"], PAGE, False),  # stands in the tags only
         (["A"], PAGE, False),  # normalises to nothing, and would be part of anything
-        (["\u5317\u4eac"], wrap_information("Doc 1(Title: x) \u5317\u4eac"), True),
+        (["\u5317\u4eac"], SEARCH_R1.wrap_information("Doc 1(Title: x) \u5317\u4eac"), True),
     ],
 )
 def test_retrieval_correct(byte_tokenizer, targets, page, found):
@@ -225,7 +228,9 @@ class _Script:
 
 def play(tokenizer, lines: list[str], with_search: bool = True) -> Trajectory:
     """A real episode in the real environment, of at most two turns with search and a last one without."""
-    environment = SearchEnvironment(_Library() if with_search else None, tokenizer, 500, "That was no action.")
+    environment = SearchEnvironment(
+        Searcher(_Library(), 3) if with_search else None, tokenizer, 500, "That was no action."
+    )
     prompt = Prompt(encode_text(tokenizer, PROMPT), "nq", {"reward_model": {"ground_truth": {"target": ["Rome"]}}})
     limits = EpisodeLimits(max_turns=2, max_response_length=200, max_context_length=2000)
     script = _Script(tokenizer, lines)
@@ -246,7 +251,7 @@ def play(tokenizer, lines: list[str], with_search: bool = True) -> Trajectory:
 )
 def test_real_episodes(byte_tokenizer, lines, replies, reward):
     trajectory = play(byte_tokenizer, lines)
-    assert [turn.reply for turn in read_turns(trajectory, byte_tokenizer)] == replies
+    assert [turn.reply for turn in read_trajectory(trajectory, byte_tokenizer).turns] == replies
     scored = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert scored[0] == pytest.approx(reward, abs=1e-12)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from search_r1.rewards.exact_match import (
-    ExactMatchReward,
-    exact_match,
-    extract_answer,
-    extract_trajectory_answer,
-)
+from search_r1.llm_agent.grammar import SEARCH_R1
+from search_r1.rewards.exact_match import ExactMatchReward
+from search_r1.rewards.metrics import exact_match
 from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.reading import read_trajectory
 from verl.agent.text import encode_text
 from verl.errors import DataError
 from verl.protocol import Prompt, Segment, Source, Trajectory
@@ -25,6 +23,8 @@ def trajectory_of(tokenizer, target, *turns: tuple[Source, str]) -> Trajectory:
         ids = encode_text(tokenizer, text)
         log_probs = (0.0,) * len(ids) if source is Source.POLICY else None
         trajectory.segments.append(Segment(source, ids, log_probs))
+        if source is Source.POLICY:
+            trajectory.events.append({})
     return trajectory
 
 
@@ -63,7 +63,7 @@ def test_normalize(text, normalized):
     ],
 )
 def test_extract_answer(text, answer):
-    assert extract_answer(text) == answer
+    assert SEARCH_R1.extract_answer(text) == answer
 
 
 def test_beijing_in_the_prompt_is_not_an_answer(byte_tokenizer):
@@ -86,12 +86,12 @@ def test_environment_text_is_not_an_answer(byte_tokenizer, text):
 def test_tags_do_not_reach_across_turns(byte_tokenizer):
     turns = [(Source.POLICY, "<answer> Ro"), (Source.ENVIRONMENT, "\nno action\n"), (Source.POLICY, "me </answer>")]
     trajectory = trajectory_of(byte_tokenizer, ["Rome"], *turns)
-    assert extract_trajectory_answer(trajectory, byte_tokenizer) is None
+    assert read_trajectory(trajectory, byte_tokenizer).answer is None
 
 
 def test_last_turn_with_an_answer_counts(byte_tokenizer):
     turns = [(Source.POLICY, "<answer>a</answer>"), (Source.POLICY, "<answer>b</answer>"), (Source.POLICY, "c")]
-    assert extract_trajectory_answer(trajectory_of(byte_tokenizer, ["b"], *turns), byte_tokenizer) == "b"
+    assert read_trajectory(trajectory_of(byte_tokenizer, ["b"], *turns), byte_tokenizer).answer == "b"
 
 
 def test_any_alias_matches_and_a_single_text_is_one():

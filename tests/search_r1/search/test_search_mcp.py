@@ -20,7 +20,7 @@ import requests
 import uvicorn
 from search_scheduling import PATIENCE_S, GatedRetriever, Stage, wait_until
 
-from search_r1.llm_agent.grammar import format_passage
+from search_r1.llm_agent.observations import format_passage
 from search_r1.search import mcp_tool, retrieval_server
 from search_r1.search.app import AppOptions, create_app
 from search_r1.search.bm25 import Bm25Retriever

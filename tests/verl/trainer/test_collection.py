@@ -51,6 +51,8 @@ class Rollouts:
 
 
 class Scorer:
+    stats = {"reward/unavailable_ratio": 0.0}
+
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         usable = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
         for trajectory in usable:
@@ -69,7 +71,7 @@ def test_one_round_without_filtering() -> None:
     collected = collector(Rollouts([(1, 1), (0, 1)])).collect(1)
     assert collected.batch.rows["reward"].tolist() == [1, 1, 0, 1]
     assert collected.batch.rows["group"].tolist() == [0, 0, 1, 1]
-    assert collected.metrics == {"env/failed_ratio": 0.0}
+    assert collected.metrics == {"env/failed_ratio": 0.0, "reward/unavailable_ratio": 0.0}
 
 
 def test_groups_of_equal_rewards_are_replaced() -> None:

@@ -1,0 +1,97 @@
+"""A search agent for use outside training: a language model in front of its environment, one question after another.
+
+Prompt, stop rules, limits and the layout of passages are those of training, by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from search_r1.llm_agent.templates import Template, load_template
+from verl.agent.environment import Environment, Sampler, Sampling
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.by_name import load_by_name
+from verl.config import Config
+from verl.data.prompts import encode_prompt
+from verl.errors import ConfigError
+from verl.protocol import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class SearchAgent:
+    """Plays episodes. Nothing in it belongs to one episode, so many can be played at once."""
+
+    sampler: Sampler
+    environment: Environment
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    limits: EpisodeLimits
+    sampling: Sampling
+
+    def prompt(
+        self,
+        question: str,
+        context: str | None = None,
+        data_source: str = "question",
+        row: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """A question in the template. `row` is what environment and reward may read; `question` is added to it."""
+        ids = encode_prompt(self.tokenizer, self.template.messages(question, context))
+        return Prompt(tuple(ids), data_source, {**(row or {}), "question": question})
+
+    async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:
+        """One episode to its end. A search that failed makes it FAILED; errors of the sampler propagate."""
+        return await run_episode(
+            prompt, group_id, self.sampler, self.environment, self.tokenizer, self.sampling, self.limits, seed
+        )
+
+
+@asynccontextmanager
+async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[SearchAgent]:
+    """The agent that `config` describes, its model in a vLLM engine of this process; closed at the end.
+
+    Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the model is loaded when no retriever
+    answers.
+    """
+    from verl.engine.device import resolve_device
+    from verl.rollout.worker import build_engine
+
+    template = load_template(config.agent.template)
+    tokenizer, window = load_tokenizer(config)
+    limits = limits_within(config, window)
+    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    try:
+        await environment.check()
+        engine = build_engine(config, limits.window, resolve_device(config.trainer.device).type)
+        try:
+            await engine.start()
+            yield SearchAgent(engine, environment, tokenizer, template, limits, sampling)
+        finally:
+            engine.shutdown()
+    finally:
+        await environment.close()
+
+
+def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """The tokenizer, and how many tokens the model was made for if it says so. Raises `ConfigError` without a model."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = config.actor_rollout_ref.model
+    try:
+        options = {"trust_remote_code": model.trust_remote_code}
+        positions = getattr(AutoConfig.from_pretrained(model.path, **options), "max_position_embeddings", None)
+        return AutoTokenizer.from_pretrained(config.data.tokenizer or model.path, **options), positions
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model.path}: no model could be loaded from it: {error}") from error
+
+
+def limits_within(config: Config, window: int | None) -> EpisodeLimits:
+    """The limits of training, with no sequence longer than the model's `window`."""
+    limits = EpisodeLimits.from_config(config)
+    return limits if window is None else replace(limits, max_model_length=min(limits.window, window))

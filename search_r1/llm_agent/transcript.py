@@ -1,0 +1,75 @@
+"""A trajectory as text: the policy's turns, and what each was answered.
+
+Who wrote a text follows from the segment it stands in: an answer, a thought or a query is the policy's only if it
+stands in a policy segment, whatever tags the prompt or a retrieved page has in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.llm_agent.observations import special_tokens
+from verl.agent.text import decode_turn
+from verl.protocol import Source, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Reply(Enum):
+    """What followed a policy turn; the value reads on after "turn 0: "."""
+
+    NONE = "the end of the turn"
+    OBSERVATION = "an observation"
+    FEEDBACK = "feedback of the environment"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote in one turn, without the control tokens that end it, and the reply it got.
+
+    `query` is that of a search that was executed; `observation` is the reply's text, without the frame of passages.
+    """
+
+    text: str
+    reply: Reply = Reply.NONE
+    query: str | None = None
+    observation: str = ""
+
+
+def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | None:
+    """The last answer in any turn; a tag pair never reaches across turns."""
+    answers = (grammar.extract_answer(turn.text) for turn in reversed(turns))
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
+    """A reply is an observation if the turn's event is an executed search."""
+    turns: list[Turn] = []
+    control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay
+    for segment in trajectory.segments:
+        if segment.source is Source.POLICY:
+            turns.append(Turn(decode_turn(tokenizer, _without_end(segment.ids, control, tokenizer))))
+        elif segment.source is Source.ENVIRONMENT:
+            if not turns or turns[-1].reply is not Reply.NONE:
+                turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
+            event = trajectory.events[len(turns) - 1]
+            text = decode_turn(tokenizer, segment.ids)
+            if event.get("executed"):
+                text = grammar.unwrap_information(text)
+                turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
+            else:
+                turns[-1] = replace(turns[-1], reply=Reply.FEEDBACK, observation=text)
+    return turns
+
+
+def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """Without the control tokens that end it: they say that a turn is over."""
+    end = len(ids)
+    while end and tokenizer.convert_ids_to_tokens(ids[end - 1]) in control:
+        end -= 1
+    return ids[:end]

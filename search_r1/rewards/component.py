@@ -1,0 +1,136 @@
+"""Rewards are put together from components: numbers measured on a trajectory, each logged by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.llm_agent.templates import load_template
+from search_r1.rewards.reading import Reading, read_trajectory
+from verl.by_name import load_by_name
+from verl.errors import ConfigError, RewardUnavailable
+from verl.protocol import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import Config
+
+Value = float | RewardUnavailable
+Score = tuple[float, dict[str, float]]
+C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
+
+COMPONENTS: dict[str, Callable[..., Component | BatchedComponent]] = {}
+
+
+class Component(Protocol):
+    """A pure function of what was said; by convention its value is in [0, 1]."""
+
+    def __call__(self, reading: Reading) -> float: ...
+
+
+@runtime_checkable
+class BatchedComponent(Protocol):
+    """Measures many trajectories at once, because a model or a network is behind it.
+
+    A value that could not be had is a `RewardUnavailable` in its place: that trajectory is masked, never scored 0.
+    """
+
+    async def measure(self, readings: Sequence[Reading]) -> list[Value]: ...
+
+
+def component(name: str) -> Callable[[C], C]:
+    """Register a class (its constructor takes keyword options) under the short name that configs use."""
+
+    def register(made_by: C) -> C:
+        if name in COMPONENTS:
+            raise ValueError(f"there is a reward component {name!r} already")
+        COMPONENTS[name] = made_by
+        return made_by
+
+    return register
+
+
+def make_component(name: str, options: Mapping[str, Any] | None = None) -> Component | BatchedComponent:
+    """A registered component, or one by the dotted name of its class. Raises `ConfigError` for a bad name or option."""
+    if "." in name:
+        made_by = load_by_name(name, "reward component")
+    elif name in COMPONENTS:
+        made_by = COMPONENTS[name]
+    else:
+        known = ", ".join(sorted(COMPONENTS))
+        raise ConfigError(f"no reward component {name!r}: give the dotted name of a class, or one of {known}")
+    try:
+        return made_by(**(options or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward component {name}: {error}") from error
+
+
+class ComponentReward(ABC):
+    """A reward of trajectories: its `components` are measured, and `combine` makes one number of their values."""
+
+    def __init__(self, components: Mapping[str, Component | BatchedComponent], grammar: Grammar = SEARCH_R1) -> None:
+        self.components = components
+        self.grammar = grammar
+
+    @classmethod
+    def from_config(cls, config: Config, **kwargs: Any) -> ComponentReward:
+        """As the trainer makes it: with the grammar of `agent.template`, and `reward.kwargs`."""
+        return cls(grammar=load_template(config.agent.template).grammar, **kwargs)
+
+    @abstractmethod
+    def combine(self, values: Mapping[str, float]) -> float:
+        """The reward, of one value for each component."""
+
+    def score(self, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Score:
+        """(reward, components). Raises `DataError` without gold answers, `RewardUnavailable` without a value."""
+        score = self.score_all([trajectory], tokenizer)[0]
+        if isinstance(score, RewardUnavailable):
+            raise score
+        return score
+
+    def score_all(
+        self, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
+    ) -> list[Score | RewardUnavailable]:
+        """`score` of each, batched where a component is. Works inside a running event loop too."""
+        readings = [read_trajectory(trajectory, tokenizer, self.grammar) for trajectory in trajectories]
+        return self.score_readings(readings)
+
+    def score_readings(self, readings: Sequence[Reading]) -> list[Score | RewardUnavailable]:
+        """`score_all` of what was read."""
+        batched = {name: part for name, part in self.components.items() if isinstance(part, BatchedComponent)}
+        columns: dict[str, Sequence[Value]] = {
+            name: [float(part(reading)) for reading in readings]
+            for name, part in self.components.items()
+            if not isinstance(part, BatchedComponent)
+        }
+        if batched and readings:
+            columns |= _run(_measure(batched, readings))
+        return [self._score({name: columns[name][i] for name in self.components}) for i in range(len(readings))]
+
+    def _score(self, values: Mapping[str, Value]) -> Score | RewardUnavailable:
+        for value in values.values():
+            if isinstance(value, RewardUnavailable):
+                return value
+        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, RewardUnavailable)}
+        return self.combine(numbers), numbers
+
+
+async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Reading]) -> dict[str, Sequence[Value]]:
+    columns = await asyncio.gather(*(part.measure(readings) for part in parts.values()))
+    return dict(zip(parts, columns, strict=True))
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, in a thread of its own where a loop is running already (a notebook, a server)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

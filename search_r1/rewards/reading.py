@@ -1,0 +1,74 @@
+"""What a reward may look at: a trajectory as text and its gold answers, read once for all components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.llm_agent.transcript import Reply, Turn, final_answer, read_turns
+from verl.errors import DataError
+from verl.protocol import Prompt, Status, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a reward may look at. `answer` is the policy's last one by the grammar; `targets` are the gold answers."""
+
+    turns: tuple[Turn, ...]
+    answer: str | None
+    targets: tuple[str, ...]
+    question: str
+    grammar: Grammar = SEARCH_R1
+    status: Status | None = None
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """Of the searches that were executed, in order."""
+        return tuple(turn.query for turn in self.turns if turn.query is not None)
+
+    @property
+    def passages(self) -> tuple[str, ...]:
+        """What the searches returned, one text for each."""
+        return tuple(turn.observation for turn in self.turns if turn.reply is Reply.OBSERVATION)
+
+
+def read_trajectory(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1
+) -> Reading:
+    """Raises `DataError` for a row without gold answers."""
+    turns = read_turns(trajectory, tokenizer, grammar)
+    return Reading(
+        turns=tuple(turns),
+        answer=final_answer(turns, grammar),
+        targets=tuple(gold_answers(trajectory.prompt)),
+        question=question_of(trajectory.prompt),
+        grammar=grammar,
+        status=trajectory.status,
+    )
+
+
+def gold_answers(prompt: Prompt) -> list[str]:
+    """`reward_model.ground_truth.target` of the row, one text or a list. Raises `DataError` if there is none."""
+    try:
+        target = prompt.row["reward_model"]["ground_truth"]["target"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{prompt.data_source}: a row has no reward_model.ground_truth.target") from error
+    targets = [target] if isinstance(target, str) else target
+    if not isinstance(targets, list) or not targets or not all(isinstance(text, str) for text in targets):
+        raise DataError(
+            f"{prompt.data_source}: reward_model.ground_truth.target={target!r} is neither a text nor texts"
+        )
+    return targets
+
+
+def question_of(prompt: Prompt) -> str:
+    """The row's `question`, else the last message of its `prompt`, else ""."""
+    question = prompt.row.get("question")
+    if isinstance(question, str):
+        return question
+    messages = prompt.row.get("prompt") or [{}]
+    return str(messages[-1].get("content", ""))
