@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
@@ -13,6 +12,7 @@ from search_r1.llm_agent.templates import load_template
 from search_r1.rewards.reading import Reading, read_trajectory
 from verl.by_name import load_by_name
 from verl.errors import ConfigError, RewardUnavailable
+from verl.event_loop import run_to_end
 from verl.protocol import Trajectory
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Value = float | RewardUnavailable
 Score = tuple[float, dict[str, float]]
 C = TypeVar("C", bound=Callable[..., Any])
-T = TypeVar("T")
 
 COMPONENTS: dict[str, Callable[..., Component | BatchedComponent]] = {}
 
@@ -110,7 +109,7 @@ class ComponentReward(ABC):
             if not isinstance(part, BatchedComponent)
         }
         if batched and readings:
-            columns |= _run(_measure(batched, readings))
+            columns |= run_to_end(_measure(batched, readings))
         return [self._score({name: columns[name][i] for name in self.components}) for i in range(len(readings))]
 
     def _score(self, values: Mapping[str, Value]) -> Score | RewardUnavailable:
@@ -124,13 +123,3 @@ class ComponentReward(ABC):
 async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Reading]) -> dict[str, Sequence[Value]]:
     columns = await asyncio.gather(*(part.measure(readings) for part in parts.values()))
     return dict(zip(parts, columns, strict=True))
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, in a thread of its own where a loop is running already (a notebook, a server)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from transformers import AutoConfig, AutoTokenizer
 
 from verl.agent.environment import Environment
@@ -11,6 +9,7 @@ from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
+from verl.event_loop import run_to_end
 from verl.trainer.scoring import Scorer
 
 
@@ -31,7 +30,7 @@ def check_inputs(config: Config) -> None:
         ) from error
     _check_window(config)
     environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
-    asyncio.run(_check(environment))
+    run_to_end(_check(environment))
 
 
 def _check_window(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a policy writes and a retriever returns: nothing raises, ids add up, and only the policy speaks for itself."""
+"""Whatever a policy writes and a retriever returns: nothing raises, ids add up, only the policy speaks for itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,20 @@
+"""Waiting for a coroutine from code that is not one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Its result, by an event loop of its own: in a thread where one is running already (a notebook, a server)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
