@@ -26,6 +26,7 @@ from unittest.mock import patch
 from documented_commands import ROOT, Checkout, Command
 
 import infer
+from search_r1.llm_agent.command_line import agent_config
 from verl.config import check_supported, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
@@ -95,7 +96,7 @@ def composes_warm_start(command: Command, _: Checkout) -> None:
 
 def composes_answering(command: Command, _: Checkout) -> None:
     with ends_well():
-        infer.build_config(infer.parse_arguments(command.arguments))
+        agent_config(infer.parse_arguments(command.arguments))
 
 
 def writes_a_page(command: Command, _: Checkout) -> None:
@@ -232,6 +233,8 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/bench/memory_tiers\.py", runs()),
     (r"python -m search_r1\.data\.qa_jsonl$", runs("--help")),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
+    (r"python -m search_r1\.replay$", runs("--help")),
+    (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),

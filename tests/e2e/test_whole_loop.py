@@ -86,6 +86,33 @@ def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:
         assert row["weight_version"] == 1
 
 
+def test_stored_trajectories_can_be_replayed(run_dir: Path, policy: Path, tmp_path: Path) -> None:
+    """The checkpoint that sampled a step gives its log-probs again, the reward its scores; SFT takes the export."""
+    replay, step_1, step_3 = ("-m", "search_r1.replay"), *(stored(run_dir, step) for step in (1, 3))
+    for file, model in ((step_1, policy), (step_3, run_dir / "actor" / "global_step_2")):
+        output = tmp_path / "log_probs.parquet"
+        printed = run(*replay, "log_probs", str(file), "--model", str(model), "--output", str(output))
+        assert float(printed.split("largest difference")[1].split()[0]) < 1e-4
+    files, scored = (str(step_1), str(step_3)), tmp_path / "scored.parquet"
+    rule = ("--reward", "search_r1.rewards.exact_match.ExactMatchReward", "--template", "tinywiki")
+    run(*replay, "score", *files, "--tokenizer", str(policy), *rule, "--output", str(scored))
+    columns = ["ids", "reward", "reward_components"]
+    assert read_trajectories(scored, columns) == [row for file in files for row in read_trajectories(file, columns)]
+    rows = tmp_path / "sft.parquet"
+    kept = run(*replay, "export", *files, "--min_reward", "0", "--per_prompt", "2", "--output", str(rows))
+    assert 0 < int(kept.split()[1]) <= 24
+    run(
+        *("-m", "verl.trainer.sft", "--config-name", "tinywiki_sft", f"data.train_files={rows}"),
+        *(f"model.path={policy}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=1"),
+        "data.lm_fraction=0",
+    )
+    assert (tmp_path / "global_step_1" / "config.json").is_file()
+
+
+def stored(folder: Path, step: int) -> Path:
+    return folder / "trajectories" / f"train_step_{step}.parquet"
+
+
 def test_checkpoint_is_a_model_like_any_other(run_dir: Path, policy: Path) -> None:
     assert sorted(path.name for path in (run_dir / "actor").iterdir()) == ["global_step_2", "global_step_3"]
     before = AutoModelForCausalLM.from_pretrained(policy).state_dict()

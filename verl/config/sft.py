@@ -13,7 +13,10 @@ from verl.config.model import FsdpConfig, ModelConfig, OptimConfig
 
 @dataclass
 class SftDataConfig:
-    """Rows of segments. Parquet columns: `segments` list<struct<source, text>>, optionally `phase` ("lm"|"policy")."""
+    """Rows of segments, in Parquet: `segments` list<struct<source, text[, ids]>>, optionally `phase` (lm or policy).
+
+    Where there are ids, they are trained as they are; the tokenizer has to decode them to the text.
+    """
 
     train_files: str | list[str] = setting("data/sft/train.parquet", "Parquet file, or list of them.", path=True)
     train_batch_size: int = setting(64, "Rows per step, over all workers.", ge=1)

@@ -14,7 +14,7 @@ from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import RankValues, flat_positions, model_input, plan, split_rows
+from verl.engine.batching import RankValues, plan, split_rows
 from verl.engine.device import set_threads
 from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
@@ -25,6 +25,7 @@ from verl.engine.policy_objective import PolicyObjective
 from verl.engine.restoring import load_saved
 from verl.engine.saving import save_model
 from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
+from verl.engine.token_values import token_values
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
@@ -81,7 +82,6 @@ class PolicyEngine:
         """The rows whose log-probs this rank computes."""
         return split_rows(batch.lengths_B, dist.get_world_size())[dist.get_rank()]
 
-    @torch.no_grad()
     def log_probs(self, batch: TrainBatch, temperature: float, of: Which = "policy", top_k: int = 0) -> RankValues:
         """`log_prob` and `entropy` [T] float32 of the loss mask's tokens in this rank's rows.
 
@@ -90,25 +90,14 @@ class PolicyEngine:
         Raises NumericalError when a log-prob or entropy is not finite.
         """
         model = self.model_of(of)
-        model.eval()
         settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
         budget = micro_budget(
             settings.log_prob_use_dynamic_bsz,
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
-        num_tokens = len(batch.tokens["ids"])
-        found = {name: torch.zeros(num_tokens) for name in ("log_prob", "entropy")}
-        for rows in plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget):
-            micro_batch = batch.select(rows)
-            inputs = model_input(micro_batch, self.device, self.packed)
-            stats = model(inputs, temperature, top_k=top_k)
-            token_N = flat_positions(batch.lengths_B, rows)[inputs.token_N]
-            found["log_prob"][token_N] = stats.log_prob_N.float().cpu()
-            found["entropy"][token_N] = stats.entropy_N.float().cpu()
-            if top_k:
-                index_Nk = stats.index_Nk.to("cpu", torch.int32)
-                found.setdefault("top_index", index_Nk.new_zeros(num_tokens, index_Nk.shape[1]))[token_N] = index_Nk
+        micro_batches = plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget)
+        found = token_values(model, batch, micro_batches, temperature, self.device, self.packed, top_k)
         reshard(model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")

@@ -1,13 +1,12 @@
-"""Every sampled trajectory in Parquet, one file a step, for people and tools to read.
+"""Every sampled trajectory in Parquet, one file a step, for people and tools to read, and to load again.
 
 Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained; text is decoded for reading only.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,42 +14,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError
-from verl.protocol import Segment, Source, Trajectory
+from verl.protocol import Trajectory
+from verl.tracking.trajectory_rows import PARSERS, SCHEMA, Decode, from_row, to_row
+
+__all__ = [
+    "SCHEMA",
+    "find_trajectories",
+    "load_trajectories",
+    "parse_trajectories",
+    "read_trajectories",
+    "read_trajectory_table",
+    "trajectories_path",
+    "write_trajectories",
+    "write_trajectory_table",
+]
 
 Kind = Literal["train", "val", "val_ref", "test"]
-Decode = Callable[[list[int]], str]
-
-SEGMENT = pa.struct([("source", pa.string()), ("num_tokens", pa.int32()), ("text", pa.string())])
-SEARCH = pa.struct([("query", pa.string()), ("document_ids", pa.list_(pa.string())), ("ms", pa.float64())])
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("group_id", pa.string()),
-        ("data_source", pa.string()),
-        ("ground_truth", pa.string()),  # JSON of the dataset row's reward_model.ground_truth; null without one
-        ("status", pa.string()),
-        ("failure", pa.string()),
-        ("reward", pa.float64()),  # null for a failed trajectory
-        ("reward_components", pa.map_(pa.string(), pa.float64())),
-        ("num_turns", pa.int32()),
-        ("num_valid_actions", pa.int32()),
-        ("num_searches", pa.int32()),
-        ("weight_version", pa.int64()),
-        ("prompt_text", pa.string()),
-        ("response_text", pa.string()),
-        ("segments", pa.list_(SEGMENT)),
-        ("searches", pa.list_(SEARCH)),
-        ("events", pa.list_(pa.string())),  # JSON of each environment event
-        ("ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("log_probs", pa.list_(pa.float32())),
-    ]
-)
 
 
 def trajectories_path(run_dir: Path | str, kind: Kind, step: int) -> Path:
     """`{run_dir}/trajectories/{kind}_step_{step}.parquet`."""
     return Path(run_dir) / "trajectories" / f"{kind}_step_{step}.parquet"
+
+
+def find_trajectories(run_dir: Path | str, kind: Kind) -> dict[int, Path]:
+    """The files of a kind by step, in order of step."""
+    prefix = f"{kind}_step_"
+    paths = (Path(run_dir) / "trajectories").glob(f"{prefix}*.parquet")
+    return dict(sorted((int(path.stem.removeprefix(prefix)), path) for path in paths))
 
 
 def write_trajectories(
@@ -63,94 +54,83 @@ def write_trajectories(
     where the environment gave them. Appends nothing: a file of the same step is replaced.
     """
     path = trajectories_path(run_dir, kind, step)
+    rows = [to_row(trajectory, step, decode) for trajectory in trajectories]
+    write_trajectory_table(path, pa.Table.from_pylist(rows, schema=SCHEMA))
+    return path
+
+
+def write_trajectory_table(path: Path, table: pa.Table) -> None:
+    """Write `table` to `path`, making its folder; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist([_row(trajectory, step, decode) for trajectory in trajectories], schema=SCHEMA)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         pq.write_table(table, temporary, compression="zstd")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    return path
 
 
 def read_trajectories(path: Path | str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The rows of a file as plain Python values; `events` and `ground_truth` are parsed, components are a dict.
 
-    `columns` reads only those. Raises DataError if there is no such file or it is not Parquet.
+    `columns` reads only those. Raises DataError if there is no such file, it is not Parquet, or a row cannot be parsed.
     """
+    return _parse(_read(path, columns), path)
+
+
+def load_trajectories(path: Path | str) -> list[Trajectory]:
+    """The trajectories that were written to `path`, with the same ids, segments, log-probs, events and numbers.
+
+    Their dataset rows have what is stored of it: `data_source`, `reward_model.ground_truth` and `question`. Raises
+    DataError naming file and row.
+    """
+    return parse_trajectories(read_trajectory_table(path), path)
+
+
+def read_trajectory_table(path: Path | str) -> pa.Table:
+    """A file with the columns of `SCHEMA` in its types, further columns behind them; a missing `question` is null.
+
+    Raises DataError for a file that does not hold trajectories.
+    """
+    table = _read(path)
+    if "question" not in table.column_names:
+        table = table.append_column("question", pa.nulls(len(table), pa.string()))
+    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise DataError(f"{path}: holds no trajectories: columns {', '.join(missing)} are missing")
+    further = table.drop_columns(SCHEMA.names)
     try:
-        table = pq.read_table(Path(path), columns=None if columns is None else list(columns))
-    except (OSError, pa.ArrowInvalid) as error:
+        stored = table.select(SCHEMA.names).cast(SCHEMA)
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: holds no trajectories: {error}") from error
+    return pa.table([*stored.columns, *further.columns], schema=pa.schema([*SCHEMA, *further.schema]))
+
+
+def parse_trajectories(table: pa.Table, path: Path | str) -> list[Trajectory]:
+    """The trajectories of what `read_trajectory_table` gave for `path`. Raises DataError naming file and row."""
+    trajectories = []
+    for number, row in enumerate(_parse(table.select(SCHEMA.names), path)):
+        try:
+            trajectories.append(from_row(row))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}: row {number}: {error}") from error
+    return trajectories
+
+
+def _read(path: Path | str, columns: Sequence[str] | None = None) -> pa.Table:
+    if not Path(path).exists():
+        raise DataError(f"cannot read trajectories from {path}: no such file")
+    try:
+        return pq.read_table(Path(path), columns=None if columns is None else list(columns))
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"cannot read trajectories from {path}: {error}") from error
-    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
-    for row in rows:
-        if "events" in row:
-            row["events"] = [json.loads(event) for event in row["events"]]
-        if row.get("ground_truth") is not None:
-            row["ground_truth"] = json.loads(row["ground_truth"])
+
+
+def _parse(table: pa.Table, path: Path | str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for number, row in enumerate(rows):
+        try:
+            row |= {name: parse(row[name]) for name, parse in PARSERS.items() if row.get(name) is not None}
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}: row {number}: {error}") from error
     return rows
-
-
-def find_trajectories(run_dir: Path | str, kind: Kind) -> dict[int, Path]:
-    """The files of a kind by step, in order of step."""
-    prefix = f"{kind}_step_"
-    paths = (Path(run_dir) / "trajectories").glob(f"{prefix}*.parquet")
-    return dict(sorted((int(path.stem.removeprefix(prefix)), path) for path in paths))
-
-
-def _row(trajectory: Trajectory, step: int, decode: Decode) -> dict[str, Any]:
-    truth = (trajectory.prompt.row.get("reward_model") or {}).get("ground_truth")
-    prompt = [s for s in trajectory.segments if s.source is Source.PROMPT]
-    response = [s for s in trajectory.segments if s.source is not Source.PROMPT]
-    return {
-        "step": step,
-        "group_id": trajectory.group_id,
-        "data_source": trajectory.prompt.data_source,
-        "ground_truth": None if truth is None else _json(truth),
-        "status": None if trajectory.status is None else trajectory.status.value,
-        "failure": trajectory.failure,
-        "reward": trajectory.reward,
-        "reward_components": trajectory.reward_components,
-        "num_turns": trajectory.num_turns,
-        "num_valid_actions": trajectory.num_valid_actions,
-        "num_searches": trajectory.num_searches,
-        "weight_version": trajectory.weight_version,
-        "prompt_text": _text(prompt, decode),
-        "response_text": _text(response, decode),
-        "segments": [
-            {"source": s.source.value, "num_tokens": len(s.ids), "text": decode(list(s.ids))}
-            for s in trajectory.segments
-        ],
-        "searches": [_search(event) for event in trajectory.events if _is_search(event)],
-        "events": [_json(event) for event in trajectory.events],
-        "ids": trajectory.ids,
-        "loss_mask": trajectory.loss_mask,
-        "log_probs": trajectory.log_probs,
-    }
-
-
-def _text(segments: Sequence[Segment], decode: Decode) -> str:
-    return decode([token for segment in segments for token in segment.ids])
-
-
-def _is_search(event: dict[str, Any]) -> bool:
-    return event.get("query") is not None and event.get("executed") is not False
-
-
-def _search(event: dict[str, Any]) -> dict[str, Any]:
-    document_ids = event.get("document_ids")
-    return {
-        "query": str(event["query"]),
-        "document_ids": None if document_ids is None else [str(document_id) for document_id in document_ids],
-        "ms": event.get("milliseconds"),
-    }
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """numpy arrays and scalars as Python values; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,8 +1,7 @@
-"""`python3 -m verl.trainer.sft key=value ...`: supervised warm start on rows of segments.
+"""`python3 -m verl.trainer.sft key=value ...`: supervised warm start on rows of segments (`verl.data.sft_rows`).
 
-Each segment is tokenised on its own, without special tokens, exactly as an episode's context is put together. The
-first `data.lm_fraction` of the steps are language modelling on all tokens, the others train on policy segments only.
-Several workers: start it with torchrun.
+The first `data.lm_fraction` of the steps are language modelling on all tokens, the others train on policy segments
+only. Several workers: start it with torchrun.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
+from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError, VerlError
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from verl.protocol import TrainBatch
 
 log = logging.getLogger(__name__)
-
-PHASES = ("lm", "policy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,57 +101,6 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     return target
 
 
-@dataclass(frozen=True)
-class Row:
-    """One training row before tokenisation; `where` names file and row number for error messages."""
-
-    sources: tuple[str, ...]
-    texts: tuple[str, ...]
-    phase: str | None
-    where: str
-
-
-def read_rows(files: str | Sequence[str]) -> list[Row]:
-    """All rows of the parquet files. Raises DataError naming file, row and column."""
-    paths = [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
-    rows = [row for path in paths for row in _read_file(path)]
-    if not rows:
-        raise DataError(f"data.train_files: no rows in {', '.join(map(str, paths)) or 'no file at all'}")
-    return rows
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; set data.train_files to a parquet file with a column 'segments'")
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
-    if "segments" not in table.column_names:
-        raise DataError(f"{path}: column 'segments' is missing; its columns are {', '.join(table.column_names)}")
-    phases = table["phase"].to_pylist() if "phase" in table.column_names else [None] * len(table)
-    for number, (segments, phase) in enumerate(zip(table["segments"].to_pylist(), phases, strict=True)):
-        yield _row(segments, phase, f"{path}: row {number}")
-
-
-def _row(segments: Any, phase: str | None, where: str) -> Row:
-    from verl.protocol import Source
-
-    if phase is not None and phase not in PHASES:
-        raise DataError(f"{where}, column 'phase': {phase!r} is neither 'lm' nor 'policy'")
-    if not segments:
-        raise DataError(f"{where}, column 'segments': is empty")
-    for segment in segments:
-        if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
-            raise DataError(f"{where}, column 'segments': {segment!r} is not a struct of the strings source and text")
-        if segment.get("source") not in list(Source):
-            raise DataError(f"{where}, column 'segments': source {segment.get('source')!r} is not {', '.join(Source)}")
-    return Row(tuple(s["source"] for s in segments), tuple(s["text"] for s in segments), phase, where)
-
-
 class Batches:
     """Batches of a step: rows of the step's phase in random order, every row once before any comes again."""
 
@@ -185,32 +131,6 @@ class Batches:
         lengths_B = torch.tensor([len(row.ids_L) for row in rows], dtype=torch.int64)
         ids_T = torch.cat([row.ids_L for row in rows])
         return phase, TrainBatch(lengths_B, {"ids": ids_T, "loss_mask": torch.cat([row.loss_mask_L for row in rows])})
-
-
-@dataclass(frozen=True)
-class TokenisedRow:
-    """`ids_L` int64 and `loss_mask_L` bool."""
-
-    ids_L: torch.Tensor
-    loss_mask_L: torch.Tensor
-
-
-def tokenise(tokenizer: Any, row: Row, phase: str, max_length: int) -> TokenisedRow:
-    """Ids of each segment on its own; the mask is all tokens but the first (lm) or policy segments' (policy)."""
-    import torch
-
-    ids: list[int] = []
-    mask: list[bool] = []
-    ids_of_segments = tokenizer(list(row.texts), add_special_tokens=False)["input_ids"]
-    for source, segment_ids in zip(row.sources, ids_of_segments, strict=True):
-        ids += segment_ids
-        mask += [phase == "lm" or source == "policy"] * len(segment_ids)
-    if len(ids) > max_length:
-        raise DataError(f"{row.where}: {len(ids)} tokens are more than data.max_length={max_length}")
-    if not any(mask[1:]):
-        raise DataError(f"{row.where}: there is nothing to train on in phase {phase!r}")
-    mask[0] = False  # nothing comes before it that could predict it
-    return TokenisedRow(torch.tensor(ids), torch.tensor(mask))
 
 
 def load_tokenizer(path: str) -> Any:

@@ -17,12 +17,15 @@ from engine_cases import CPU, make_batch
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from verl.config.sft import SftConfig, load_sft_config
+from verl.data.sft_rows import Row, read_rows, tokenise
 from verl.engine.sft_engine import SftEngine
 from verl.errors import ConfigError, DataError
-from verl.trainer.sft import Batches, Row, load_tokenizer, main, read_rows, run, tokenise
+from verl.trainer.sft import Batches, load_tokenizer, main, run
 
 WORDS = ["<unk>", "who", "is", "a", "b", "c", "d", "search", "answer", "docs", "."]
-SEGMENTS = pa.list_(pa.struct([("source", pa.string()), ("text", pa.string())]))
+FIELDS = [("source", pa.string()), ("text", pa.string())]
+SEGMENTS = pa.list_(pa.struct(FIELDS))
+WITH_IDS = pa.list_(pa.struct([*FIELDS, ("ids", pa.list_(pa.int32()))]))
 
 
 def sft_config(model_path: str, folder: Path, *overrides: str) -> SftConfig:
@@ -97,6 +100,23 @@ def test_masks_of_the_two_phases(word_model: str) -> None:
         tokenise(tokenizer, Row(("prompt",), ("who is",), None, "x"), "policy", 100)
 
 
+def test_ids_are_trained_as_they_are_given(word_model: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(word_model)
+    sampled = [
+        {"source": "prompt", "text": "who is", "ids": [1, 2]},
+        {"source": "policy", "text": "<unk> a", "ids": [0, 3]},
+    ]
+    text_only = [{"source": "prompt", "text": "who is"}, {"source": "policy", "text": "a b"}]
+    pq.write_table(pa.table({"segments": pa.array([sampled, text_only], WITH_IDS)}), tmp_path / "rows.parquet")
+    first, second = (tokenise(tokenizer, row, "policy", 9) for row in read_rows(str(tmp_path / "rows.parquet")))
+    assert first.ids_L.tolist() == [1, 2, 0, 3]
+    assert first.loss_mask_L.tolist() == [False, False, True, True]
+    assert second.ids_L.tolist() == [1, 2, 3, 4]
+    bad = Row(("policy",), ("a b",), None, "x: row 7", ids=((3, 5),))
+    with pytest.raises(DataError, match="x: row 7, column 'segments': the tokenizer is another one"):
+        tokenise(tokenizer, bad, "policy", 9)
+
+
 def test_phases_rows_and_order(word_model: str, tmp_path: Path) -> None:
     rows = read_rows(str(write_rows(tmp_path / "rows.parquet")))
     settings = ["data.lm_fraction=0.5", "data.train_batch_size=4", "trainer.total_training_steps=8", "trainer.seed=1"]
@@ -148,12 +168,15 @@ def test_without_a_phase_column_all_rows_serve_both(word_model: str, tmp_path: P
 def bad_file(path: Path, name: str) -> str:
     file = path / f"{name}.parquet"
     good = [{"source": "policy", "text": "a"}]
+    with_ids = {"source": "policy", "text": "a", "ids": [3]}
     columns = {
         "empty": {"segments": pa.array([], SEGMENTS)},
         "other_column": {"text": ["a"]},
         "no_segments": {"segments": pa.array([good, []], SEGMENTS)},
         "bad_source": {"segments": pa.array([good, [{"source": "user", "text": "a"}]], SEGMENTS)},
         "no_text": {"segments": pa.array([[{"source": "policy", "text": None}]], SEGMENTS)},
+        "some_ids": {"segments": pa.array([[with_ids, {"source": "policy", "text": "a", "ids": None}]], WITH_IDS)},
+        "negative_id": {"segments": pa.array([[with_ids], [with_ids | {"ids": [-1]}]], WITH_IDS)},
         "bad_phase": {"segments": pa.array([good], SEGMENTS), "phase": ["sft"]},
     }
     if name == "not_parquet":
@@ -173,6 +196,8 @@ def bad_file(path: Path, name: str) -> str:
         ("no_segments", "row 1, column 'segments': is empty"),
         ("bad_source", "row 1, column 'segments': source 'user' is not prompt, policy, environment"),
         ("no_text", "is not a struct of the strings"),
+        ("some_ids", "row 0, column 'segments': ids have to be integers from 0, in all segments or in none"),
+        ("negative_id", "row 1, column 'segments': ids have to be integers from 0"),
         ("bad_phase", "row 0, column 'phase': 'sft'"),
     ],
 )

@@ -2,13 +2,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl.errors import DataError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.tracking.trajectory_store import find_trajectories, read_trajectories, write_trajectories
+from verl.tracking.trajectory_store import (
+    find_trajectories,
+    load_trajectories,
+    read_trajectories,
+    write_trajectories,
+)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -112,3 +122,146 @@ def test_no_temporary_file_is_left_when_the_rename_fails(tmp_path: Path) -> None
     with pytest.raises(OSError, match="val_step_0"):
         write_trajectories(tmp_path, "val", 0, [searched()], decode)
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_is_loaded_is_what_was_written(tmp_path: Path) -> None:
+    original = searched()
+    original.prompt.row["extra_info"] = {"question": "Which city?", "index": 7}
+    loaded, failed = load_trajectories(write_trajectories(tmp_path, "train", 3, [original, broken()], decode))
+    assert loaded.segments == original.segments
+    assert loaded.prompt.ids == codes("Q?")
+    assert loaded.prompt.row == {
+        "data_source": "tinywiki_2hop",
+        "question": "Which city?",
+        "reward_model": {"ground_truth": {"target": ["Rome", "Roma"]}},
+    }
+    assert loaded.events == original.events
+    for name in ("group_id", "status", "reward", "reward_components", "weight_version", "failure"):
+        assert getattr(loaded, name) == getattr(original, name)
+    assert (loaded.num_turns, loaded.num_valid_actions, loaded.num_searches) == (2, 2, 1)
+    assert (failed.status, failed.failure, failed.reward) == (Status.FAILED, "timed out", None)
+    assert failed.prompt.row == {"data_source": "nq"}
+
+
+def test_the_question_of_the_row_goes_before_that_of_its_extra_info(tmp_path: Path) -> None:
+    trajectory = broken()
+    trajectory.prompt.row |= {"question": "Who?", "extra_info": {"question": "What?"}}
+    path = write_trajectories(tmp_path, "val", 0, [trajectory, broken()], decode)
+    assert [row["question"] for row in read_trajectories(path)] == ["Who?", None]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple)
+LOG_PROB = st.floats(max_value=0, allow_nan=False, width=32)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    source, ids = draw(st.sampled_from([Source.POLICY, Source.ENVIRONMENT])), draw(IDS)
+    if source is Source.ENVIRONMENT:
+        return Segment(source, ids)
+    return Segment(source, ids, tuple(draw(st.lists(LOG_PROB, min_size=len(ids), max_size=len(ids)))))
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    ids, counts, name = draw(IDS), st.integers(0, 9), st.text(max_size=5)
+    row: dict[str, Any] = draw(st.fixed_dictionaries({}, optional={"question": name, "extra_info": st.none()}))
+    if draw(st.booleans()):
+        row["reward_model"] = {"ground_truth": draw(JSON)}
+    events = st.dictionaries(name, JSON, max_size=2) | st.fixed_dictionaries(
+        {"query": JSON}, optional={"executed": st.booleans(), "document_ids": st.lists(JSON, max_size=2)}
+    )
+    return Trajectory(
+        draw(name),
+        Prompt(ids, draw(name), row),
+        [Segment(Source.PROMPT, ids), *draw(st.lists(segments(), max_size=4))],
+        draw(st.none() | st.sampled_from(list(Status))),
+        draw(counts),
+        draw(counts),
+        draw(counts),
+        draw(st.lists(events, max_size=3)),
+        draw(st.none() | name),
+        draw(st.none() | st.floats(allow_nan=False)),
+        draw(st.dictionaries(name, st.floats(allow_nan=False), max_size=3)),
+        draw(counts),
+    )
+
+
+@given(written=st.lists(trajectories(), max_size=3))
+def test_loading_and_writing_again_gives_the_same_table(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    first = write_trajectories(folder, "train", 5, written, repr)
+    loaded = load_trajectories(first)
+    second = write_trajectories(folder, "test", 5, loaded, repr)
+    assert pq.read_table(second).equals(pq.read_table(first))
+    assert [t.segments for t in loaded] == [t.segments for t in written]
+    assert [t.prompt.ids for t in loaded] == [t.prompt.ids for t in written]
+
+
+def altered(path: Path, **columns: Any) -> Path:
+    """The file with other values in some columns, of the type they have, or (None) without them."""
+    table = pq.read_table(path)
+    for name, values in columns.items():
+        place = table.column_names.index(name)
+        table = table.remove_column(place)
+        if values is not None:
+            array = values if isinstance(values, pa.Array) else pa.array(values, pq.read_schema(path).field(name).type)
+            table = table.add_column(place, name, array)
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.fixture
+def two_rows(tmp_path: Path) -> Path:
+    return write_trajectories(tmp_path, "train", 3, [broken(), broken()], decode)
+
+
+def test_a_file_from_before_there_were_questions_loads(tmp_path: Path) -> None:
+    path = altered(write_trajectories(tmp_path, "train", 3, [searched()], decode), question=None)
+    [loaded] = load_trajectories(path)
+    assert loaded.segments == searched().segments and "question" not in loaded.prompt.row
+
+
+def test_columns_that_were_added_are_no_hindrance(two_rows: Path) -> None:
+    pq.write_table(pq.read_table(two_rows).append_column("note", pa.array(["a", "b"])), two_rows)
+    assert len(load_trajectories(two_rows)) == 2
+
+
+PROMPT_SEGMENT = {"source": "prompt", "num_tokens": 1, "text": "Q"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"log_probs": None, "ids": None}, "holds no trajectories: columns ids, log_probs are missing"),
+        ({"ids": pa.array([["a"], ["b"]])}, "holds no trajectories: "),
+        ({"status": ["answered", "lost"]}, "row 1: 'lost' is not a valid Status"),
+        ({"group_id": ["a", None]}, "row 1: column 'group_id' is null"),
+        ({"ids": [[81], [81, 82]]}, "row 1: column 'ids' does not have the 1 numbers"),
+        ({"ids": [[81], [None]]}, "row 1: column 'ids' does not have the 1 numbers"),
+        ({"log_probs": [[0.0], []]}, "row 1: column 'log_probs' does not have the 1 numbers"),
+        ({"loss_mask": [[False], [True]]}, "row 1: column 'loss_mask' is not what the sources"),
+        (
+            {"segments": [[PROMPT_SEGMENT], [PROMPT_SEGMENT | {"source": "user"}]]},
+            "row 1: 'user' is not a valid Source",
+        ),
+        ({"segments": [[PROMPT_SEGMENT], [PROMPT_SEGMENT | {"num_tokens": -1}]]}, "row 1: column 'ids' does not have"),
+        ({"segments": [[PROMPT_SEGMENT], [PROMPT_SEGMENT | {"text": None}]]}, "row 1: column 'segments' has a null"),
+        ({"segments": [[PROMPT_SEGMENT], [None]]}, "row 1: column 'segments' has a null"),
+        ({"events": [[], ["{"]]}, "row 1: Expecting property name"),
+        ({"events": [[], ["3"]]}, "row 1: column 'events' has JSON that is not an object"),
+        ({"ground_truth": ["1", "Rome"]}, "row 1: Expecting value"),
+        ({"reward_components": [[], [("f1", 1.0), ("f1", 0.0)]]}, "row 1: column 'reward_components' has a name twice"),
+    ],
+)
+def test_a_file_that_is_not_ours_or_damaged_is_named(two_rows: Path, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load_trajectories(altered(two_rows, **columns))
+    assert str(two_rows) in str(caught.value)

@@ -1,0 +1,146 @@
+"""Work with stored trajectories (`RUN/trajectories/*.parquet`) without sampling again.
+
+python -m search_r1.replay score FILES --tokenizer MODEL --reward NAME --output FILE     another reward
+python -m search_r1.replay log_probs FILES --model MODEL --output FILE                   another checkpoint
+python -m search_r1.replay export FILES --output FILE                                    a training set
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.errors import DataError, VerlError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 a problem the user can act on."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def score(args: argparse.Namespace) -> None:
+    """Writes the files' rows with another reward and its components, and prints both rewards' means."""
+    from search_r1.replay.rescoring import rescore
+    from search_r1.replay.stored import load_tokenizer, read_stored
+    from verl.config import load_config
+    from verl.tracking.trajectory_store import write_trajectory_table
+    from verl.trainer.scoring import make_reward
+
+    config = load_config("ppo_trainer")
+    if args.template is not None:
+        config.agent.template = args.template
+    rule = make_reward(config, args.reward, args.kwargs)
+    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+    stored = read_stored(args.files)
+    stored.check_tokenizer(tokenizer)
+    found = rescore(stored, rule, tokenizer)
+    write_trajectory_table(args.output, found.table)
+    width = max(len("data source"), *(len(change.data_source) for change in found.changes))
+    print(f"{'data source':{width}}  {'scored':>8}  {'changed':>8}  {'old mean':>10}  {'new mean':>10}")
+    for row in found.changes:
+        counts = f"{row.num_scored:>8}  {row.num_changed:>8}"
+        print(f"{row.data_source:{width}}  {counts}  {row.old_mean:>10.4f}  {row.new_mean:>10.4f}")
+    print(f"{found.num_failed} failed before and are as they were; {found.num_unavailable} could not be scored")
+    print(f"-> {args.output}")
+
+
+def log_probs(args: argparse.Namespace) -> None:
+    """Writes the files' rows with a column `log_probs_under`, and prints how far it is from the sampler's."""
+    from search_r1.replay.log_probs import Checkpoint, difference
+    from search_r1.replay.stored import add_log_probs, load_tokenizer, read_stored
+    from verl.tracking.trajectory_store import write_trajectory_table
+
+    stored = read_stored(args.files)
+    stored.check_tokenizer(load_tokenizer(args.model, "--model"))
+    checkpoint = Checkpoint(args.model, args.device, args.dtype)
+    values = checkpoint.log_probs(stored, args.temperature, args.max_tokens)
+    found = difference(stored.trajectories, values)
+    write_trajectory_table(args.output, add_log_probs(stored.table, values))
+    print(f"{found.num_tokens} policy tokens of {len(values)} trajectories, {args.model} against the sampler:")
+    print(f"mean difference of log-probs  {found.mean:+.6f}")
+    print(f"largest difference            {found.max_abs:.6f}")
+    print(f"KL(sampler || model), k3      {found.kl:.6f} nats a token")
+    print(f"-> {args.output}")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Writes the rows that `verl.trainer.sft` takes, and prints what was left out."""
+    from search_r1.replay.rejection import Criteria, choose, sft_table
+    from search_r1.replay.stored import read_stored
+    from verl.tracking.trajectory_store import write_trajectory_table
+
+    stored = read_stored(args.files)
+    choice = choose(stored, Criteria(args.min_reward, args.per_prompt, args.dedupe))
+    print(f"kept {len(choice.kept)} of {len(stored.trajectories)} trajectories")
+    for reason, count in choice.dropped.most_common():
+        print(f"dropped {count}: {reason}")
+    if not choice.kept:
+        raise DataError("no trajectory is good enough; nothing was written")
+    write_trajectory_table(args.output, sft_table(stored, choice.kept, args.text_only))
+    print(f"-> {args.output}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="score | log_probs | export")
+
+    scored = _command(commands, "score", score)
+    scored.add_argument("--reward", required=True, metavar="NAME", help="dotted name of the class, as reward.function")
+    scored.add_argument("--kwargs", type=_mapping, default={}, help="its keyword arguments, as YAML or JSON")
+    scored.add_argument("--template", help="template of the run, which gives the grammar (search_r1)")
+    scored.add_argument("--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the sampled model")
+
+    under = _command(commands, "log_probs", log_probs)
+    under.add_argument("--model", required=True, help="Hugging Face folder of the checkpoint")
+    under.add_argument("--temperature", type=float, default=1.0, help="that of the sampling (1.0)")
+    under.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    under.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
+                       help="of the forward pass; auto: float32 on CPU, bfloat16 on CUDA")  # fmt: skip
+    under.add_argument("--max_tokens", type=_positive, default=16384, help="most tokens of a forward pass (16384)")
+
+    chosen = _command(commands, "export", export)
+    chosen.add_argument("--min_reward", type=float, default=1.0, help="least reward that is kept (1.0)")
+    chosen.add_argument("--per_prompt", type=_positive, metavar="K", help="the K best of a prompt, with unlike texts")
+    chosen.add_argument("--dedupe", action="store_true", help="of equal texts of a prompt, keep one")
+    chosen.add_argument("--text_only", action="store_true", help="no ids: to train with another tokenizer")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, description=run.__doc__)
+    command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="parquet file of trajectories")
+    command.add_argument("--output", required=True, type=Path, help="the parquet file to write")
+    command.set_defaults(run=run)
+    return command
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mapping of names to values")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Log-probs of stored ids under another checkpoint, teacher-forced, beside those of the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from search_r1.replay.stored import Stored
+from verl.algorithms.kl import SAMPLED_KL
+from verl.engine.batching import Budget, cut
+from verl.engine.device import resolve_device, resolve_precision
+from verl.engine.model import CausalModel, can_pack, load_causal_lm
+from verl.engine.token_values import token_values
+from verl.errors import DataError, NumericalError
+from verl.protocol import TrainBatch, Trajectory
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Over policy tokens: `mean` and `max_abs` of checkpoint minus sampler, and `kl`, the k3 estimate in nats a token.
+
+    The tokens were drawn by the sampler, so it estimates KL(sampler || checkpoint).
+    """
+
+    num_tokens: int
+    mean: float
+    max_abs: float
+    kl: float
+
+
+class Checkpoint:
+    """A causal language model that reads trajectories. `dtype` "auto" is bfloat16 on CUDA and float32 on CPU."""
+
+    def __init__(self, path: str, device: str = "auto", dtype: str = "auto") -> None:
+        """Raises ConfigError when there is no usable model at `path`, or no such device or number format."""
+        self.path = path
+        self.device = resolve_device(device)
+        precision = resolve_precision(self.device, dtype, "float32")
+        hf_model = load_causal_lm(path, self.device)
+        self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
+        self.packed = can_pack(hf_model)
+        self.model = CausalModel(hf_model, head_chunk_tokens=None).to(self.device, precision.param_dtype)
+
+    def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:
+        """For each trajectory as many numbers as ids: at a policy token its float32 log-prob, else 0.
+
+        Logits are divided by `temperature` first. A forward pass has at most `max_tokens` tokens, or one trajectory.
+        Raises DataError for ids outside the vocabulary and NumericalError for log-probs that are not finite.
+        """
+        self._check_vocabulary(stored)
+        batch = _batch(stored.trajectories)
+        parts = cut(batch.lengths_B, range(len(batch)), Budget(tokens=max_tokens))
+        bar = tqdm(parts, desc="log_probs", disable=None)  # quiet where there is no terminal
+        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.packed)["log_prob"]
+        if not log_prob_T.isfinite().all():
+            raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
+        return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]
+
+    def _check_vocabulary(self, stored: Stored) -> None:
+        for trajectory, place in zip(stored.trajectories, stored.places, strict=True):
+            largest = max(trajectory.ids, default=0)
+            if largest >= self.vocabulary:
+                raise DataError(f"{place}: id {largest} is none of the {self.vocabulary} that {self.path} knows")
+
+
+def difference(trajectories: Sequence[Trajectory], log_probs: Sequence[Sequence[float]]) -> Difference:
+    """Of a checkpoint's `log_probs` to the stored ones. Raises DataError when there are no policy tokens."""
+    mask_T = torch.tensor([policy for t in trajectories for policy in t.loss_mask], dtype=torch.bool)
+    sampler_N = torch.tensor([value for t in trajectories for value in t.log_probs], dtype=torch.float64)[mask_T]
+    other_N = torch.tensor([value for row in log_probs for value in row], dtype=torch.float64)[mask_T]
+    if not len(sampler_N):
+        raise DataError("the trajectories have no policy tokens; there is nothing to compare")
+    difference_N = other_N - sampler_N
+    kl_N = SAMPLED_KL["k3"](sampler_N, other_N)
+    return Difference(len(sampler_N), float(difference_N.mean()), float(difference_N.abs().max()), float(kl_N.mean()))
+
+
+def _batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
+    """Ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
+    tokens = {
+        "ids": torch.tensor([token for t in trajectories for token in t.ids], dtype=torch.int64),
+        "loss_mask": torch.tensor([policy for t in trajectories for policy in t.loss_mask], dtype=torch.bool),
+    }
+    return TrainBatch(torch.tensor([len(t.ids) for t in trajectories], dtype=torch.int64), tokens)

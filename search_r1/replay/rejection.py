@@ -1,0 +1,103 @@
+"""Rejection sampling: which trajectories are good enough to be trained on, and their rows for `verl.trainer.sft`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from search_r1.replay.stored import Stored
+from verl.protocol import Status, Trajectory
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What is kept. `per_prompt` is the most of one prompt, with different texts; `dedupe` asks for these alone."""
+
+    min_reward: float = 1.0
+    per_prompt: int | None = None
+    dedupe: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`kept`: row numbers by prompt, the best of a prompt first. `dropped`: how many for which reason."""
+
+    kept: list[int]
+    dropped: Counter[str]
+
+
+def choose(stored: Stored, criteria: Criteria) -> Choice:
+    """The trajectories that ended with an answer and have the reward, within the limits for one prompt.
+
+    A prompt is a data source and prompt ids, so a question of several steps counts as one. The best trajectory is the
+    one of highest reward, then of fewest searches, then of fewest tokens, then the first.
+    """
+    dropped: Counter[str] = Counter()
+    prompts: dict[Any, list[int]] = {}
+    for row, trajectory in enumerate(stored.trajectories):
+        reason = _not_good_enough(trajectory, criteria.min_reward)
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        prompts.setdefault((trajectory.prompt.data_source, trajectory.prompt.ids), []).append(row)
+    texts = stored.table["response_text"].to_pylist()
+    kept: list[int] = []
+    for rows in prompts.values():
+        best_first = sorted(rows, key=lambda row: _rank(stored.trajectories[row]))
+        kept += _within_limits(best_first, texts, criteria, dropped)
+    return Choice(kept, dropped)
+
+
+def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
+    """Rows of `segments` list<struct<source, text, ids>> (no ids with `text_only`), `data_source` and `reward`.
+
+    The ids are those that were sampled; the text is what they were stored as.
+    """
+    fields = [("source", pa.string()), ("text", pa.string())]
+    if not text_only:
+        fields.append(("ids", pa.list_(pa.int32())))
+    texts = stored.segment_texts()
+    segments = [
+        [
+            {"source": segment.source.value, "text": text, "ids": segment.ids}
+            for segment, text in zip(stored.trajectories[row].segments, texts[row], strict=True)
+        ]
+        for row in rows
+    ]
+    columns = {
+        "segments": pa.array(segments, pa.list_(pa.struct(fields))),
+        "data_source": pa.array([stored.trajectories[row].prompt.data_source for row in rows], pa.string()),
+        "reward": pa.array([stored.trajectories[row].reward for row in rows], pa.float64()),
+    }
+    return pa.table(columns)
+
+
+def _not_good_enough(trajectory: Trajectory, min_reward: float) -> str | None:
+    if trajectory.status is not Status.ANSWERED:
+        return f"status {trajectory.status or 'unknown'}"
+    if trajectory.reward is None:
+        return "no reward"
+    return None if trajectory.reward >= min_reward else f"reward below {min_reward:g}"
+
+
+def _rank(trajectory: Trajectory) -> tuple[float, int, int]:
+    assert trajectory.reward is not None
+    return -trajectory.reward, trajectory.num_searches, trajectory.num_response_tokens
+
+
+def _within_limits(rows: list[int], texts: list[str], criteria: Criteria, dropped: Counter[str]) -> list[int]:
+    kept: list[int] = []
+    seen: set[str] = set()
+    for row in rows:
+        if (criteria.dedupe or criteria.per_prompt is not None) and texts[row] in seen:
+            dropped["same text as a kept one of its prompt"] += 1
+        elif criteria.per_prompt is not None and len(kept) == criteria.per_prompt:
+            dropped[f"more than {criteria.per_prompt} of its prompt"] += 1
+        else:
+            kept.append(row)
+            seen.add(texts[row])
+    return kept

@@ -1,0 +1,94 @@
+"""Stored trajectories under another reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from search_r1.replay.stored import Stored
+from verl.errors import RewardUnavailable
+from verl.protocol import Status, Trajectory
+from verl.trainer.scoring import Reward, score_trajectories
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one data source: `num_scored` trajectories, how many have another reward now, and the mean of both rewards.
+
+    `old_mean` is over those of them that had a reward; nan when none had.
+    """
+
+    data_source: str
+    num_scored: int
+    num_changed: int
+    old_mean: float
+    new_mean: float
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """`table` differs from the stored one in reward, components, status and failure alone.
+
+    `num_failed` had failed before and are as they were. `num_unavailable` could not be scored: they are failed now.
+    """
+
+    table: pa.Table
+    changes: list[Change]
+    num_failed: int
+    num_unavailable: int
+
+
+def rescore(stored: Stored, rule: Reward, tokenizer: PreTrainedTokenizerBase) -> Rescored:
+    """Score every trajectory that did not fail, as training does. Changes `stored.trajectories` in place.
+
+    Raises RewardUnavailable when no trajectory could be scored, and what the rule raises.
+    """
+    finished = [trajectory for trajectory in stored.trajectories if trajectory.status is not Status.FAILED]
+    old = [trajectory.reward for trajectory in finished]
+    for trajectory in finished:
+        trajectory.reward, trajectory.reward_components = None, {}
+    scored = score_trajectories(rule, finished, tokenizer)
+    if not scored:
+        failures = sorted({trajectory.failure or "" for trajectory in stored.trajectories})
+        raise RewardUnavailable(f"none of {len(stored.trajectories)} trajectories could be scored: {failures[0]}")
+    return Rescored(
+        _with_scores(stored.table, stored.trajectories),
+        list(_changes(finished, old)),
+        len(stored.trajectories) - len(finished),
+        len(finished) - len(scored),
+    )
+
+
+def _changes(finished: Sequence[Trajectory], old: Sequence[float | None]) -> Iterator[Change]:
+    for source in sorted({trajectory.prompt.data_source for trajectory in finished}):
+        pairs = [
+            (before, trajectory.reward)
+            for trajectory, before in zip(finished, old, strict=True)
+            if trajectory.prompt.data_source == source and trajectory.reward is not None
+        ]
+        num_changed = sum(before != after for before, after in pairs)
+        old_mean = _mean([before for before, _ in pairs if before is not None])
+        yield Change(source, len(pairs), num_changed, old_mean, _mean([after for _, after in pairs]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _with_scores(table: pa.Table, trajectories: Sequence[Trajectory]) -> pa.Table:
+    columns = {
+        "reward": [trajectory.reward for trajectory in trajectories],
+        "reward_components": [list(trajectory.reward_components.items()) for trajectory in trajectories],
+        "status": [trajectory.status and trajectory.status.value for trajectory in trajectories],
+        "failure": [trajectory.failure for trajectory in trajectories],
+    }
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        table = table.set_column(table.column_names.index(name), field, pa.array(values, field.type))
+    return table

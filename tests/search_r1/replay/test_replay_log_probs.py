@@ -1,0 +1,181 @@
+"""Log-probs of stored ids under another checkpoint, against plain Hugging Face forward passes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from replay_world import failed, store, trajectory
+from transformers import AutoModelForCausalLM
+
+from search_r1.replay.__main__ import main
+from search_r1.replay.log_probs import difference
+from verl.protocol import Segment, Source, Trajectory
+from verl.tracking.trajectory_store import load_trajectories
+
+
+def reference(model: Path, ids: list[int], dtype: torch.dtype, temperature: float = 1.0) -> torch.Tensor:
+    """[L] log-prob of each id given those before it; 0 for the first. One row, no chunks, all logits."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+    ids_L = torch.tensor(ids)
+    with torch.no_grad():
+        log_p_LV = (network(input_ids=ids_L[None]).logits[0] / temperature).log_softmax(-1)
+    value_L = log_p_LV[:-1].gather(-1, ids_L[1:, None]).squeeze(-1)
+    return torch.cat([value_L.new_zeros(1), value_L])
+
+
+def with_log_probs(sampled: Trajectory, value_L: torch.Tensor) -> Trajectory:
+    """As if a sampler with these log-probs had drawn it."""
+    parts = value_L.split([len(segment.ids) for segment in sampled.segments])
+    sampled.segments = [
+        Segment(s.source, s.ids, tuple(part.tolist()) if s.source is Source.POLICY else None)
+        for s, part in zip(sampled.segments, parts, strict=True)
+    ]
+    return sampled
+
+
+@pytest.fixture
+def sampled(byte_tokenizer: Any, tiny_model_dir: Path) -> list[Trajectory]:
+    """Of three lengths, one of them failed; the log-probs are the model's own."""
+    turns = [("<answer> a </answer>",), ("<search> é </search>", "<answer> the river </answer>")]
+    made = [trajectory(byte_tokenizer, turns=turn) for turn in turns] + [failed(byte_tokenizer)]
+    return [with_log_probs(t, reference(tiny_model_dir, t.ids, torch.float32)) for t in made]
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture and tokenizer, other weights."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def log_probs(folder: Path, file: Path, model: Path, *options: str) -> list[list[float]]:
+    output = folder / "out.parquet"
+    assert main(["log_probs", str(file), "--model", str(model), "--output", str(output), *options]) == 0
+    return pq.read_table(output)["log_probs_under"].to_pylist()
+
+
+def test_the_same_checkpoint_agrees_with_the_sampler(
+    sampled: list[Trajectory],
+    byte_tokenizer: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = store(tmp_path, sampled, byte_tokenizer)
+    found = log_probs(tmp_path, file, tiny_model_dir, "--device", "cpu", "--max_tokens", "100")
+    for trajectory_, values in zip(sampled, found, strict=True):
+        assert values == pytest.approx(trajectory_.log_probs, abs=1e-5)
+    out = capsys.readouterr().out
+    num_tokens = sum(t.num_policy_tokens for t in sampled)
+    assert f"{num_tokens} policy tokens of 3 trajectories" in out
+    assert float(out.split("largest difference")[1].split()[0]) < 1e-5
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.drop_columns(["log_probs_under"]).equals(pq.read_table(file))
+    assert [t.segments for t in load_trajectories(tmp_path / "out.parquet")] == [t.segments for t in sampled]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_another_checkpoint_equals_a_plain_forward(
+    sampled: list[Trajectory],
+    byte_tokenizer: Any,
+    other_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    temperature: float,
+) -> None:
+    file = store(tmp_path, sampled, byte_tokenizer)
+    found = log_probs(tmp_path, file, other_model, "--temperature", str(temperature), "--device", "cpu")
+    differences = []
+    for trajectory_, values in zip(sampled, found, strict=True):
+        mask = torch.tensor(trajectory_.loss_mask)
+        expected = reference(other_model, trajectory_.ids, torch.float64, temperature)
+        assert torch.tensor(values) == pytest.approx(torch.where(mask, expected, 0.0), abs=1e-4)
+        differences.append((expected - torch.tensor(trajectory_.log_probs))[mask])
+    difference_N = torch.cat(differences)
+    assert difference_N.abs().max() > 0.1  # the models do differ
+    lines = {line.split("  ")[0]: line.split("  ")[-1].split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert float(lines["mean difference of log-probs"]) == pytest.approx(float(difference_N.mean()), abs=1e-5)
+    assert float(lines["largest difference"]) == pytest.approx(float(difference_N.abs().max()), abs=1e-4)
+    k3_N = difference_N.exp() - 1 - difference_N
+    assert k3_N.max() < 10  # where the estimator is cut
+    assert float(lines["KL(sampler || model), k3"]) == pytest.approx(float(k3_N.mean()), abs=1e-4)
+
+
+def test_a_second_checkpoint_replaces_the_first(
+    sampled: list[Trajectory], byte_tokenizer: Any, tiny_model_dir: Path, other_model: Path, tmp_path: Path
+) -> None:
+    file = store(tmp_path, sampled, byte_tokenizer)
+    first = log_probs(tmp_path, file, other_model)
+    second = log_probs(tmp_path, tmp_path / "out.parquet", tiny_model_dir)
+    assert first[1] != pytest.approx(second[1], abs=0.1)
+    assert second[1] == pytest.approx(sampled[1].log_probs, abs=1e-5)
+
+
+def test_bfloat16_is_near(sampled: list[Trajectory], byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    found = log_probs(tmp_path, store(tmp_path, sampled, byte_tokenizer), tiny_model_dir, "--dtype", "bfloat16")
+    own = torch.tensor([value for t in sampled for value in t.log_probs])
+    largest = (torch.tensor([value for row in found for value in row]) - own).abs().max()
+    assert 1e-4 < largest < 1.0
+
+
+def test_difference_by_hand(byte_tokenizer: Any) -> None:
+    two = [trajectory(byte_tokenizer, turns=("a",)), trajectory(byte_tokenizer, turns=((),))]  # sampler: -1 everywhere
+    log_probs = [[0.0] * len(t.ids) for t in two]
+    log_probs[0][-2:], log_probs[1][-1] = [-1.5, -0.5], -3.0
+    found = difference(two, log_probs)
+    assert (found.num_tokens, found.max_abs) == (3, 2.0)
+    assert found.mean == pytest.approx((-0.5 + 0.5 - 2.0) / 3)
+    # k3 of d = sampler - checkpoint: exp(-d) + d - 1
+    k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1, math.exp(-2.0) + 2.0 - 1]
+    assert found.kl == pytest.approx(sum(k3) / 3)
+
+
+def test_bad_models_are_named(
+    sampled: list[Trajectory],
+    byte_tokenizer: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, output = store(tmp_path, sampled, byte_tokenizer), tmp_path / "out.parquet"
+
+    def error_of(model: Path) -> str:
+        assert main(["log_probs", str(file), "--model", str(model), "--output", str(output)]) == 1
+        assert not output.exists()
+        return capsys.readouterr().err
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    byte_tokenizer.save_pretrained(tmp_path / "no_model")
+    assert "there is no config.json" in error_of(tmp_path / "no_model")
+    byte_tokenizer.save_pretrained(tmp_path / "small")
+    model.resize_token_embeddings(50)
+    model.save_pretrained(tmp_path / "small")
+    assert f"{file}: row 0: id " in (error := error_of(tmp_path / "small")) and "none of the 50" in error
+    byte_tokenizer.save_pretrained(tmp_path / "damaged")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
+    model.save_pretrained(tmp_path / "damaged")
+    assert "are not finite" in error_of(tmp_path / "damaged")
+
+
+def test_without_policy_tokens_there_is_nothing_to_compare(
+    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = failed(byte_tokenizer)
+    empty.segments = empty.segments[:1]
+    file, output = store(tmp_path, [empty], byte_tokenizer), tmp_path / "out.parquet"
+    assert main(["log_probs", str(file), "--model", str(tiny_model_dir), "--output", str(output)]) == 1
+    assert "have no policy tokens" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Stored trajectories under another reward: what changes, what stays, and what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from replay_world import failed, store, trajectory
+
+from search_r1.replay.__main__ import main
+from search_r1.rewards.format_reward import FormatReward
+from verl.errors import RewardUnavailable
+from verl.protocol import Status, Trajectory
+from verl.tracking.trajectory_store import load_trajectories, read_trajectories, write_trajectory_table
+
+EXACT_MATCH = "search_r1.rewards.exact_match.ExactMatchReward"
+
+
+class Judge:
+    """A rule of a user: many at once, and not there for long responses."""
+
+    def score_all(self, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
+        return [self._score(trajectory, tokenizer) for trajectory in trajectories]
+
+    def _score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
+        if trajectory.num_turns > 2:
+            return RewardUnavailable("the judge is down")
+        question = trajectory.prompt.row["question"]
+        return (0.25, {"judge": 0.25, "town": float("town" in question)})
+
+
+class NeverThere(Judge):
+    def _score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
+        return RewardUnavailable("the judge is down")
+
+
+class CountsLetters:
+    """A rule of a user: one trajectory at a time, made by its constructor."""
+
+    def __init__(self, letter: str) -> None:
+        self.letter = letter
+
+    def score(self, trajectory: Trajectory, tokenizer: Any) -> tuple[float, dict[str, float]]:
+        return float(tokenizer.decode(trajectory.ids).count(self.letter)), {}
+
+
+def score(folder: Path, model: Path, files: list[Path], reward: str, *options: str) -> Path:
+    output = folder / "out" / "scored.parquet"
+    command = ["score", *map(str, files), "--tokenizer", str(model), "--reward", reward, "--output", str(output)]
+    assert main([*command, *options]) == 0
+    return output
+
+
+def test_exact_match_by_hand(
+    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, wrong, none = "<answer> the Lune </answer>", "<answer> Osk </answer>", "<think> hm </think>"
+    first = [
+        trajectory(byte_tokenizer, 0.5, turns=(right,), reward_components={"old": 1.0}),
+        trajectory(byte_tokenizer, 0.0, turns=(none,)),
+    ]
+    second = [trajectory(byte_tokenizer, 1.0, turns=(wrong,), data_source="nq"), failed(byte_tokenizer)]
+    files = [store(tmp_path, first, byte_tokenizer, 1), store(tmp_path, second, byte_tokenizer, 2)]
+    output = score(tmp_path, tiny_model_dir, files, EXACT_MATCH, "--kwargs", "{wrong_answer_score: 0.25}")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        ["nq", "1", "1", "1.0000", "0.2500"],
+        ["tinywiki", "2", "1", "0.2500", "0.5000"],
+    ]
+    rows = read_trajectories(output)
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.25, None]
+    assert rows[0]["reward_components"] == {"exact_match": 1.0, "has_answer": 1.0}
+    assert [row["status"] for row in rows] == ["answered", "answered", "answered", "failed"]
+    assert [row["step"] for row in rows] == [1, 1, 2, 2]
+    before = pa.concat_tables([pq.read_table(file) for file in files])
+    same = [name for name in before.column_names if name not in ("reward", "reward_components")]
+    assert pq.read_table(output).select(same).equals(before.select(same))
+    assert [t.segments for t in load_trajectories(output)] == [t.segments for t in first + second]
+
+
+FORMAT = "search_r1.rewards.format_reward.FormatReward"
+SCORES = {"structure_format_score": 0.2, "retrieval_score": 0.1}
+
+
+def test_a_stored_trajectory_scores_as_the_one_that_was_stored(
+    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    search, think = "<think> who </think><search> the river </search>", "<think> so </think>"
+    sampled = [
+        trajectory(byte_tokenizer, turns=(search, f"{think}<answer> Osk </answer>")),  # wrong, but the Lune was found
+        trajectory(byte_tokenizer, turns=(f"{think}<answer> Osk </answer>",)),  # wrong, nothing was found
+        trajectory(byte_tokenizer, turns=("<answer> Lune </answer>",)),  # right without a thought
+    ]
+    live = [FormatReward(**SCORES).score(one, byte_tokenizer) for one in sampled]
+    assert [reward for reward, _ in live] == pytest.approx([0.3, 0.2, 0.8])
+    file = store(tmp_path, sampled, byte_tokenizer)
+    replayed = read_trajectories(score(tmp_path, tiny_model_dir, [file], FORMAT, "--kwargs", json.dumps(SCORES)))
+    assert [(row["reward"], row["reward_components"]) for row in replayed] == live
+
+
+def test_the_grammar_is_that_of_the_template(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    sampled = trajectory(byte_tokenizer, None, turns=(r"<answer> It is \boxed{Lune} </answer>",))
+    files = [store(tmp_path, [sampled], byte_tokenizer)]
+    for options, reward in (((), 0.0), (("--template", "research"), 1.0)):
+        output = score(tmp_path, tiny_model_dir, files, EXACT_MATCH, *options)
+        assert [row["reward"] for row in read_trajectories(output)] == [reward]
+
+
+def test_a_rule_of_ones_own(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    files = [store(tmp_path, [trajectory(byte_tokenizer, turns=("zzz",))], byte_tokenizer)]
+    output = score(tmp_path, tiny_model_dir, files, f"{__name__}.CountsLetters", "--kwargs", '{"letter": "z"}')
+    assert read_trajectories(output)[0]["reward"] == 3.0
+
+
+def test_what_cannot_be_scored_is_failed_and_counted(
+    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = [trajectory(byte_tokenizer, turns=("a", "b", "c")), trajectory(byte_tokenizer, question="Which town?")]
+    file = store(tmp_path, [*sampled, failed(byte_tokenizer)], byte_tokenizer)
+    output = score(tmp_path, tiny_model_dir, [file], f"{__name__}.Judge")
+    unavailable, judged, before = load_trajectories(output)
+    assert (unavailable.status, unavailable.failure) == (Status.FAILED, "the judge is down")
+    assert (unavailable.reward, unavailable.reward_components) == (None, {})
+    assert (judged.reward, judged.reward_components) == (0.25, {"judge": 0.25, "town": 1.0})
+    assert (before.status, before.failure) == (Status.FAILED, "timed out")
+    assert "1 failed before and are as they were; 1 could not be scored" in capsys.readouterr().out
+
+
+def test_columns_that_were_added_are_kept(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    plain = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer, 1)
+    noted = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer, 2)
+    write_trajectory_table(noted, pq.read_table(noted).append_column("note", pa.array(["x"])))
+    output = score(tmp_path, tiny_model_dir, [plain, noted], EXACT_MATCH)
+    assert pq.read_table(output)["note"].to_pylist() == [None, "x"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward", "search_r1.rewards.gone.Reward"], "search_r1.rewards.gone"),
+        (["--reward", EXACT_MATCH, "--kwargs", "{gone: 1}"], "gone"),
+        (["--reward", EXACT_MATCH, "--template", "gone"], "gone"),
+        (["--reward", EXACT_MATCH, "--tokenizer", "/gone"], "no tokenizer at --tokenizer /gone"),
+        (["--reward", f"{__name__}.NeverThere"], "none of 1 trajectories could be scored: the judge is down"),
+    ],
+)
+def test_bad_options_are_named_and_nothing_is_written(
+    byte_tokenizer: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    file, output = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer), tmp_path / "scored.parquet"
+    command = ["score", str(file), "--output", str(output), "--tokenizer", str(tiny_model_dir)]
+    assert main([*command, *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_kwargs_have_to_be_a_mapping() -> None:
+    for text in ("3", "{"):
+        with pytest.raises(SystemExit):
+            main(["score", "x", "--output", "y", "--tokenizer", "z", "--reward", EXACT_MATCH, "--kwargs", text])
+
+
+def test_texts_of_another_tokenizer_are_named(
+    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = trajectory(byte_tokenizer)
+    file = store(tmp_path, [good, good], byte_tokenizer)
+    table = pq.read_table(file)
+    segments = table["segments"].to_pylist()
+    segments[1][0]["text"] = "Question: What?"
+    place = table.column_names.index("segments")
+    pq.write_table(table.set_column(place, "segments", pa.array(segments, table["segments"].type)), file)
+    command = ["score", str(file), "--output", str(tmp_path / "out.parquet"), "--tokenizer", str(tiny_model_dir)]
+    assert main([*command, "--reward", EXACT_MATCH]) == 1
+    error = capsys.readouterr().err
+    assert f"{file}: row 1: the tokenizer is another one: at letter 12 it reads 'ich river?" in error

@@ -1,0 +1,126 @@
+"""Rows of the supervised warm start: segments of text, or of the very ids that a policy sampled.
+
+Parquet columns: `segments` list<struct<source, text[, ids]>>, and optionally `phase` ("lm" or "policy"). A row without
+ids is tokenised segment by segment, without special tokens, exactly as an episode's context is put together. A row with
+ids is trained on exactly these; the tokenizer has to decode them to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.data.files import file_list, read_table
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+PHASES = ("lm", "policy")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training row as stored; `where` names file and row number for error messages."""
+
+    sources: tuple[str, ...]
+    texts: tuple[str, ...]
+    phase: str | None
+    where: str
+    ids: tuple[tuple[int, ...], ...] | None = None  # of each segment; None: the text is to be tokenised
+
+
+@dataclass(frozen=True)
+class TokenisedRow:
+    """`ids_L` int64 and `loss_mask_L` bool."""
+
+    ids_L: torch.Tensor
+    loss_mask_L: torch.Tensor
+
+
+def read_rows(files: str | Sequence[str]) -> list[Row]:
+    """All rows of the parquet files. Raises DataError naming file, row and column."""
+    paths = file_list(files)
+    rows = [row for path in paths for row in _read_file(path)]
+    if not rows:
+        raise DataError(f"data.train_files: no rows in {', '.join(map(str, paths)) or 'no file at all'}")
+    return rows
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_length: int) -> TokenisedRow:
+    """Ids of each segment on its own; the mask is all tokens but the first (lm) or policy segments' (policy).
+
+    Raises DataError for a row that is too long, has nothing to train on, or has the ids of another tokenizer.
+    """
+    import torch
+
+    ids: list[int] = []
+    mask: list[bool] = []
+    for source, segment_ids in zip(row.sources, _ids_of_segments(tokenizer, row), strict=True):
+        ids += segment_ids
+        mask += [phase == "lm" or source == "policy"] * len(segment_ids)
+    if len(ids) > max_length:
+        raise DataError(f"{row.where}: {len(ids)} tokens are more than data.max_length={max_length}")
+    if not any(mask[1:]):
+        raise DataError(f"{row.where}: there is nothing to train on in phase {phase!r}")
+    mask[0] = False  # nothing comes before it that could predict it
+    return TokenisedRow(torch.tensor(ids), torch.tensor(mask))
+
+
+def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[Sequence[int]]:
+    from verl.agent.text import check_decoding
+
+    if row.ids is None:
+        return list(tokenizer(list(row.texts), add_special_tokens=False)["input_ids"])
+    for ids, text in zip(row.ids, row.texts, strict=True):
+        try:
+            check_decoding(tokenizer, ids, text)
+        except DataError as error:
+            raise DataError(
+                f"{row.where}, column 'segments': {error}; train from the model that sampled, or leave the ids out "
+                f"(the export of trajectories has --text_only)"
+            ) from error
+    return row.ids
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; set data.train_files to a parquet file with a column 'segments'")
+    table = read_table(path)
+    if "segments" not in table.column_names:
+        raise DataError(f"{path}: column 'segments' is missing; its columns are {', '.join(table.column_names)}")
+    phases = table["phase"].to_pylist() if "phase" in table.column_names else [None] * len(table)
+    for number, (segments, phase) in enumerate(zip(table["segments"].to_pylist(), phases, strict=True)):
+        yield _row(segments, phase, f"{path}: row {number}")
+
+
+def _row(segments: Any, phase: str | None, where: str) -> Row:
+    from verl.protocol import Source
+
+    if phase is not None and phase not in PHASES:
+        raise DataError(f"{where}, column 'phase': {phase!r} is neither 'lm' nor 'policy'")
+    if not segments:
+        raise DataError(f"{where}, column 'segments': is empty")
+    for segment in segments:
+        if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
+            raise DataError(f"{where}, column 'segments': {segment!r} is not a struct of the strings source and text")
+        if segment.get("source") not in list(Source):
+            raise DataError(f"{where}, column 'segments': source {segment.get('source')!r} is not {', '.join(Source)}")
+    sources, texts = tuple(s["source"] for s in segments), tuple(s["text"] for s in segments)
+    return Row(sources, texts, phase, where, _stored_ids(segments, where))
+
+
+def _stored_ids(segments: list[dict[str, Any]], where: str) -> tuple[tuple[int, ...], ...] | None:
+    stored = [segment["ids"] for segment in segments if segment.get("ids") is not None]
+    if not stored:
+        return None
+    if len(stored) < len(segments) or not all(_are_ids(ids) for ids in stored):
+        raise DataError(f"{where}, column 'segments': ids have to be integers from 0, in all segments or in none")
+    return tuple(tuple(ids) for ids in stored)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(token, int) and token >= 0 for token in value)
