@@ -13,6 +13,7 @@ from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, bl
 from trying_commands import server, try_command
 
 import infer
+from search_r1.data.qa.sets import SETS
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from verl.config import load_config_from_argv
@@ -45,6 +46,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     for name in QUESTIONS:
         (made.folder / name).parent.mkdir()
         (made.folder / name).write_text(json.dumps(question) + "\n")
+    for name, qa_set in SETS.items():
+        (made.folder / "data/qa" / name).mkdir(parents=True)
+        for split in qa_set.splits:
+            (made.folder / "data/qa" / name / f"{split}.jsonl").write_text(json.dumps(question) + "\n")
     monkeypatch.chdir(made.folder)
     return made
 
@@ -119,6 +124,10 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
         "python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --url http://127.0.0.1:8000/retrieve",
         "python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl",
         "python -m search_r1.data.tinywiki --output_dir data/tinywiki --hops 2",
+        "python scripts/data_process/nq_search.py --input_dir gone",
+        "python scripts/data_process/nq.py --input_dir data/qa --data_sources nq",
+        "python scripts/download.py --savepath data",
+        "bash scripts/nq_hotpotqa/data_process.sh --input_dir data/qa --topk 3",
         "python3 -m verl.trainer.main_ppo --config-name gone --cfg job",
         "python3 -m verl.trainer.sft model.pth=x",
         "python infer.py --model x --config-name gone",

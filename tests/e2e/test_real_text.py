@@ -18,18 +18,15 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real qu
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real files have no training splits: the test questions are trained on."""
     folder = tmp_path_factory.mktemp("questions")
-    inputs = (f"nq={DATA / 'qa/nq/test.jsonl'}", f"hotpotqa={DATA / 'qa/hotpotqa/dev.jsonl'}")
-    for name, limit in (("train", "64"), ("test", "8")):
+    for name, file in (("nq", "test.jsonl"), ("hotpotqa", "dev.jsonl")):
+        (folder / "qa" / name).mkdir(parents=True)
+        (folder / "qa" / name / "train.jsonl").symlink_to(DATA / "qa" / name / file)
+    for name, source, limit in (("train", folder / "qa", "64"), ("test", DATA / "qa", "8")):
         run(
-            "-m",
-            "search_r1.data.qa_jsonl",
-            "--input",
-            *inputs,
-            "--output",
-            str(folder / f"{name}.parquet"),
-            "--limit",
-            limit,
+            *(f"scripts/data_process/qa_search_{name}_merge.py", "--data_sources", "nq,hotpotqa"),
+            *("--local_dir", str(folder), "--input_dir", str(source), "--limit", limit),
         )
     return folder
 

@@ -1,0 +1,131 @@
+"""Fetch an artifact, check it, and make what is used of it; what is whole already stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_r1.data.hub.artifacts import Artifact
+from search_r1.data.hub.checksums import Record, is_joined, is_whole, sha256_of
+from search_r1.data.hub.fetching import fetch, partial_file
+from search_r1.data.hub.listing import HubUnavailable, RemoteFile, list_files, unmatched
+from search_r1.data.hub.making import join, require_disk, unpack
+from verl.errors import DataError
+
+_UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
+
+
+class Downloader:
+    """Keeps everything under `folder`, with the checksums in `checksums.json`."""
+
+    def __init__(self, folder: Path, remove_parts: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._remove_parts = folder, remove_parts
+        self._record = Record(folder)
+
+    def get(self, artifact: Artifact) -> None:
+        """Raises `HubUnavailable` that says what to place where, `DataError` for wrong files or a full disk."""
+        try:
+            revision, remote = list_files(artifact)
+        except HubUnavailable as error:
+            self._make(artifact, self._placed(artifact, error))
+            return
+        if self._is_made(artifact, remote):
+            print(f"{self._product(artifact)}: whole")
+            return
+        self._require_disk(artifact, remote)
+        for file in remote:
+            self._get_file(artifact, file, revision)
+        self._make(artifact, [self._path(artifact, file.path) for file in remote])
+
+    def _get_file(self, artifact: Artifact, file: RemoteFile, revision: str) -> None:
+        path = self._path(artifact, file.path)
+        if is_whole(path, file):
+            print(f"{path}: whole")
+        else:
+            if path.exists():
+                print(f"{path}: is not what the hub has, and is fetched again")
+            fetch(file, path)
+            print(f"{path}: fetched")
+        self._note(path, {"repo": artifact.repo, "revision": revision, "checked_against_hub": True}, file.sha256)
+
+    def _make(self, artifact: Artifact, paths: Sequence[Path]) -> None:
+        product = self._product(artifact)
+        if product is None or not paths:
+            return
+        sha256 = join(paths, product) if artifact.joined else unpack(paths[0], product)
+        sources = {self._name(path): self._record.get(self._name(path))["sha256"] for path in paths}
+        self._note(product, {"made_from": sources}, sha256)
+        print(f"{product}: made from {', '.join(path.name for path in paths)}")
+        if self._remove_parts:
+            for path in paths:
+                path.unlink()
+
+    def _is_made(self, artifact: Artifact, remote: Sequence[RemoteFile]) -> bool:
+        """Whether the product is there and comes from what the hub has."""
+        product = self._product(artifact)
+        if product is None or not product.is_file():
+            return False
+        if artifact.joined:
+            return is_joined(product, remote)
+        entry = self._record.get(self._name(product))
+        made_from = {self._name(self._path(artifact, file.path)): file.sha256 for file in remote}
+        return entry.get("made_from") == made_from and entry.get("sha256") == sha256_of(product)
+
+    def _placed(self, artifact: Artifact, error: HubUnavailable) -> list[Path]:
+        """The files that were placed by hand, [] when what they make is whole. Raises `HubUnavailable`."""
+        product = self._product(artifact)
+        entry = self._record.get(self._name(product)) if product else {}
+        if product and product.is_file() and entry.get("sha256") == sha256_of(product):
+            print(f"{product}: whole, as recorded (the hub was not asked: {error})")
+            return []
+        folder = self._folder / artifact.folder
+        paths = sorted({path for pattern in artifact.patterns for path in folder.glob(pattern) if path.is_file()})
+        missing = unmatched(artifact.needed, [path.relative_to(folder).as_posix() for path in paths])
+        if missing:
+            raise HubUnavailable(f"{error}\n{self._instructions(artifact, missing)}") from error
+        for path in paths:
+            self._check_placed(path)
+        return paths
+
+    def _check_placed(self, path: Path) -> None:
+        entry, found = self._record.get(self._name(path)), sha256_of(path)
+        if entry.get("sha256", found) != found:
+            raise DataError(f"{path} is not the file of {self._folder / 'checksums.json'}; place it anew")
+        if not entry:
+            self._note(path, {"checked_against_hub": False}, found)
+        print(f"{path}: there{'' if entry.get('checked_against_hub') else ', not checked against the hub'}")
+
+    def _instructions(self, artifact: Artifact, missing: Sequence[str]) -> str:
+        folder = (self._folder / artifact.folder).resolve()
+        url = f"https://huggingface.co/datasets/{artifact.repo}"
+        lines = ["Without a network, fetch elsewhere and place:"]
+        lines += [f"  {folder / name}  from  {url}/resolve/main/{name}" for name in missing if "*" not in name]
+        lines += [f"  {folder / name}: all such files of {url}" for name in artifact.patterns if "*" in name]
+        return "\n".join([*lines, "Then run the same command again."])
+
+    def _require_disk(self, artifact: Artifact, remote: Sequence[RemoteFile]) -> None:
+        size = sum(file.size for file in remote)
+        missing = sum(self._missing(artifact, file) for file in remote)
+        made = size if artifact.joined else _UNPACKED_TIMES * size if artifact.unpacked else 0
+        require_disk(self._folder, missing + made, f"{artifact.name} ({artifact.repo})")
+
+    def _missing(self, artifact: Artifact, file: RemoteFile) -> int:
+        path = self._path(artifact, file.path)
+        there = path if path.exists() else partial_file(file, path)
+        return max(0, file.size - (there.stat().st_size if there.exists() else 0))
+
+    def _note(self, path: Path, more: dict[str, Any], sha256: str | None = None) -> None:
+        entry = {"sha256": sha256 or sha256_of(path), "bytes": path.stat().st_size} | more
+        self._record.set(self._name(path), entry)
+
+    def _product(self, artifact: Artifact) -> Path | None:
+        name = artifact.joined or artifact.unpacked
+        return self._folder / name if name else None
+
+    def _path(self, artifact: Artifact, name: str) -> Path:
+        return self._folder / artifact.folder / name
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()

@@ -1,0 +1,119 @@
+"""What the scripts of scripts/data_process have in common: their arguments, and the files they write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_r1.data.qa.build import PromptBuilder, Source
+from search_r1.data.qa.hdfs import copy_to_hdfs, hdfs_client
+from search_r1.data.qa.reading import BadRows
+from search_r1.data.qa.retrieved import Contexts
+from search_r1.data.qa.sets import qa_sets
+from search_r1.llm_agent.templates import load_template, shipped_templates
+from search_r1.search.errors import SearchError
+from verl.errors import ConfigError, VerlError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a script makes: `base` is the template that `--template_type base` means, `splits` the files."""
+
+    local_dir: str
+    base: str
+    splits: tuple[str, ...]
+    several_sets: bool = False
+    with_context: bool = False
+
+
+def main(description: str | None, recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 after an error that is printed."""
+    args = _parser(description, recipe).parse_args(arguments)
+    try:
+        run(args, recipe)
+    except (VerlError, SearchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Write the files that `args` ask for. Raises `VerlError` or `SearchError`."""
+    client = hdfs_client() if args.hdfs_dir else None
+    template = load_template(recipe.base if args.template_type == "base" else args.template_type)
+    if template.needs_context != recipe.with_context:
+        what = "has a place for" if template.needs_context else "has no place for"
+        raise ConfigError(f"--template_type {args.template_type} {what} retrieved passages, which only nq_rag.py gives")
+    sets = qa_sets(args.data_sources)
+    # all files are found before the first one is read
+    sources = {
+        split: [Source.find(qa_set, split, args.input_dir) for qa_set in sets] for split in _splits(args, recipe)
+    }
+    builder = PromptBuilder(template, args.limit, BadRows(args.skip_bad_rows))
+    written = []
+    for split, of_split in sources.items():
+        path = args.local_dir / f"{split}.parquet"
+        counts = builder.write(path, of_split, split, _contexts(args, split, recipe))
+        written.append(path)
+        parts = (f"{count} of {found.data_source} {found.split}" for found, count in zip(of_split, counts, strict=True))
+        print(f"{path}: {sum(counts)} prompts ({', '.join(parts)})")
+    for message in builder.bad_rows.listed:
+        print(f"left out: {message}", file=sys.stderr)
+    if args.skip_bad_rows:
+        print(f"{len(builder.bad_rows.listed)} rows left out")
+    if client:
+        copy_to_hdfs(client, written, args.hdfs_dir)
+
+
+def _splits(args: argparse.Namespace, recipe: Recipe) -> list[str]:
+    chosen = [word.strip() for word in args.splits.split(",")]
+    if not set(chosen) <= set(recipe.splits) or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"--splits {args.splits!r} has to be some of {','.join(recipe.splits)}")
+    return chosen
+
+
+def _contexts(args: argparse.Namespace, split: str, recipe: Recipe) -> Contexts | None:
+    if not recipe.with_context:
+        return None
+    cache = args.train_retrieval_cache if split == "train" else args.test_retrieval_cache
+    return Contexts(cache, args.corpus_path, args.retriever_url, args.topk)
+
+
+def _parser(description: str | None, recipe: Recipe) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--local_dir", type=Path, default=Path(recipe.local_dir), help="where the files go (default: %(default)s)")
+    add("--hdfs_dir", help="a folder on HDFS that gets a copy")
+    templates = ", ".join(shipped_templates())
+    add("--template_type", default="base", help=f"base ({recipe.base}), or a file, or one of {templates}")
+    add("--input_dir", type=Path, help="folder with <set>/<split>.jsonl or the original files (default: the hub)")
+    add("--skip_bad_rows", action="store_true", help="list and leave out rows that cannot be used")
+    add("--limit", type=_positive, help="at most so many questions of each set")
+    if recipe.several_sets:
+        add("--data_sources", default="nq", help="sets with commas between, in the order of the file")
+        parser.set_defaults(splits=",".join(recipe.splits))
+    else:
+        add("--splits", default=",".join(recipe.splits), help="files to write (default: %(default)s)")
+        parser.set_defaults(data_sources="nq")
+    if recipe.with_context:
+        _add_context_arguments(parser)
+    return parser
+
+
+def _add_context_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--topk", type=_positive, default=3, help="passages in a prompt (default: %(default)s)")
+    add("--corpus_path", type=Path, help="the passages that the ids of the caches belong to")
+    for split in ("train", "test"):
+        add(f"--{split}_retrieval_cache", type=Path, help='JSON {question: [{"id": ..}, ..]}, best first')
+    add("--retriever_url", help="/retrieve of a running server, asked for questions that are in no cache")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number

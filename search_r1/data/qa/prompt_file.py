@@ -1,0 +1,81 @@
+"""The prompt file: its schema, and writing it whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from search_r1.data.qa.question import QaRow
+from search_r1.llm_agent.templates import Template
+from verl.errors import DataError
+
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        (
+            "reward_model",
+            pa.struct([("style", pa.string()), ("ground_truth", pa.struct([("target", pa.list_(pa.string()))]))]),
+        ),
+        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64())])),
+        ("id", pa.string()),
+        ("question", pa.string()),
+        ("golden_answers", pa.list_(pa.string())),
+        # JSON text: the sets have different fields, and one column has one type.
+        ("metadata", pa.string()),
+    ]
+)
+TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
+_ROWS_A_GROUP = 4096
+
+
+def prompt_row(row: QaRow, data_source: str, split: str, template: Template, context: str | None) -> dict[str, Any]:
+    """A row of `SCHEMA`. `split` is train or test, what the row is used for."""
+    return {
+        "data_source": data_source,
+        "prompt": template.messages(row.question, context),
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": row.golden_answers}},
+        "extra_info": {"split": split, "index": row.index},
+        "id": row.id,
+        "question": row.question,
+        "golden_answers": row.golden_answers,
+        "metadata": row.metadata,
+    }
+
+
+def write_prompts(path: Path, rows: Iterable[Mapping[str, Any]], template: Template) -> int:
+    """Write `path`, in groups of rows, and return their number. Until it is whole it has another name.
+
+    The file's own metadata names the template and its fingerprint. Raises `DataError` when there are no rows.
+    """
+    schema = SCHEMA.with_metadata({TEMPLATE_KEY: template.name, FINGERPRINT_KEY: template.fingerprint})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+            count = sum(_write(writer, group, schema) for group in _groups(rows))
+        if count == 0:
+            raise DataError(f"{path}: there are no questions to write")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    iterator = iter(rows)
+    while group := list(islice(iterator, _ROWS_A_GROUP)):
+        yield group
+
+
+def _write(writer: pq.ParquetWriter, group: list[Mapping[str, Any]], schema: pa.Schema) -> int:
+    writer.write_table(pa.Table.from_pylist(group, schema=schema))
+    return len(group)

@@ -1,0 +1,66 @@
+"""One question with its gold answers, as every format gives it, and the checks that all of them share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from search_r1.llm_agent.templates import normalize_question
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a format finds in a row, not checked yet. `id` None: the format has no ids."""
+
+    question: Any
+    answers: Any
+    id: Any = None
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class QaRow:
+    """A row that can be used. `index` counts the rows of its file from 0, also those that are left out."""
+
+    id: str
+    question: str
+    """Stripped, with a question mark at its end."""
+    golden_answers: list[str]
+    """As in the source; at least one is not blank."""
+    metadata: str | None
+    """JSON."""
+    index: int
+
+
+def checked(fields: Fields, split: str, index: int) -> QaRow:
+    """Raises `ValueError` with the reason. A row of a format without ids gets `split_index`."""
+    if not isinstance(fields.question, str) or not fields.question.strip():
+        raise ValueError(f"the question is {_shown(fields.question)}, not a text")
+    if not isinstance(fields.answers, list) or not all(isinstance(answer, str) for answer in fields.answers):
+        raise ValueError(f"the gold answers are {_shown(fields.answers)}, not a list of texts")
+    if not any(answer.strip() for answer in fields.answers):
+        raise ValueError("there is no gold answer")
+    row = QaRow(
+        id=_identifier(fields.id, f"{split}_{index}"),
+        question=normalize_question(fields.question),
+        golden_answers=fields.answers,
+        metadata=json.dumps(fields.metadata, ensure_ascii=False) if fields.metadata else None,
+        index=index,
+    )
+    for text in (row.id, row.question, *row.golden_answers, row.metadata or ""):
+        text.encode()  # half a surrogate pair cannot be stored: UnicodeEncodeError is a ValueError
+    return row
+
+
+def _identifier(value: Any, default: str) -> str:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise ValueError(f"the id is {_shown(value)}, not a text or a number")
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

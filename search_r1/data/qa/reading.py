@@ -1,0 +1,73 @@
+"""The checked questions of one file, in whatever format it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from types import ModuleType
+
+from search_r1.data.qa.formats import format_of, known_formats
+from search_r1.data.qa.question import QaRow, checked
+from search_r1.data.qa.records import Record, read_records
+from verl.errors import DataError
+
+_LOOKED_AT = 100  # rows that may be broken before one that shows the format
+
+
+@dataclass
+class BadRows:
+    """What is done with rows that cannot be used: an error at the first, or all of them listed and left out."""
+
+    skip: bool = False
+    listed: list[str] = field(default_factory=list)
+
+    def found(self, where: str, reason: str) -> None:
+        """Raises `DataError` unless they are skipped."""
+        if not self.skip:
+            raise DataError(f"{where}: {reason}; correct the row, or leave such rows out by --skip_bad_rows")
+        self.listed.append(f"{where}: {reason}")
+
+
+def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]:
+    """The questions of `path` in its order. `split` is for the ids of formats that have none.
+
+    Raises `DataError` with file and line: for a file that cannot be read or has no known format, and, unless
+    `bad_rows` skips them, for a row without question or gold answers, with a wrong type, or with the id of another row.
+    """
+    records = read_records(path)
+    first = list(islice(records, _LOOKED_AT))
+    found = _format(path, first)
+    line_of_id: dict[str, int] = {}
+    for index, record in enumerate(chain(first, records)):
+        try:
+            row = _question(record, found, split, index)
+            if row.id in line_of_id:
+                raise ValueError(f"the id {row.id!r} stands already in line {line_of_id[row.id]}")
+        except ValueError as error:
+            bad_rows.found(f"{path}:{record.line}", str(error))
+            continue
+        line_of_id[row.id] = record.line
+        yield row
+
+
+def _format(path: Path, first: list[Record]) -> ModuleType:
+    if not first:
+        raise DataError(f"{path} has no rows")
+    found = format_of(record.value for record in first)
+    if found is None:
+        shown = next((record for record in first if not record.fault), first[0])
+        what = shown.fault or f"a row with the keys {', '.join(map(str, shown.value))}"
+        raise DataError(f"{path}:{shown.line}: {what}; known formats (with the keys they need) are {known_formats()}")
+    return found
+
+
+def _question(record: Record, found: ModuleType, split: str, index: int) -> QaRow:
+    """Raises `ValueError` with the reason."""
+    if record.fault:
+        raise ValueError(record.fault)
+    missing = sorted(found.KEYS - record.value.keys())
+    if missing:
+        raise ValueError(f"it has no {' and no '.join(missing)}")
+    return checked(found.fields(record.value), split, index)

@@ -1,0 +1,100 @@
+"""The rows of a file, whatever holds them: JSON lines, a JSON array, CSV or TSV, each also packed by gzip."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from search_r1.data.qa.json_array import array_items
+from search_r1.search.errors import CorpusError
+from search_r1.search.jsonl import read_lines
+from verl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row: its `value`, or the reason why it has none."""
+
+    line: int
+    value: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The rows in order. Raises `DataError` for a file that cannot be read on (a broken row is a `fault`)."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in _READERS:
+        raise DataError(f"{path}: is none of {', '.join(_READERS)} (also with .gz)")
+    yield from _READERS[kind](path)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    try:
+        for number, line in read_lines(path):
+            yield _json_line(number, line)
+    except CorpusError as error:
+        raise DataError(str(error)) from error
+
+
+def _json_line(number: int, line: bytes) -> Record:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Record(number, fault=f"no JSON: {error}" if line.strip() else "a blank line")
+    return _object(number, value)
+
+
+def _object(number: int, value: Any) -> Record:
+    if not isinstance(value, dict):
+        return Record(number, fault=f"a JSON {type(value).__name__}, not an object")
+    return Record(number, value)
+
+
+def _json_array(path: Path) -> Iterator[Record]:
+    with _text(path) as file:
+        try:
+            for line, value in array_items(file):
+                yield _object(line, value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: no JSON array of rows: {error.msg}") from error
+        except (EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as UTF-8 text: {error}; fetch the file again") from error
+
+
+def _table(path: Path, delimiter: str) -> Iterator[Record]:
+    with _text(path) as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                yield _table_row(reader.line_num, row)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, after line {reader.line_num}: not UTF-8: {error}; convert it by iconv") from error
+        except (csv.Error, EOFError, zlib.error, OSError) as error:
+            raise DataError(f"{path}, after line {reader.line_num}: cannot be read: {error}") from error
+
+
+def _table_row(line: int, row: dict[str | Any, Any]) -> Record:
+    if None in row or None in row.values():
+        return Record(line, fault="it has not as many columns as the first line")
+    return Record(line, row)
+
+
+def _text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_array,
+    ".csv": lambda path: _table(path, ","),
+    ".tsv": lambda path: _table(path, "\t"),
+}
