@@ -55,6 +55,7 @@ EXTRAS = {
         "qdrant-client>=1.16",
         "ruff>=0.12",
         "schemathesis>=4.20",
+        "torchmetrics>=1.4",
     ],
 }
 PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"], "search_r1.search": ["*.sh"]}

@@ -129,6 +129,7 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
         "python scripts/download.py --savepath data",
         "bash scripts/nq_hotpotqa/data_process.sh --input_dir data/qa --topk 3",
         "python3 -m verl.trainer.main_ppo --config-name gone --cfg job",
+        "python3 -m verl.trainer.main_ppo reward.function=search_r1.rewards.presets.ResearchReward reward.kwargs={x:1}",
         "python3 -m verl.trainer.sft model.pth=x",
         "python infer.py --model x --config-name gone",
         "python infer.py --ask x",

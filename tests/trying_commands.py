@@ -31,6 +31,7 @@ from verl.config import check_supported, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.trainer.main_ppo_format import with_format_reward
+from verl.trainer.scoring import make_reward
 
 Rule = Callable[[Command, Checkout], None]
 
@@ -81,7 +82,10 @@ def rehearses(command: Command, checkout: Checkout) -> None:
 
 def composes_training(command: Command, _: Checkout) -> None:
     with ends_well():
-        check_supported(load_config_from_argv(command.arguments))
+        config = load_config_from_argv(command.arguments)
+        check_supported(config)
+        make_reward(config, config.reward.function, config.reward.kwargs)
+        make_reward(config, config.reward.function, config.reward.val_kwargs or config.reward.kwargs)
 
 
 def composes_format_training(command: Command, _: Checkout) -> None:

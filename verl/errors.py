@@ -30,7 +30,7 @@ class WeightSyncError(VerlError):
 
 
 class NumericalError(VerlError):
-    """NaN or Inf in a loss, a log-prob or a weight."""
+    """NaN or Inf in a loss, a log-prob, a weight or a reward."""
 
 
 class WorkerError(VerlError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -11,7 +12,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.templates import load_template
 from search_r1.rewards.reading import Reading, read_trajectory
 from verl.by_name import load_by_name
-from verl.errors import ConfigError, RewardUnavailable
+from verl.errors import ConfigError, NumericalError, RewardUnavailable
 from verl.event_loop import run_to_end
 from verl.protocol import Trajectory
 
@@ -65,13 +66,23 @@ def make_component(name: str, options: Mapping[str, Any] | None = None) -> Compo
         known = ", ".join(sorted(COMPONENTS))
         raise ConfigError(f"no reward component {name!r}: give the dotted name of a class, or one of {known}")
     try:
-        return made_by(**(options or {}))
+        made: Component | BatchedComponent = made_by(**(options or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward component {name}: {error}") from error
+    if not callable(made) and not isinstance(made, BatchedComponent):
+        raise ConfigError(
+            f"reward component {name} can neither be called with a reading nor has it a measure(readings)"
+        )
+    return made
 
 
 class ComponentReward(ABC):
-    """A reward of trajectories: its `components` are measured, and `combine` makes one number of their values."""
+    """A reward of trajectories: its `components` are measured, and `combine` makes one number of their values.
+
+    Components in `logged_only` are no part of it: where one cannot be had, it is left out.
+    """
+
+    logged_only: frozenset[str] = frozenset()
 
     def __init__(self, components: Mapping[str, Component | BatchedComponent], grammar: Grammar = SEARCH_R1) -> None:
         self.components = components
@@ -101,7 +112,7 @@ class ComponentReward(ABC):
         return self.score_readings(readings)
 
     def score_readings(self, readings: Sequence[Reading]) -> list[Score | RewardUnavailable]:
-        """`score_all` of what was read."""
+        """`score_all` of what was read. Raises `NumericalError` for a value that is NaN or infinite."""
         batched = {name: part for name, part in self.components.items() if isinstance(part, BatchedComponent)}
         columns: dict[str, Sequence[Value]] = {
             name: [float(part(reading)) for reading in readings]
@@ -113,13 +124,24 @@ class ComponentReward(ABC):
         return [self._score({name: columns[name][i] for name in self.components}) for i in range(len(readings))]
 
     def _score(self, values: Mapping[str, Value]) -> Score | RewardUnavailable:
-        for value in values.values():
-            if isinstance(value, RewardUnavailable):
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if not isinstance(value, RewardUnavailable):
+                numbers[name] = _finite(name, value)
+            elif name not in self.logged_only:
                 return value
-        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, RewardUnavailable)}
         return self.combine(numbers), numbers
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise NumericalError(f"reward component {name} is {value}: a component has to give a finite number")
+    return float(value)
 
 
 async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Reading]) -> dict[str, Sequence[Value]]:
     columns = await asyncio.gather(*(part.measure(readings) for part in parts.values()))
+    for name, column in zip(parts, columns, strict=True):
+        if len(column) != len(readings):
+            raise ConfigError(f"reward component {name} gave {len(column)} values for {len(readings)} trajectories")
     return dict(zip(parts, columns, strict=True))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from search_r1.rewards.component import component
 from search_r1.rewards.format_grammar import check_format
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.metrics import contains_gold
+from search_r1.rewards.normalize import normalizer
 from search_r1.rewards.reading import Reading
 
 
@@ -18,11 +19,13 @@ class ValidFormat:
 
 @component("retrieval_correct")
 class RetrievalCorrect:
-    """1 when a gold answer is part of what a search returned, both after `normalize_answer`.
+    """1 when a gold answer is part of what a search returned, both after normalisation.
 
     A gold answer that normalises to nothing (the grade "A") is never found: it would be part of any text.
     """
 
+    def __init__(self, unicode: bool = False) -> None:
+        self.normalize = normalizer(unicode)
+
     def __call__(self, reading: Reading) -> float:
-        golds = [gold for gold in map(normalize_answer, reading.targets) if gold]
-        return float(any(gold in normalize_answer(passage) for passage in reading.passages for gold in golds))
+        return float(contains_gold(reading.passages, reading.targets, self.normalize))

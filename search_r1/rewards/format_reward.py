@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards.answer_components import ExactMatch, HasAnswer
+from search_r1.rewards.coefficients import check_shares
 from search_r1.rewards.component import BatchedComponent, Component, ComponentReward
 from search_r1.rewards.format_components import RetrievalCorrect, ValidFormat
 
@@ -31,14 +32,11 @@ class FormatReward(ComponentReward):
         retrieval_score: float = 0.0,
         grammar: Grammar = SEARCH_R1,
     ) -> None:
-        scores = {
-            "structure_format_score": structure_format_score,
-            "final_format_score": final_format_score,
-            "retrieval_score": retrieval_score,
-        }
-        for name, value in scores.items():
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name} is {value}: give a number from 0 to 1, the reward of a correct answer")
+        check_shares(
+            structure_format_score=structure_format_score,
+            final_format_score=final_format_score,
+            retrieval_score=retrieval_score,
+        )
         if structure_format_score + retrieval_score > 1.0:
             raise ValueError(
                 f"structure_format_score {structure_format_score} + retrieval_score {retrieval_score} is above 1, "

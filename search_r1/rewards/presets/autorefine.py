@@ -1,0 +1,56 @@
+"""The reward of AutoRefine (Shi et al. 2025, arXiv 2505.11277)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from search_r1.llm_agent.grammar import Grammar
+from search_r1.rewards.answer_components import HasAnswer
+from search_r1.rewards.coefficients import check_shares
+from search_r1.rewards.component import ComponentReward, make_component
+from search_r1.rewards.refine_components import RefineCorrect, RefineFormat
+
+AUTOREFINE = Grammar(information="documents")
+"""That of the template `autorefine`."""
+METRICS = ("f1", "exact_match", "cover_match")
+
+
+class AutoRefineReward(ComponentReward):
+    """a, the `metric` of the answer; where it is less, `format_score` x V + `refine_score` x R; 0 without an answer.
+
+    V is `refine_format`, R is `refine_correct`: a gold answer stands in the policy's `<refine>` tags.
+    Published fault: the second part counts only where a is exactly 0, so that an F1 of 0.05 is worth less than none:
+    with `monotone=False` it is so here too. A policy can list candidates in its notes for R; keep `refine_score` low.
+    Made for the template `autorefine`.
+    """
+
+    def __init__(
+        self,
+        metric: str = "f1",
+        format_score: float = 0.0,
+        refine_score: float = 0.1,
+        monotone: bool = True,
+        grammar: Grammar = AUTOREFINE,
+    ) -> None:
+        if metric not in METRICS:
+            raise ValueError(f"metric is {metric!r}: give one of {', '.join(METRICS)}")
+        check_shares(**{"format_score": format_score, "refine_score": refine_score})
+        check_shares(**{"format_score + refine_score": format_score + refine_score})
+        components = {
+            metric: make_component(metric),
+            "has_answer": HasAnswer(),
+            "refine_correct": RefineCorrect(),
+            "refine_format": RefineFormat(),
+        }
+        super().__init__(components, grammar)
+        self.metric, self.monotone = metric, monotone
+        self.format_score, self.refine_score = format_score, refine_score
+
+    def combine(self, values: Mapping[str, float]) -> float:
+        if not values["has_answer"]:
+            return 0.0
+        a = values[self.metric]
+        if a and not self.monotone:
+            return a
+        partial = self.format_score * values["refine_format"] + self.refine_score * values["refine_correct"]
+        return max(a, partial)

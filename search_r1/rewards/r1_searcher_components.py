@@ -1,0 +1,93 @@
+"""What R1-Searcher (Song et al. 2025, arXiv 2503.05592) measures, on the tags of any grammar.
+
+Its own prompt has one thought that goes on through all searches; ours have one in every turn. "One closed thought" is
+therefore asked of the turn that answers, and at most one of the others: the same for its form, and possible in ours.
+"""
+
+from __future__ import annotations
+
+from search_r1.llm_agent.transcript import Reply
+from search_r1.rewards.component import component
+from search_r1.rewards.metrics import cover_tokens, token_f1
+from search_r1.rewards.normalize import normalize_r1_searcher
+from search_r1.rewards.reading import Reading
+from search_r1.rewards.tags import count, num_pairs
+from search_r1.rewards.words import has_cjk
+
+MAX_ANSWER_WORDS = 10
+
+
+@component("r1_searcher_f1")
+class R1SearcherF1:
+    """F1 of the answer with R1-Searcher's normalisation, in [0, 1]; 0 without an answer."""
+
+    def __call__(self, reading: Reading) -> float:
+        return 0.0 if reading.answer is None else token_f1(reading.answer, reading.targets, normalize_r1_searcher)
+
+
+@component("r1_searcher_cover")
+class R1SearcherCover:
+    """1 when the words of a gold answer stand in the answer one after the other, with R1-Searcher's normalisation."""
+
+    def __call__(self, reading: Reading) -> float:
+        answer = reading.answer
+        return float(answer is not None and cover_tokens(answer, reading.targets, normalize_r1_searcher))
+
+
+@component("r1_searcher_violation")
+class R1SearcherViolation:
+    """1 when any of this is so:
+
+    - a tag is opened and not closed as often, or the policy wrote a tag of the environment's;
+    - thoughts are not closed as said above, or there is not exactly one answer, or it has more than 10 words;
+    - the policy wrote Chinese or Japanese letters though the question has none;
+    - it wrote "Assistant", the start of a chat turn.
+    """
+
+    def __call__(self, reading: Reading) -> float:
+        answer = reading.answer
+        kept = (
+            searches_well_formed(reading)
+            and thought_and_answer_well_formed(reading)
+            and answer is not None
+            and len(answer.split()) <= MAX_ANSWER_WORDS
+            and not count(reading.turns, "Assistant")
+            and (has_cjk(reading.question) or not any(has_cjk(turn.text) for turn in reading.turns))
+        )
+        return float(not kept)
+
+
+@component("r1_searcher_search_format")
+class R1SearcherSearchFormat:
+    """1 when there was a search, and each one was written well and was followed by what was found."""
+
+    def __call__(self, reading: Reading) -> float:
+        searches = num_pairs(reading.turns, reading.grammar.search)
+        found = sum(turn.reply is Reply.OBSERVATION for turn in reading.turns)
+        return float(searches_well_formed(reading) and searches == found > 0)
+
+
+@component("r1_searcher_answer_format")
+class R1SearcherAnswerFormat:
+    """1 when thought and answer are written well."""
+
+    def __call__(self, reading: Reading) -> float:
+        return float(thought_and_answer_well_formed(reading))
+
+
+def searches_well_formed(reading: Reading) -> bool:
+    """Search tags are closed as often as opened, and the policy wrote no tag of the environment's."""
+    turns, information = reading.turns, reading.grammar.information
+    own = count(turns, f"<{information}>") + count(turns, f"</{information}>")
+    return num_pairs(turns, reading.grammar.search) is not None and not own
+
+
+def thought_and_answer_well_formed(reading: Reading) -> bool:
+    """Thoughts are closed as often as opened, once in the last turn, once at most in others; there is one answer."""
+    turns, grammar = reading.turns, reading.grammar
+    closed = [count([turn], f"</{grammar.think}>") for turn in turns]
+    return (
+        num_pairs(turns, grammar.think) is not None
+        and max(closed, default=0) == 1 == closed[-1]
+        and num_pairs(turns, grammar.answer) == 1
+    )

@@ -1,0 +1,39 @@
+"""What AutoRefine (Shi et al. 2025, arXiv 2505.11277) measures: a policy's notes on what it read, in `<refine>` tags.
+
+The tag means nothing to the environment; it is read here, from the policy's own words alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from search_r1.rewards.component import component
+from search_r1.rewards.metrics import contains_gold
+from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.reading import Reading
+from search_r1.rewards.tags import num_pairs
+
+REFINE = "refine"
+_NOTE = re.compile(f"<{REFINE}>(.*?)</{REFINE}>", re.DOTALL)
+
+
+@component("refine_correct")
+class RefineCorrect:
+    """1 when a gold answer is part of what the policy wrote in its `<refine>` tags, both after normalisation."""
+
+    def __init__(self, unicode: bool = False) -> None:
+        self.normalize = normalizer(unicode)
+
+    def __call__(self, reading: Reading) -> float:
+        notes = [str(note) for turn in reading.turns for note in _NOTE.findall(turn.text)]
+        return float(contains_gold([" ".join(notes)], reading.targets, self.normalize))
+
+
+@component("refine_format")
+class RefineFormat:
+    """1 when the policy wrote each of think, search, refine and answer at least once, and closed each as often."""
+
+    def __call__(self, reading: Reading) -> float:
+        grammar = reading.grammar
+        tags = (grammar.think, grammar.search, REFINE, grammar.answer)
+        return float(all(num_pairs(reading.turns, tag) for tag in tags))
