@@ -58,7 +58,11 @@ EXTRAS = {
         "torchmetrics>=1.4",
     ],
 }
-PACKAGE_DATA = {"search_r1.llm_agent": ["templates/*.txt"], "search_r1.search": ["*.sh"]}
+PACKAGE_DATA = {
+    "search_r1.llm_agent": ["templates/*.txt"],
+    "search_r1.rewards": ["rubrics/*.txt"],
+    "search_r1.search": ["*.sh"],
+}
 
 if __name__ == "__main__":
     setup(

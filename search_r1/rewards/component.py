@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
@@ -42,6 +42,13 @@ class BatchedComponent(Protocol):
     """
 
     async def measure(self, readings: Sequence[Reading]) -> list[Value]: ...
+
+
+@runtime_checkable
+class CheckedComponent(Protocol):
+    """Can say before a run whether what is behind it works: `check` raises `ConfigError` or `RewardUnavailable`."""
+
+    async def check(self) -> None: ...
 
 
 def component(name: str) -> Callable[[C], C]:
@@ -97,6 +104,12 @@ class ComponentReward(ABC):
     def combine(self, values: Mapping[str, float]) -> float:
         """The reward, of one value for each component."""
 
+    def check(self) -> None:
+        """Try the models and services behind the components. Raises `ConfigError` or `RewardUnavailable`."""
+        checks = [part.check() for part in self.components.values() if isinstance(part, CheckedComponent)]
+        if checks:
+            run_to_end(_together(checks))
+
     def score(self, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Score:
         """(reward, components). Raises `DataError` without gold answers, `RewardUnavailable` without a value."""
         score = self.score_all([trajectory], tokenizer)[0]
@@ -145,3 +158,7 @@ async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Rea
         if len(column) != len(readings):
             raise ConfigError(f"reward component {name} gave {len(column)} values for {len(readings)} trajectories")
     return dict(zip(parts, columns, strict=True))
+
+
+async def _together(checks: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*checks)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -89,7 +90,7 @@ def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, li
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         loaded, report = _from_pretrained(choose(config), model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _cannot_load(model, error) from error
     if config.is_encoder_decoder:
         raise EncoderError(f"{model} is an encoder with a decoder ({config.model_type}), which is not supported")

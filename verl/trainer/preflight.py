@@ -14,12 +14,12 @@ from verl.trainer.scoring import Scorer
 
 
 def check_inputs(config: Config) -> None:
-    """Raises `DataError`, `ConfigError` or `EnvironmentUnavailable`, each saying what to do."""
+    """Raises `DataError`, `ConfigError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what to do."""
     data = config.data
     for files in (data.train_files, data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    Scorer(config, None)  # made once here, so that a wrong name or argument is known before a model is loaded
+    Scorer(config, None).check()  # here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         _check_critic(config.critic.model.path)
     try:

@@ -19,9 +19,9 @@ Score = tuple[float, dict[str, float]]
 class Reward(Protocol):
     """A rule: (reward, components) of a trajectory. Its class is made with `reward.kwargs` as keyword arguments.
 
-    Two methods are optional. `from_config(config, **kwargs)`, a classmethod, makes it instead of the constructor.
+    Three methods are optional. `from_config(config, **kwargs)`, a classmethod, makes it instead of the constructor.
     `score_all(trajectories, tokenizer)` scores many at once; what could not be scored is a `RewardUnavailable` in its
-    place (`score` raises it).
+    place (`score` raises it). `check()` raises a `VerlError` when a service behind the rule does not work.
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Score: ...
@@ -42,6 +42,12 @@ class Scorer:
         self.tokenizer = tokenizer
         self.max_failed_ratio = config.agent.max_failed_ratio
         self.stats: dict[str, float] = {}
+
+    def check(self) -> None:
+        """Before a run: raises what the `check` of a rule raises, where it has one."""
+        for rule in [self.train] if self.validation is self.train else [self.train, self.validation]:
+            if hasattr(rule, "check"):
+                rule.check()
 
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         """Reward every trajectory that did not fail, and return these.

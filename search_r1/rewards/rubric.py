@@ -1,0 +1,65 @@
+"""Rubrics of a judge: text files with the slots `{question}`, `{targets}` and `{answer}`, each of them once.
+
+A slot is filled with JSON on one line. The text of a policy cannot leave its quotes: JSON escapes quotes and line ends,
+and the brackets that tags and the control tokens of chat templates are made of are escaped too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "rubrics"
+_SLOTS = ("{question}", "{targets}", "{answer}")
+_SLOT = re.compile("|".join(map(re.escape, _SLOTS)))
+_BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "<>[]"}
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """How a judge is told to grade. `text` has the slots."""
+
+    name: str
+    text: str
+
+    def prompt(self, question: str, targets: Sequence[str], answer: str) -> str:
+        """The text with its slots filled."""
+        values = {
+            "{question}": quoted(question),
+            "{targets}": f"[{', '.join(map(quoted, targets))}]",
+            "{answer}": quoted(answer),
+        }
+        return _SLOT.sub(lambda slot: values[slot.group()], self.text)
+
+
+def load_rubric(name_or_path: str) -> Rubric:
+    """A shipped rubric or that of a file. Raises `ConfigError` when there is none, or it cannot be used."""
+    shipped = _FOLDER / f"{name_or_path}.txt"
+    path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"no rubric {name_or_path!r}: give the path of a text file, or one of {', '.join(shipped_rubrics())}"
+        )
+    text = path.read_text(encoding="utf-8")
+    for slot in _SLOTS:
+        if text.count(slot) != 1:
+            raise ConfigError(f"rubric {path}: {slot} stands in it {text.count(slot)} times, but has to stand once")
+    if '"score"' not in text:
+        raise ConfigError(f'rubric {path}: it has to ask for a JSON object with the key "score", a number from 0 to 1')
+    return Rubric(str(name_or_path), text)
+
+
+def shipped_rubrics() -> list[str]:
+    """Their names."""
+    return sorted(path.stem for path in _FOLDER.glob("*.txt"))
+
+
+def quoted(text: str) -> str:
+    """A JSON string on one line, without any of `<>[]`; lone surrogates, which no server takes, become "?"."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)
