@@ -51,6 +51,7 @@ EXTRAS = {
         "import-linter>=2.0",
         "mcp>=2.3,<3",
         "mypy>=1.15",
+        "openai>=3.51",
         "pytest>=8.3",
         "qdrant-client>=1.16",
         "ruff>=0.12",

@@ -27,6 +27,8 @@ from documented_commands import ROOT, Checkout, Command
 
 import infer
 from search_r1.llm_agent.command_line import agent_config
+from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
+from search_r1.serve.wire import parse_chat
 from verl.config import check_supported, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
@@ -101,6 +103,18 @@ def composes_warm_start(command: Command, _: Checkout) -> None:
 def composes_answering(command: Command, _: Checkout) -> None:
     with ends_well():
         agent_config(infer.parse_arguments(command.arguments))
+
+
+def composes_serving(command: Command, _: Checkout) -> None:
+    with ends_well():
+        checked_config(parse_arguments(command.arguments))
+
+
+def asks_the_endpoint(command: Command, _: Checkout) -> None:
+    """The request is understood; who answers it runs in tests/search_r1/llm_agent."""
+    words = command.words
+    assert words[-1].startswith("{") and any(word.endswith(ROUTE) for word in words)
+    assert parse_chat(words[-1].encode()).question
 
 
 def writes_a_page(command: Command, _: Checkout) -> None:
@@ -229,6 +243,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),
     (r"python infer\.py", composes_answering),
+    (r"python -m search_r1\.serve", composes_serving),
     (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),
     (r"python -m search_r1\.data\.tinywiki\.difficulty", runs()),
     (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
@@ -253,5 +268,6 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
     (r"python scripts/bench/(retrieval_\w+|published_server)\.py", accepts_options),
     (r"python -m pytest", selects_tests),
+    (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
 ]

@@ -31,8 +31,8 @@ class Bodies:
 
     total = 0
 
-    def __init__(self) -> None:
-        self._own = 0
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._own, self._max_bytes = 0, max_bytes
 
     def __enter__(self) -> Bodies:
         return self
@@ -44,13 +44,15 @@ class Bodies:
         """Hold more of one body. Raises `HTTPException` when it is too large, `ServiceUnavailable` when all are."""
         self._own += num_bytes
         Bodies.total += num_bytes
-        if self._own > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send fewer queries at once")
+        if self._own > self._max_bytes:
+            raise HTTPException(413, f"the request is larger than {self._max_bytes} bytes; send less at once")
         if Bodies.total > MAX_BODIES_BYTES:
             raise ServiceUnavailable(f"the requests held have more than {MAX_BODIES_BYTES} bytes", retry_after_s=1)
 
 
-async def answer_in_time(http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]]) -> T:
+async def answer_in_time(
+    http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]], max_body_bytes: int = MAX_BODY_BYTES
+) -> T:
     """The result of `work(body)`, cancelled when the client leaves or its time is over.
 
     The time is `timeout_s` or the milliseconds of the header X-Deadline-Ms, whichever is shorter, counted from here.
@@ -61,7 +63,7 @@ async def answer_in_time(http: Request, timeout_s: float, work: Callable[[bytes]
     clock = asyncio.timeout(timeout_s)
     watch: asyncio.Task[None] | None = None
     try:
-        with Bodies() as bodies:
+        with Bodies(max_body_bytes) as bodies:
             async with clock:
                 body = await _body(http, bodies)
                 watch = asyncio.create_task(_watch(http, clock))

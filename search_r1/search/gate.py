@@ -33,12 +33,23 @@ class ServerState:
 class Gate:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: App, state: ServerState, metrics: Metrics, token: str | None) -> None:
-        """Without a `token` everyone may ask. It is never logged."""
+    def __init__(
+        self,
+        app: App,
+        state: ServerState,
+        metrics: Metrics,
+        token: str | None,
+        refusal: Callable[[int, str], Any] = lambda _, message: {"detail": message},
+    ) -> None:
+        """Without a `token` everyone may ask. It is never logged.
+
+        `refusal(status, message)` is the JSON of a refusal.
+        """
         self._app = app
         self._state = state
         self._metrics = metrics
         self._token = token.encode() if token else None
+        self._body_of = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,10 +76,10 @@ class Gate:
         path = scope["path"]
         if self._token and path not in OPEN_PATHS and not self._has_token(scope):
             headers = {"WWW-Authenticate": "Bearer"}
-            return JSONResponse({"detail": "send the header Authorization: Bearer <token>"}, 401, headers)
+            return JSONResponse(self._body_of(401, "send the header Authorization: Bearer <token>"), 401, headers)
         if self._state.draining and path not in _PROBES:
             headers = {"Retry-After": "1", "Connection": "close"}
-            return JSONResponse({"detail": "the server is stopping"}, 503, headers)
+            return JSONResponse(self._body_of(503, "the server is stopping"), 503, headers)
         return None
 
     def _has_token(self, scope: Scope) -> bool:

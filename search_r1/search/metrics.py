@@ -38,23 +38,23 @@ class StageMetrics:
 
 
 class Metrics:
-    """A registry of its own, so that two servers in one process do not mix.
+    """A registry of its own, so that two servers in one process do not mix. `server` begins the names of its metrics.
 
     With `PROMETHEUS_MULTIPROC_DIR` in the environment prometheus_client keeps the values in files of that folder.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: str = "retrieval") -> None:
         registry = self.registry = CollectorRegistry()
         self._requests = Counter(
-            "retrieval_requests", "Requests by route and HTTP status.", ["route", "status"], registry=registry
+            f"{server}_requests", "Requests by route and HTTP status.", ["route", "status"], registry=registry
         )
         self._request_s = Histogram(
-            "retrieval_request_seconds", "Time to answer a request.", ["route"], registry=registry, buckets=_SECONDS
+            f"{server}_request_seconds", "Time to answer a request.", ["route"], registry=registry, buckets=_SECONDS
         )
-        self.rejected = Counter("retrieval_rejected", "Requests refused: the queue was full.", registry=registry)
-        self.expired = Counter("retrieval_expired", "Requests whose deadline passed.", registry=registry)
-        self.gone = Counter("retrieval_gone", "Requests whose client went away.", registry=registry)
-        self.errors = Counter("retrieval_errors", "Requests whose search failed.", registry=registry)
+        self.rejected = Counter(f"{server}_rejected", "Requests refused: the queue was full.", registry=registry)
+        self.expired = Counter(f"{server}_expired", "Requests whose deadline passed.", registry=registry)
+        self.gone = Counter(f"{server}_gone", "Requests whose client went away.", registry=registry)
+        self.errors = Counter(f"{server}_errors", "Requests whose search failed.", registry=registry)
         ProcessCollector(registry=registry)
         self._by_route: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 

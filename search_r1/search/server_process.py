@@ -51,13 +51,15 @@ def run_server(
     return 0
 
 
-def add_serving_arguments(parser: argparse.ArgumentParser, port: int = 8000) -> None:
+def add_serving_arguments(
+    parser: argparse.ArgumentParser, port: int = 8000, token_variable: str = _TOKEN_VARIABLE
+) -> None:
     """`--host --port --timeout_s --auth_token`."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=port, help="0 takes a free port")
     parser.add_argument("--timeout_s", type=float, default=120, help="longest time of a request; beyond: HTTP 504")
     parser.add_argument(
-        "--auth_token", help=f"bearer token that requests must carry; better in the environment: {_TOKEN_VARIABLE}"
+        "--auth_token", help=f"bearer token that requests must carry; better in the environment: {token_variable}"
     )
 
 
@@ -67,13 +69,13 @@ def check_serving_arguments(arguments: argparse.Namespace) -> None:
         raise ServerError(f"--timeout_s is {arguments.timeout_s}; it must be a positive number of seconds")
 
 
-def read_token(arguments: argparse.Namespace) -> str | None:
+def read_token(arguments: argparse.Namespace, variable: str = _TOKEN_VARIABLE) -> str | None:
     """The token of the command line, else of the environment. Raises `ServerError`, which never shows it."""
     token: str | None = arguments.auth_token
     if token is None:
-        token = os.environ.get(_TOKEN_VARIABLE)
+        token = os.environ.get(variable)
     if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
-        raise ServerError(f"--auth_token (or {_TOKEN_VARIABLE}) must be printable ASCII without spaces, not empty")
+        raise ServerError(f"--auth_token (or {variable}) must be printable ASCII without spaces, not empty")
     return token
 
 
@@ -104,6 +106,14 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
     settle_process()
     # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
     signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        draining_server(app).run(sockets=[listener])
+    except KeyboardInterrupt:
+        _LOG.info("stopped")
+
+
+def draining_server(app: FastAPI) -> DrainingServer:
+    """The server of an app whose `app.state.server` is its `ServerState`."""
     # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
     config = uvicorn.Config(
         app,
@@ -114,10 +124,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    try:
-        DrainingServer(config, app.state.server).run(sockets=[listener])
-    except KeyboardInterrupt:
-        _LOG.info("stopped")
+    return DrainingServer(config, app.state.server)
 
 
 def settle_process() -> None:

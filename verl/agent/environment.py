@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl.protocol import Prompt
 
@@ -35,6 +35,33 @@ class Sampler(Protocol):
     """A language model that continues token ids."""
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+@runtime_checkable
+class StreamingSampler(Sampler, Protocol):
+    """A sampler whose turns can be followed while they are sampled."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being sampled, or wait for it."""
+        ...
+
+    def stream(self, ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Generation, None]:
+        """What `generate` gives, piece by piece; only the last piece has a `finish_reason` other than "".
+
+        Closing it, or cancelling the task that waits for it, ends the sampling.
+        """
+        ...
+
+    async def check(self) -> None:
+        """Raise `RolloutError` when it cannot sample any more."""
+        ...
+
+
+def join_pieces(pieces: Sequence[Generation]) -> Generation:
+    """The turn that a `StreamingSampler` gave in pieces."""
+    ids = tuple(token for piece in pieces for token in piece.ids)
+    return Generation(ids, tuple(x for piece in pieces for x in piece.log_probs), pieces[-1].finish_reason)
 
 
 @dataclass(frozen=True)

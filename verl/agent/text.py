@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none yet
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The ids of `text` alone: no BOS, no EOS."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -24,9 +27,37 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     Other special tokens stay: a tokenizer may hold the tags of a grammar as special tokens, and skipping them would
     hide the policy's actions.
     """
-    silent = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    kept = [token for token in ids if token not in silent]
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return _decode(tokenizer, _without_silent(tokenizer, ids))
+
+
+class TurnDecoder:
+    """`decode_turn` of a turn that is still being sampled, text by text.
+
+    All texts together are exactly the text of the turn, and none ends inside a character that several tokens make.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Tokens from `_start` on are decoded again, since a token's text may depend on the one before it; the text of
+        # those up to `_read` was given out.
+        self._start = self._read = 0
+        self._given = 0  # characters
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that `ids`, the next ones, complete; "" while a character is not whole."""
+        self._ids += _without_silent(self._tokenizer, ids)
+        before = _decode(self._tokenizer, self._ids[self._start : self._read])
+        text = _decode(self._tokenizer, self._ids[self._start :])
+        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        self._given += len(text) - len(before)
+        return text[len(before) :]
+
+    def end(self) -> str:
+        """What is left at the end of the turn: bytes that never became a character, as decoding shows them."""
+        return _decode(self._tokenizer, self._ids)[self._given :]
 
 
 def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> None:
@@ -41,3 +72,12 @@ def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text:
 def policy_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """One text for each policy turn: never the prompt, never what an environment wrote."""
     return [decode_turn(tokenizer, segment.ids) for segment in trajectory.segments if segment.source is Source.POLICY]
+
+
+def _without_silent(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    silent = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return [token for token in ids if token not in silent]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vllm is imported
@@ -15,8 +15,10 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.outputs import CompletionOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError  # noqa: E402
@@ -27,7 +29,7 @@ GIB = 2**30
 
 
 class VLLMEngine:
-    """Implements `verl.agent.environment.Sampler` with one vLLM engine in a child process.
+    """Implements `verl.agent.environment.StreamingSampler` with one vLLM engine in a child process.
 
     Log-probs are of the distribution that was sampled from: after temperature, top-k and top-p. For a greedy request
     (temperature 0) they are those of the model at temperature 1. With float32 weights on CPU and a seed per request,
@@ -96,16 +98,42 @@ class VLLMEngine:
         The last token may reach past a stop string when the tokenizer merged the two: ids are given as sampled.
         Raises `RolloutError` when the engine refuses the request or has died, `NumericalError` for a NaN log-prob.
         """
-        params = _sampling_params(sampling)
-        request_id = str(next(self._request_numbers))
+        (completion,) = [out async for out in self._complete(ids, sampling, RequestOutputKind.FINAL_ONLY)]
+        return _generation(completion)
+
+    async def stream(self, ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Generation, None]:
+        """Like `generate`, piece by piece as it is sampled: see `verl.agent.environment.StreamingSampler`."""
+        async with contextlib.aclosing(self._complete(ids, sampling, RequestOutputKind.DELTA)) as completions:
+            async for completion in completions:
+                yield _generation(completion)
+
+    async def check(self) -> None:
+        """Raise `RolloutError` when the engine was shut down or has died."""
         try:
-            outputs = [out async for out in self._llm.generate(tokens_input(list(ids)), params, request_id)]
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise RolloutError("the engine has died; start a new one to sample again") from error
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being sampled, or wait for it."""
+        return int(self._llm.output_processor.get_num_unfinished_requests())
+
+    async def _complete(
+        self, ids: Sequence[int], sampling: Sampling, output_kind: RequestOutputKind
+    ) -> AsyncGenerator[CompletionOutput, None]:
+        """One request of the engine, which is aborted when this generator is closed or cancelled."""
+        request_id = str(next(self._request_numbers))
+        outputs = self._llm.generate(tokens_input(list(ids)), _sampling_params(sampling, output_kind), request_id)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output.outputs[0]
         except Exception as error:
             cause = error.__cause__ or error
             raise RolloutError(
                 f"sampling from a context of {len(ids)} tokens failed: {type(cause).__name__}: {cause}"
             ) from error
-        return _generation(outputs[-1].outputs[0])
 
     async def load_weights(self, path: str, version: int, checksum: str) -> None:
         """Replace the weights by those published at `path`; no request may be running.
@@ -213,7 +241,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _sampling_params(sampling: Sampling) -> SamplingParams:
+def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -226,15 +254,16 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         skip_special_tokens=False,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=output_kind,
         skip_clone=True,
     )
 
 
-def _generation(completion: Any) -> Generation:
-    if completion.finish_reason not in ("stop", "length"):
+def _generation(completion: CompletionOutput) -> Generation:
+    """Of a whole turn, or of a piece of one: then there is a reason only at its end."""
+    if completion.finish_reason not in (None, "stop", "length"):
         raise RolloutError(f"the engine ended a request with '{completion.finish_reason}'")
     log_probs = tuple(completion.logprobs.logprobs)
     if not math.isfinite(sum(log_probs)):
         raise NumericalError(f"the sampler reported a log-prob that is not finite, of ids {completion.token_ids}")
-    return Generation(tuple(completion.token_ids), log_probs, completion.finish_reason)
+    return Generation(tuple(completion.token_ids), log_probs, completion.finish_reason or "")

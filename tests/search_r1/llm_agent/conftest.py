@@ -1,4 +1,4 @@
-"""A real retrieval server over a few passages."""
+"""A real retrieval server over a few passages, and a policy that knows one episode by heart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llm_agent_world import PASSAGES, ROOT
+import torch
+from llm_agent_world import PASSAGES, QUESTION, ROOT, TURNS
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from search_r1.llm_agent.observations import ObservationWriter
+from search_r1.llm_agent.templates import load_template
+from verl.agent.text import encode_text
+from verl.data.prompts import encode_prompt
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +51,44 @@ def _served_url(server: subprocess.Popen[bytes], log: Path) -> str:
             continue
         raise AssertionError(f"the server ended with {server.returncode}:\n{log.read_text()}")
     raise AssertionError(f"the server did not start within a minute:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="session")
+def policy_folder(byte_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 model of 0.1 million parameters that has memorised the episode."""
+    config = Qwen2Config(
+        vocab_size=len(byte_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=byte_tokenizer.eos_token_id,
+    )
+    folder = tmp_path_factory.mktemp("policy")
+    byte_tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    ids = torch.tensor([_episode(AutoTokenizer.from_pretrained(folder))])  # it splits words by the rules of Qwen2
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(600):
+        losses_T = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        optimizer.zero_grad()
+        losses_T.mean().backward()
+        optimizer.step()
+        if losses_T.max().item() < 0.1:  # each token of the episode is by far the most likely one
+            break
+    assert losses_T.max().item() < 0.1
+    model.save_pretrained(folder)
+    return folder
+
+
+def _episode(tokenizer) -> list[int]:
+    writer = ObservationWriter(tokenizer, 500)
+    ids = encode_prompt(tokenizer, load_template("tinywiki").messages(QUESTION))
+    for turn, document in zip(TURNS, ("river", "city", None), strict=True):
+        ids += encode_text(tokenizer, turn)
+        ids += writer.write([{"contents": PASSAGES[document]}]).ids if document else [tokenizer.eos_token_id]
+    return ids

@@ -92,7 +92,7 @@ def test_bodies_that_are_no_json_or_too_large(small_server: str) -> None:
     assert reply.status_code == 422 and "Invalid JSON" in reply.json()["detail"]
     chunks = (b"x" * (1 << 20) for _ in range(33))  # chunked: there is no Content-Length to trust
     reply = requests.post(url, data=chunks, timeout=30)
-    assert reply.status_code == 413 and "send fewer queries" in reply.json()["detail"]
+    assert reply.status_code == 413 and "send less at once" in reply.json()["detail"]
 
 
 def test_health_says_what_is_served(small_server: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from verl.agent.environment import Generation, Sampling
+from verl.agent.environment import Generation, Sampling, join_pieces
 from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError
 from verl.rollout.weight_file import publish_weights
 
@@ -194,3 +194,49 @@ def test_device_that_the_installed_engine_was_not_built_for(tiny_model_dir: Path
 
     with pytest.raises(ConfigError, match=r"trainer.device=auto"):
         VLLMEngine(str(tiny_model_dir), max_model_len=64, device="cuda" if current_platform.is_cpu() else "cpu")
+
+
+def test_pieces_of_a_stream_are_the_turn(session: Any, prompts: list[list[int]]) -> None:
+    how = seeded(prompts)[:6]
+
+    async def pieces_of(ids: list[int], sampling: Sampling) -> list[Generation]:
+        return [piece async for piece in session.engine.stream(ids, sampling)]
+
+    async def stream_all() -> list[list[Generation]]:
+        return await asyncio.gather(*(pieces_of(ids, sampling) for ids, sampling in zip(prompts, how, strict=False)))
+
+    streamed = session.run(stream_all())
+    assert [join_pieces(pieces) for pieces in streamed] == session.run(sample_all(session.engine, prompts[:6], how))
+    for pieces in streamed:
+        assert len(pieces) > 5
+        assert [piece.finish_reason for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel"])
+def test_a_stream_that_is_left_is_aborted(session: Any, prompts: list[list[int]], leave: str) -> None:
+    endless = Sampling(max_tokens=400, ignore_eos=True)
+
+    async def start_and_leave() -> tuple[int, int]:
+        stream = session.engine.stream(prompts[0], endless)
+        await anext(stream)
+        running = session.engine.num_running
+        if leave == "close":
+            await stream.aclose()
+        else:
+            waiting = asyncio.create_task(_drain(stream))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return running, session.engine.num_running
+
+    assert session.run(start_and_leave()) == (1, 0)
+
+
+async def _drain(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_an_engine_that_lives_passes_the_check(session: Any) -> None:
+    session.run(session.engine.check())
+    assert session.engine.num_running == 0

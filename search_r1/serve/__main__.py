@@ -1,0 +1,104 @@
+"""Serve a search agent as an OpenAI-compatible chat endpoint.
+
+    python -m search_r1.serve --model DIR --retriever_url http://127.0.0.1:8000/retrieve
+
+Prompt, stop rules, limits and the layout of retrieved passages are those of training, by the same code; the flags that
+choose them are those of infer.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
+from search_r1.llm_agent.templates import load_template
+from search_r1.search.errors import SearchError, ServerError
+from search_r1.search.server_process import (
+    add_serving_arguments,
+    announce,
+    bind,
+    check_serving_arguments,
+    draining_server,
+    read_token,
+    settle_process,
+)
+from verl.config import Config
+from verl.errors import ConfigError, VerlError
+
+ROUTE = "/v1/chat/completions"
+TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.serve",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_agent_flags(parser)
+    add_serving_arguments(parser, port=8001, token_variable=TOKEN_VARIABLE)
+    parser.add_argument(
+        "--max_concurrent", type=int, default=64, help="requests in progress; beyond: HTTP 503 (default: %(default)s)"
+    )
+    parser.add_argument("--served_model_name", help="the model's name in requests (default: the value of --model)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
+    args = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
+        listener = bind(args.host, args.port)
+        asyncio.run(serve(args, config, token, listener))
+    except (SearchError, VerlError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def checked_config(args: argparse.Namespace) -> Config:
+    """What the flags describe. Raises `ConfigError` and `ServerError`."""
+    check_serving_arguments(args)
+    if args.max_concurrent < 1:
+        raise ServerError(f"--max_concurrent is {args.max_concurrent}; it must be at least 1")
+    config = agent_config(args)
+    if load_template(config.agent.template).needs_context:
+        raise ConfigError(f"template {config.agent.template} needs passages beforehand; choose one that searches")
+    return config
+
+
+async def serve(args: argparse.Namespace, config: Config, token: str | None, listener: socket.socket) -> None:
+    """Returns after a clean stop."""
+    from search_r1.llm_agent.agent import open_agent
+    from search_r1.serve.app import create_app
+    from search_r1.serve.chat import ServeOptions
+    from verl.agent.environment import StreamingSampler
+
+    name = args.served_model_name or args.model
+    options = ServeOptions(name, args.timeout_s, args.max_concurrent, args.seed, token)
+    async with open_agent(config, agent_sampling(args)) as agent:
+        assert isinstance(agent.sampler, StreamingSampler)
+        app = create_app(agent, agent.sampler, options)
+        settle_process()
+        announce(f"model {name}", listener, token, ROUTE)
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after a clean stop
+            signal.signal(number, lambda *_: None)
+        await draining_server(app).serve(sockets=[listener])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

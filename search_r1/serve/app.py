@@ -1,0 +1,115 @@
+"""The HTTP side: OpenAI's chat completions over a search agent, behind the gate of the retrieval server."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import StarletteHTTPException
+from fastapi.responses import JSONResponse
+
+from search_r1.llm_agent.agent import SearchAgent
+from search_r1.search.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.search.errors import ServiceUnavailable
+from search_r1.search.gate import Gate, ServerState
+from search_r1.search.metrics import Metrics
+from search_r1.search.routes import RawRoute, schema_of
+from search_r1.serve.chat import Chat, ServeOptions
+from search_r1.serve.wire import ApiError, ChatRequest, error_body, parse_chat
+from verl.agent.environment import StreamingSampler
+from verl.errors import RolloutError, VerlError
+
+MAX_BODY_BYTES = 1 << 20
+RETRY_AFTER_S = 1
+
+
+def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOptions) -> FastAPI:
+    """The app serves `agent`, whose sampler is `sampler`. `app.state.server` is its `ServerState`."""
+    app, state, metrics = FastAPI(title="search agent"), ServerState(), Metrics("search_r1")
+    app.state.server = state
+    app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token, refusal=error_body)
+    app.include_router(_chat_routes(Chat(agent, options, metrics), state))
+    _add_probes(app, sampler, metrics)
+    _add_error_handlers(app, metrics)
+    return app
+
+
+def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
+    router, started = APIRouter(), int(time.time())
+    options = chat.options
+
+    async def chat_completions(http: Request) -> Response:
+        """Answer the question of the one user message."""
+        if state.running > options.max_concurrent:
+            raise ServiceUnavailable(f"{options.max_concurrent} requests are in progress", RETRY_AFTER_S)
+        return await answer_in_time(
+            http, options.timeout_s, lambda body: chat.respond(parse_chat(body)), MAX_BODY_BYTES
+        )
+
+    router.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        methods=["POST"],
+        route_class_override=RawRoute,
+        openapi_extra=schema_of(ChatRequest),
+    )
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model."""
+        model = {"id": options.model, "object": "model", "created": started, "owned_by": "search_r1"}
+        return {"object": "list", "data": [model]}
+
+    return router
+
+
+def _add_probes(app: FastAPI, sampler: StreamingSampler, metrics: Metrics) -> None:
+    state: ServerState = app.state.server
+
+    async def health() -> JSONResponse:
+        """Whether the engine lives; how many requests are in progress, and how many turns are being sampled."""
+        try:
+            await sampler.check()
+        except RolloutError as error:
+            return JSONResponse({"status": str(error)}, 503)
+        return JSONResponse({"status": "ok", "running": state.running, "sampling": sampler.num_running})
+
+    for path in ("/health", "/healthz"):
+        app.add_api_route(path, health)
+
+    @app.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """Counters in the text format of Prometheus."""
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> JSONResponse:
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None
+        return JSONResponse(error.body, error.status, headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused_by_framework(_: Request, error: StarletteHTTPException) -> JSONResponse:
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+
+    @app.exception_handler(ServiceUnavailable)
+    async def overloaded(_: Request, error: ServiceUnavailable) -> JSONResponse:
+        metrics.rejected.inc()
+        return JSONResponse(error_body(503, str(error)), 503, {"Retry-After": str(error.retry_after_s)})
+
+    @app.exception_handler(VerlError)
+    async def failed(_: Request, error: VerlError) -> JSONResponse:
+        metrics.errors.inc()
+        return JSONResponse(error_body(500, str(error)), 500)
+
+    @app.exception_handler(DeadlineExpired)
+    async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:
+        metrics.expired.inc()
+        return JSONResponse(error_body(504, str(error)), 504)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        metrics.gone.inc()
+        return Response(status_code=499)  # nobody reads it; the metrics do

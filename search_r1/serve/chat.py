@@ -1,0 +1,143 @@
+"""A chat request answered by an episode: as one reply, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from search_r1.llm_agent.agent import SearchAgent
+from search_r1.search.deadline import DeadlineExpired
+from search_r1.search.gate import Receive, Scope, Send
+from search_r1.search.metrics import Metrics
+from search_r1.serve.parts import Part
+from search_r1.serve.replies import answer_chunk, completion, first_chunk, last_chunk, part_chunk, usage_chunk
+from search_r1.serve.streaming import Finished, stream_episode
+from search_r1.serve.wire import ApiError, ChatRequest, error_body
+from verl.errors import VerlError
+from verl.protocol import Prompt, Status
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """`max_concurrent`: requests in progress, beyond: HTTP 503. `seed`: of requests without one of their own."""
+
+    model: str
+    timeout_s: float = 120.0
+    max_concurrent: int = 64
+    seed: int | None = None
+    auth_token: str | None = None
+
+
+class Chat:
+    """Answers chat requests by episodes."""
+
+    def __init__(self, agent: SearchAgent, options: ServeOptions, metrics: Metrics) -> None:
+        self.agent, self.options, self.metrics = agent, options, metrics
+
+    async def respond(self, request: ChatRequest) -> Response:
+        """The whole reply, or the start of a stream. Raises `ApiError`, or an error of the sampler."""
+        if request.model != self.options.model:
+            message = f"the model {request.model!r} does not exist; this server has {self.options.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        prompt = self._prompt(request)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.options.model}
+        if request.stream:
+            return EventStream(self._events(head, request, prompt))
+        parts: list[Part] = []
+        async with aclosing(self._episode(request, prompt)) as episode:
+            async for part in episode:
+                if isinstance(part, Part):
+                    parts.append(part)
+                else:
+                    return JSONResponse(completion(head, parts, part))
+        raise AssertionError("unreachable: an episode ends with how it finished")
+
+    def _prompt(self, request: ChatRequest) -> Prompt:
+        prompt, limits = self.agent.prompt(request.question), self.agent.limits
+        longest = min(limits.max_context_length, limits.window - 1)
+        if len(prompt.ids) > longest:
+            message = f"the prompt has {len(prompt.ids)} tokens, this server takes {longest}; shorten the question"
+            raise ApiError(400, message, "messages", "context_length_exceeded")
+        return prompt
+
+    async def _episode(self, request: ChatRequest, prompt: Prompt) -> AsyncGenerator[Part | Finished, None]:
+        """The episode. An `ApiError` when the retriever failed in it, for no answer is made up; `DeadlineExpired`."""
+        options = self.options
+        seed = options.seed if request.seed is None else request.seed
+        agent = _with_sampling(self.agent, request)
+        try:
+            async with aclosing(stream_episode(agent, prompt, seed, options.timeout_s, request.budget)) as episode:
+                async for part in episode:
+                    if isinstance(part, Finished) and part.status is Status.FAILED:
+                        self.metrics.errors.inc()
+                        raise ApiError(503, f"the retriever failed: {part.failure}", code="retriever_unavailable")
+                    yield part
+        except TimeoutError as error:
+            raise DeadlineExpired(f"not answered within the deadline of {options.timeout_s:g} s") from error
+
+    async def _events(self, head: dict[str, Any], request: ChatRequest, prompt: Prompt) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: chunks, or an error at their end."""
+        try:
+            async with (
+                aclosing(self._episode(request, prompt)) as episode,
+                aclosing(_chunks(head, episode, request.includes_usage)) as chunks,
+            ):
+                async for chunk in chunks:
+                    yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body)
+        except DeadlineExpired as error:
+            self.metrics.expired.inc()
+            yield _event(error_body(504, str(error)))
+        except VerlError as error:
+            self.metrics.errors.inc()
+            yield _event(error_body(500, str(error)))
+        yield b"data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of events that is closed with the connection, whoever ends it."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _chunks(
+    head: dict[str, Any], episode: AsyncIterator[Part | Finished], includes_usage: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    yield first_chunk(head)
+    answer = Part("answer", "")
+    async for part in episode:
+        if isinstance(part, Finished):
+            if part.answer is not None or answer.text:
+                yield answer_chunk(head, answer, part.answer)
+            yield last_chunk(head, part)
+            if includes_usage:
+                yield usage_chunk(head, part)
+        elif part.kind == "answer":
+            answer = part
+        else:
+            yield part_chunk(head, part)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def _with_sampling(agent: SearchAgent, request: ChatRequest) -> SearchAgent:
+    asked = {"temperature": request.temperature, "top_p": request.top_p}
+    chosen: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    return replace(agent, sampling=replace(agent.sampling, **chosen))

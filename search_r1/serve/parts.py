@@ -1,0 +1,102 @@
+"""The text of an episode in parts, each of one kind, told while it is being written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from search_r1.llm_agent.grammar import Grammar
+
+Kind = Literal["think", "search", "information", "answer", "feedback", "text"]
+"""`feedback`: what the policy is told after a turn without an action; `text`: its words outside all blocks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of text with the tags in it. The parts of an episode put together are all that follows the prompt."""
+
+    kind: Kind
+    text: str
+
+
+class TurnSplitter:
+    """Splits one policy turn, text by text as it comes.
+
+    A block is open from its tag on, whether or not it will be closed. Like the grammar's actions, a query or an answer
+    may begin inside an open thought. From an opening answer tag on everything is kept back: only the end of the turn
+    says whether the turn is an answer.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._kind: Kind = "text"
+        self._waiting = ""  # may be the start of a tag, or begins with the tag of an answer
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are certain after `text`, the next words of the turn."""
+        self._waiting += text
+        return merged([*self._blocks(keeps_answer=True)])
+
+    def end(self) -> list[Part]:
+        """The rest of a turn that is no answer."""
+        rest = merged([*self._blocks(keeps_answer=False), Part(self._kind, self._waiting)])
+        self._waiting = ""
+        return rest
+
+    def end_with_answer(self) -> list[Part]:
+        """The rest of a turn that is an answer."""
+        answer, self._waiting = self._waiting, ""
+        return merged([Part("answer", answer)])
+
+    def _blocks(self, keeps_answer: bool) -> Iterator[Part]:
+        while match := re.search("|".join(map(re.escape, self._tags(keeps_answer))), self._waiting):
+            if match.group() == f"<{self._grammar.answer}>":
+                yield Part(self._kind, self._waiting[: match.start()])
+                self._waiting = self._waiting[match.start() :]
+                return
+            yield from self._pass_tag(match)
+        sure = len(self._waiting) - _start_of_tag(self._waiting, self._tags(keeps_answer))
+        yield Part(self._kind, self._waiting[:sure])
+        self._waiting = self._waiting[sure:]
+
+    def _pass_tag(self, match: re.Match[str]) -> Iterator[Part]:
+        """A closing tag ends its block; an opening one begins it, and ends the block around it."""
+        closes = match.group().startswith("</")
+        end = match.end() if closes else match.start()
+        yield Part(self._kind, self._waiting[:end])
+        if closes:
+            self._kind = "text"
+        else:
+            self._kind = "think" if match.group() == f"<{self._grammar.think}>" else "search"
+            yield Part(self._kind, match.group())
+        self._waiting = self._waiting[match.end() :]
+
+    def _tags(self, keeps_answer: bool) -> list[str]:
+        """The tags that mean something here."""
+        grammar = self._grammar
+        searching = [] if grammar.search is None else [f"<{grammar.search}>"]
+        by_kind: dict[Kind, list[str]] = {
+            "text": [f"<{grammar.think}>", *searching],
+            "think": [f"</{grammar.think}>", *searching],
+            "search": [f"</{grammar.search}>"],
+        }
+        return by_kind[self._kind] + ([f"<{grammar.answer}>"] if keeps_answer else [])
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """With neighbours of one kind joined, and without empty parts."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].kind == part.kind:
+            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+        elif part.text:
+            joined.append(part)
+    return joined
+
+
+def _start_of_tag(text: str, tags: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the start of a tag."""
+    longest = min(len(text), max(map(len, tags)) - 1)
+    return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)

@@ -1,0 +1,157 @@
+"""One episode, followed while it is played. The loop is that of training: only its two sides are listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from search_r1.llm_agent.agent import SearchAgent
+from search_r1.llm_agent.transcript import final_answer, read_turns
+from search_r1.serve.parts import Part, TurnSplitter
+from verl.agent.environment import Generation, Outcome, Sampling, StreamingSampler, join_pieces
+from verl.agent.text import TurnDecoder, decode_turn
+from verl.errors import ConfigError
+from verl.protocol import Prompt, Status, Trajectory
+
+
+@dataclass(frozen=True)
+class Search:
+    """A query that was executed: the documents that were shown for it, and how long they took."""
+
+    query: str
+    document_ids: tuple[str, ...]
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How an episode ended. Lengths in tokens: of the prompt, of what was sampled, of what the environment wrote."""
+
+    status: Status
+    answer: str | None
+    failure: str | None
+    searches: tuple[Search, ...]
+    num_turns: int
+    prompt_length: int
+    sampled_length: int
+    observed_length: int
+
+
+async def stream_episode(
+    agent: SearchAgent, prompt: Prompt, seed: int | None, timeout_s: float, max_tokens: int | None = None
+) -> AsyncGenerator[Part | Finished, None]:
+    """The parts of an episode as they come, and at last how it ended.
+
+    At most `max_tokens` tokens are sampled in all turns together. Closing it, or cancelling the task that waits for it,
+    ends the sampling and the search that run. Raises what `SearchAgent.play` raises, and `TimeoutError`.
+    """
+    told: asyncio.Queue[Part | None] = asyncio.Queue()
+    followed = _Followed(agent, told.put_nowait, max_tokens)
+    playing = asyncio.create_task(asyncio.wait_for(followed.play(prompt, seed), timeout_s))
+    playing.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        while (part := await told.get()) is not None:
+            yield part
+        yield playing.result()
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+
+class _BudgetSpent(Exception):
+    """As many tokens were sampled as the caller allows."""
+
+
+class _Followed:
+    """The sampler and the environment of one episode: both are the agent's, and every part is told."""
+
+    def __init__(self, agent: SearchAgent, tell: Callable[[Part], None], max_tokens: int | None) -> None:
+        if not isinstance(agent.sampler, StreamingSampler):
+            raise ConfigError(f"{type(agent.sampler).__name__} cannot be followed: it has no method stream")
+        self._agent, self._sampler, self._tell, self._max_tokens = agent, agent.sampler, tell, max_tokens
+        self._splitter = TurnSplitter(agent.template.grammar)
+        self._answered = False
+        self._reply: Part | None = None
+        self._reply_length = 0
+        self._searches: list[Search] = []
+        self._num_turns = self._sampled_length = self._observed_length = 0
+        self.stop_strings = agent.environment.stop_strings
+
+    async def play(self, prompt: Prompt, seed: int | None) -> Finished:
+        answer, failure, status = None, None, Status.LENGTH_LIMIT
+        with contextlib.suppress(_BudgetSpent):
+            trajectory = await replace(self._agent, sampler=self, environment=self).play(prompt, seed)
+            assert trajectory.status is not None
+            status, failure = trajectory.status, trajectory.failure
+            answer = self._answer_of(trajectory)
+        self._tell_all(self._splitter.end_with_answer() if self._answered else self._splitter.end())
+        return Finished(
+            status=status,
+            answer=answer,
+            failure=failure,
+            searches=tuple(self._searches),
+            num_turns=self._num_turns,
+            prompt_length=len(prompt.ids),
+            sampled_length=self._sampled_length,
+            observed_length=self._observed_length,
+        )
+
+    def _answer_of(self, trajectory: Trajectory) -> str | None:
+        grammar = self._agent.template.grammar
+        return final_answer(read_turns(trajectory, self._agent.tokenizer, grammar), grammar)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        """One turn of the policy, as the agent's sampler gives it."""
+        left = sampling.max_tokens if self._max_tokens is None else self._max_tokens - self._sampled_length
+        if left <= 0:
+            raise _BudgetSpent
+        self._tell_reply()
+        generation = await self._sample(ids, replace(sampling, max_tokens=min(left, sampling.max_tokens)))
+        self._num_turns += 1
+        self._sampled_length += len(generation.ids)
+        if generation.finish_reason == "length" and left < sampling.max_tokens:
+            raise _BudgetSpent
+        return generation
+
+    async def _sample(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        self._splitter, decoder = TurnSplitter(self._agent.template.grammar), TurnDecoder(self._agent.tokenizer)
+        pieces = []
+        async with contextlib.aclosing(self._sampler.stream(ids, sampling)) as stream:
+            async for piece in stream:
+                pieces.append(piece)
+                self._tell_all(self._splitter.feed(decoder.feed(piece.ids)))
+        self._tell_all(self._splitter.feed(decoder.end()))
+        return join_pieces(pieces)
+
+    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+        """The answer of the agent's environment."""
+        outcome = await self._agent.environment.step(prompt, text, tools_allowed)
+        self._answered = outcome.action == "answer"
+        if not self._answered:
+            self._tell_all(self._splitter.end())
+        executed, event = outcome.event.get("executed", False), outcome.event
+        if executed:
+            self._searches.append(Search(event["query"], tuple(event["document_ids"]), event["milliseconds"]))
+        self._reply = Part("information" if executed else "feedback", decode_turn(self._agent.tokenizer, outcome.ids))
+        self._reply_length = len(outcome.ids)
+        return outcome
+
+    async def check(self) -> None:
+        await self._agent.environment.check()
+
+    async def close(self) -> None:
+        """The environment is the agent's, and stays open."""
+
+    def _tell_reply(self) -> None:
+        """Once the next turn begins: an observation that leaves no room for a turn is never read by the policy."""
+        if self._reply is not None:
+            self._tell_all([self._reply])
+            self._observed_length += self._reply_length
+            self._reply = None
+
+    def _tell_all(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.text:
+                self._tell(part)

@@ -1,0 +1,120 @@
+"""The chat requests that are understood, and the errors of those that are not."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# What says nothing about the reply, and what asks for no more than is given anyway.
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls"}
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "stop": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+}
+
+
+class ApiError(Exception):
+    """An error reply in OpenAI's shape, with the HTTP `status`."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, str(self), self.param, self.code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = {401: "authentication_error", 503: "service_unavailable", 504: "timeout"}.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """`content` is a text, or a list of text parts."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: str
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(BaseModel):
+    """A body of `POST /v1/chat/completions`. A field that would change the reply and is not known is refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, description="sampled in all turns together")
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = None
+    n: Literal[1] | None = None
+
+    @property
+    def budget(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def question(self) -> str:
+        """The text of the one user message. Raises `ApiError` for any other conversation."""
+        if [message.role for message in self.messages] != ["user"]:
+            roles = ", ".join(message.role for message in self.messages)
+            raise ApiError(
+                400,
+                "send one message, of role 'user': the policy was trained on its own prompt with one question in it, "
+                f"without system messages or earlier turns; got {roles}",
+                "messages",
+            )
+        if not self.messages[0].text.strip():
+            raise ApiError(400, "the question is empty", "messages")
+        return self.messages[0].text
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The request in `body`. Raises `ApiError` 400 that names the field."""
+    try:
+        request = ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"])) or None
+        raise ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param) from error
+    for name, value in (request.model_extra or {}).items():
+        if name not in _IGNORED and value is not None and value not in _NEUTRAL.get(name, ()):
+            raise ApiError(400, f"{name} is not supported by this endpoint", name, "unsupported_parameter")
+    return request
