@@ -49,8 +49,13 @@ EXTRAS = {
     "dev": [
         "hypothesis>=6.100",
         "import-linter>=2.0",
+        "ipykernel>=7.0",
+        "ipython>=9.0",
         "mcp>=2.3,<3",
         "mypy>=1.15",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
+        "pandas>=2.2",
         "openai>=3.51",
         "pytest>=8.3",
         "qdrant-client>=1.16",
