@@ -90,6 +90,17 @@ def test_composes_without_data_and_later_arguments_win(script: str) -> None:
     assert tree["data"]["train_batch_size"] == 512
 
 
+def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path) -> None:
+    (prompts / "train.parquet").unlink()
+    tree = composed("scripts/nq_hotpotqa/evaluate.sh", "max_turns=2", DATA_DIR=str(prompts), BASE_MODEL="org/model")
+    assert tree["trainer"]["val_only"] is True and tree["max_turns"] == 2
+    assert tree["actor_rollout_ref"]["rollout"]["val_kwargs"]["do_sample"] is False
+    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
+    assert tree["data"]["val_files"] == f"{prompts}/test.parquet" and tree["data"]["val_data_num"] is None
+    missing = run("scripts/nq_hotpotqa/evaluate.sh", DATA_DIR="/no/such/folder")
+    assert missing.returncode == 1 and "/no/such/folder/test.parquet does not exist" in missing.stderr
+
+
 def test_settings_reach_the_configuration(prompts: Path) -> None:
     tree = composed(
         "train_grpo.sh", DATA_DIR=str(prompts), BASE_MODEL="org/model", EXPERIMENT_NAME="mine", WANDB_PROJECT="ours"

@@ -26,6 +26,8 @@ from unittest.mock import patch
 from documented_commands import ROOT, Checkout, Command
 
 import infer
+from search_r1.evaluation.command_line import method_config
+from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.llm_agent.command_line import agent_config
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
@@ -115,6 +117,11 @@ def asks_the_endpoint(command: Command, _: Checkout) -> None:
     words = command.words
     assert words[-1].startswith("{") and any(word.endswith(ROUTE) for word in words)
     assert parse_chat(words[-1].encode()).question
+
+
+def composes_an_evaluation(command: Command, _: Checkout) -> None:
+    with ends_well():
+        method_config(evaluation_arguments("", command.arguments))
 
 
 def writes_a_page(command: Command, _: Checkout) -> None:
@@ -250,6 +257,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/experiments/grid\.py", runs("--dry_run")),
     (r"python scripts/experiments/collect\.py", accepts_options),
     (r"python scripts/bench/memory_tiers\.py", runs()),
+    (r"python -m search_r1\.evaluation", composes_an_evaluation),
     (r"python scripts/data_process/(nq|nq_search|qa_search_\w+_merge)\.py(?=.*--input_dir)", runs("--limit", "1")),
     (r"python scripts/data_process/nq_rag\.py", accepts_options),
     (r"python scripts/download\.py", accepts_options),

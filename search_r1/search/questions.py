@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,22 @@ def _question(row: dict[str, Any], path: Path, number: int) -> Question:
         raise CorpusError(f"{path}, line {number}: no 'question' (a string with text)")
     if not isinstance(golden, list) or not golden or not all(isinstance(answer, str) for answer in golden):
         raise CorpusError(f"{path}, line {number}: 'golden_answers' is {golden!r}, not a list of strings")
+    return make_question(str(row.get("id", number)), text, golden)
+
+
+def make_question(identifier: str, text: str, golden: Sequence[str]) -> Question:
+    """A question with its `answers` and `kind`."""
+    answers = searched_answers(golden)
+    return Question(identifier, text, tuple(golden), answers, _kind(answers, golden))
+
+
+def searched_answers(golden: Iterable[str]) -> tuple[Answer, ...]:
+    """See `Question.answers`."""
     normalized = dict.fromkeys(answer_tokens(answer) for answer in golden)
-    answers = tuple(answer for answer in normalized if answer and answer not in _NO_EVIDENCE)
-    return Question(str(row.get("id", number)), text, tuple(golden), answers, _kind(answers, normalized))
+    return tuple(answer for answer in normalized if answer and answer not in _NO_EVIDENCE)
 
 
-def _kind(answers: tuple[Answer, ...], normalized: Iterable[Answer]) -> str:
+def _kind(answers: tuple[Answer, ...], golden: Iterable[str]) -> str:
     if answers:
         return "span"
-    return "yes_no" if _NO_EVIDENCE & set(normalized) else "empty"
+    return "yes_no" if _NO_EVIDENCE & set(map(answer_tokens, golden)) else "empty"

@@ -168,7 +168,7 @@ class RLTrainer:
             pool.reserve(trainer.step_timeout_s)
             self.rollouts = RolloutManager(config, pool)
             self._undo.append(self.rollouts.shutdown)
-            self.actor = ActorGroup(config, pool, self.total_steps, self._has_anchor)
+            self.actor = ActorGroup(self._actor_config, pool, self.total_steps, self._has_anchor)
             self._undo.append(self.actor.shutdown)
             self.critic: CriticGroup | None = None
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
@@ -210,6 +210,14 @@ class RLTrainer:
 
     def _steps_of_all_epochs(self) -> int:
         return max(1, len(self.train_prompts) // self.config.data.train_batch_size) * self.config.trainer.total_epochs
+
+    @property
+    def _actor_config(self) -> Config:
+        """Validation alone updates nothing, so its actor has no KL loss, which would need an anchor."""
+        if not self.config.trainer.val_only:
+            return self.config
+        role = self.config.actor_rollout_ref
+        return replace(self.config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
 
     @property
     def _has_anchor(self) -> bool:

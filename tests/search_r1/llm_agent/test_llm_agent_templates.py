@@ -38,9 +38,9 @@ def test_shipped_templates_speak_of_the_tags_that_their_grammar_reads(name):
 def test_the_shipped_grammars():
     assert load_template("research").grammar == Grammar(information="result", boxed=True)
     assert load_template("tinywiki").grammar == SEARCH_R1
-    for name in ("r1", "direct", "rag"):
+    for name in ("r1", "direct", "rag", "ircot"):
         assert load_template(name).grammar == Grammar(search=None)
-    assert [name for name in shipped_templates() if load_template(name).needs_context] == ["rag"]
+    assert [name for name in shipped_templates() if load_template(name).needs_context] == ["ircot", "rag"]
 
 
 def test_template_from_a_path_keeps_its_bytes(tmp_path):

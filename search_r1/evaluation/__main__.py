@@ -1,0 +1,156 @@
+"""Evaluate a model on question-answer sets: the search agent, or a baseline under the same harness.
+
+    python -m search_r1.evaluation --model DIR --data_dir data/qa --retriever_url URL --output_dir results/mine
+    python -m search_r1.evaluation --server URL --served_model NAME --tokenizer DIR ...   # vLLM, SGLang
+
+Writes results.json, results.md, records.jsonl (a line a question) and trajectories.parquet. A run that was cut short
+goes on where it stopped; one with other settings in the same folder is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
+from verl.errors import VerlError
+
+if TYPE_CHECKING:
+    from search_r1.evaluation.questions import Question
+    from search_r1.evaluation.store import Store
+    from search_r1.llm_agent.agent import SearchAgent
+    from verl.config import Config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 after an error or with failed questions, 130 when interrupted."""
+    args = parse_arguments(__doc__, arguments)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        return evaluate(args, method_config(args))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on from what is finished in {args.output_dir}", file=sys.stderr)
+        return 130
+
+
+def evaluate(args: argparse.Namespace, config: Config) -> int:
+    from search_r1.evaluation.methods.registry import METHODS
+    from search_r1.evaluation.questions import load_questions
+    from search_r1.evaluation.retriever_info import serves
+    from search_r1.evaluation.runner import unfinished
+    from search_r1.evaluation.store import Store
+    from search_r1.evaluation.subset import stratified_subset
+
+    questions = load_questions(args.data, args.data_dir)
+    if args.subset is not None:
+        questions = stratified_subset(questions, args.subset, args.subset_seed)
+    served = asyncio.run(serves(config.retriever)) if METHODS[args.method].retrieves else None
+    settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
+    store = Store(args.output_dir, settings, args.restart)
+    if unfinished(questions, store):
+        asyncio.run(play(args, config, questions, store))
+    return conclude(args, config, questions, store, settings)
+
+
+async def play(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
+    """Ask what is left."""
+    from search_r1.evaluation.methods.registry import METHODS, make_method
+    from search_r1.evaluation.records import Measurer
+    from search_r1.evaluation.runner import Pace, Runner
+    from search_r1.llm_agent.search_engine import Searcher
+    from search_r1.rewards.component import make_component
+
+    recipe = METHODS[args.method]
+    judge = None
+    if args.judge_url is not None:
+        judge = make_component("search_r1.rewards.judge.Judge", {"url": args.judge_url, "model": args.judge_model})
+        if hasattr(judge, "check"):
+            await judge.check()
+    searcher = Searcher.from_config(config.retriever) if recipe.needs_context else None
+    try:
+        async with _open(args, config) as agent:
+            method = make_method(args.method, agent, config, searcher, own_prompts=args.template is None)
+            is_exact = partial(getattr, agent.sampler, "is_exact", True)
+            measurer = Measurer(agent.tokenizer, agent.template.grammar, recipe.retrieves, judge, is_exact)
+            pace = Pace(args.concurrency, args.max_redraws)
+            await Runner(method, measurer, store, agent.tokenizer.decode, pace, args.seed).run(questions)
+    finally:
+        if searcher is not None:
+            await searcher.close()
+
+
+def conclude(
+    args: argparse.Namespace,
+    config: Config,
+    questions: Sequence[Question],
+    store: Store,
+    settings: dict[str, Any],
+) -> int:
+    """Write the results and print them. Returns the exit status."""
+    from search_r1.evaluation.corpus_coverage import corpus_coverage
+    from search_r1.evaluation.report import report
+    from search_r1.evaluation.results import summarize
+
+    store.finish([question.key for question in questions])
+    found = store.records()
+    records = [found[question.key] for question in questions]
+    exact = all(record.exact_ids for record in records)
+    results = summarize(records) | {"settings": settings}
+    results["run"] = {"concurrency": args.concurrency, "exact_token_ids": exact}
+    if args.corpus_path is not None:
+        url = None if config.retriever.engine is not None else config.retriever.url
+        results["coverage"] = corpus_coverage(args.corpus_path, questions, url, config.retriever.topk)
+    page = report(results)
+    store.write("results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    store.write("results.md", page)
+    print(page)
+    return _status(args, [record.failure for record in records if record.failed])
+
+
+def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
+    if not failures:
+        return 0
+    print(
+        f"{len(failures)} questions failed and are in no mean; the same command asks them again. "
+        f"The first failure: {failures[0]}",
+        file=sys.stderr,
+    )
+    return 0 if args.allow_failed else 1
+
+
+def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManager[SearchAgent]:
+    from search_r1.evaluation.served_agent import open_served_agent
+    from search_r1.llm_agent.agent import open_agent
+    from search_r1.llm_agent.command_line import agent_sampling
+
+    server = server_of(args)
+    if server is None:
+        return open_agent(config, agent_sampling(args))
+    return open_served_agent(config, agent_sampling(args), server)
+
+
+def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:
+    """By set: how many questions, and a hash of them that does not depend on their order."""
+    rows: dict[str, list[str]] = {}
+    for question in questions:
+        row = json.dumps([question.id, question.text, question.golden_answers, question.messages])
+        rows.setdefault(question.set_name, []).append(row)
+    return {
+        name: f"{len(lines)}, sha256 {hashlib.sha256(chr(10).join(sorted(lines)).encode()).hexdigest()[:16]}"
+        for name, lines in rows.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The flags of `python -m search_r1.evaluation`, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
+from search_r1.evaluation.served_agent import Server
+from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
+from search_r1.llm_agent.templates import load_template
+from verl.config import Config
+
+
+def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with status 2 for arguments that are wrong by themselves."""
+    summary, _, rest = (description or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.evaluation",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_agent_flags(parser)
+    parser.set_defaults(model=None)
+    _add_flags(parser)
+    args = parser.parse_args(arguments)
+    if (args.model is None) == (args.server is None):
+        parser.error("give --model DIR, or --server URL with --served_model NAME")
+    if args.server is not None and (args.served_model is None or args.tokenizer is None):
+        parser.error("--server needs --served_model NAME and --tokenizer DIR")
+    if (args.judge_url is None) != (args.judge_model is None):
+        parser.error("--judge_url and --judge_model go together")
+    return args
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output_dir", type=Path, required=True, help="folder of the results; a run that was cut short goes on there")
+    add("--server", help="address of an OpenAI-compatible server (vLLM, SGLang) that has the model")
+    add("--served_model", help="name of the model at that server")
+    add("--tokenizer", help="folder or hub name of the model's tokenizer, with --server")
+    add("--request_deadline_s", type=float, default=600.0, help="longest wait for a turn (default: %(default)s)")
+    add("--method", choices=list(METHODS), default="search", help="the agent or a baseline (default: %(default)s)")
+    add("--data", nargs="+", default=[], metavar="NAME=FILE", help="jsonl(.gz) of a set, or a parquet prompt file")
+    add("--data_dir", type=Path, help="folder with <set>/<split>.jsonl: test, else dev, else train of each set")
+    add("--subset", type=_positive, help="a fixed stratified part of each set, of this size (default: all questions)")
+    add("--subset_seed", type=int, default=0, help="another part (default: %(default)s)")
+    add("--corpus_path", type=Path, help="jsonl(.gz) of the retriever's passages: adds the coverage audit")
+    add("--judge_url", help="OpenAI-compatible endpoint whose model judges the answers")
+    add("--judge_model", help="name of the judge at that endpoint")
+    add("--concurrency", type=_positive, default=64, help="questions at once (default: %(default)s)")
+    add("--max_redraws", type=_natural, default=2, help="further attempts at a failed question (default: %(default)s)")
+    add("--allow_failed", action="store_true", help="exit with status 0 although questions failed")
+    add("--restart", action="store_true", help="throw away what is finished in --output_dir")
+
+
+def method_config(args: argparse.Namespace) -> Config:
+    """The agent's settings for the method. Raises `ConfigError`."""
+    config = agent_config(args, overrides_of(args.method, args.template))
+    check_template(args.method, config)
+    return config
+
+
+def server_of(args: argparse.Namespace) -> Server | None:
+    if args.server is None:
+        return None
+    return Server(args.server, args.served_model, args.tokenizer, args.request_deadline_s, args.concurrency)
+
+
+def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dict[str, Any]:
+    """What the answers depend on besides the questions; `retriever` is what the service says that it serves."""
+    template, rollout = load_template(config.agent.template), config.actor_rollout_ref.rollout
+    settings: dict[str, Any] = {
+        "method": args.method,
+        "model": _model(args),
+        "dtype": rollout.dtype if args.server is None else None,
+        "template": {"name": template.name, "fingerprint": template.fingerprint},
+        "sampling": asdict(agent_sampling(args)) | {"seed": args.seed},
+        "max_turns": config.max_turns if METHODS[args.method].loops else 0,
+        "max_prompt_length": config.data.max_prompt_length,
+        "max_response_length": config.data.max_response_length,
+        "max_obs_length": config.data.max_obs_length,
+        "subset": None if args.subset is None else {"size": args.subset, "seed": args.subset_seed},
+        "judge": None if args.judge_url is None else {"url": args.judge_url, "model": args.judge_model},
+    }
+    for name in ("max_tokens", "stop", "ignore_eos"):  # set for each turn
+        del settings["sampling"][name]
+    if METHODS[args.method].retrieves:
+        source = config.retriever.engine or config.retriever.url
+        settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}
+    return settings
+
+
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    if args.server is not None:
+        return {"server": args.server, "name": args.served_model, "tokenizer": args.tokenizer}
+    files = sorted(path for end in ("safetensors", "bin") for path in Path(args.model).glob(f"*.{end}"))
+    weights = {path.name: [path.stat().st_size, int(path.stat().st_mtime)] for path in files}
+    return {"path": args.model, "weights": weights or None}
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number

@@ -1,0 +1,69 @@
+"""A method is an agent with its prompt: from a question to a finished trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from search_r1.evaluation.questions import Question
+from search_r1.llm_agent.agent import SearchAgent
+from verl.data.prompts import encode_prompt
+from verl.errors import DataError, EnvironmentUnavailable
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+
+CONTEXT = "context"
+"""In a prompt's row: the passages that were looked up before the model was asked."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One turn, or a search loop, as the agent's environment and limits have it: `search`, `direct` and `cot`.
+
+    With `own_prompts` a row of a prompt file is asked as it stands there.
+    """
+
+    agent: SearchAgent
+    own_prompts: bool = False
+
+    async def play(self, question: Question, seed: int | None = None) -> Trajectory:
+        """One episode. FAILED when a retriever was not available; errors of the sampler propagate."""
+        try:
+            prompt = await self.prompt(question)
+        except EnvironmentUnavailable as error:
+            return self._not_asked(question, str(error))
+        return await self.agent_of(prompt).play(prompt, seed, question.key)
+
+    async def prompt(self, question: Question) -> Prompt:
+        if self.own_prompts and question.messages is not None:
+            ids = encode_prompt(self.agent.tokenizer, question.messages)
+            return Prompt(tuple(ids), question.set_name, row_of(question))
+        return self.agent.prompt(text_of(question), data_source=question.set_name, row=row_of(question))
+
+    def agent_of(self, prompt: Prompt) -> SearchAgent:
+        """What plays this prompt's episode."""
+        return self.agent
+
+    def _not_asked(self, question: Question, failure: str) -> Trajectory:
+        prompt = Prompt((), question.set_name, row_of(question))
+        segments = [Segment(Source.PROMPT, ())]
+        return Trajectory(question.key, prompt, segments, status=Status.FAILED, failure=failure)
+
+
+def row_of(question: Question) -> dict[str, Any]:
+    """What reward and trajectory store read."""
+    row: dict[str, Any] = {"reward_model": {"ground_truth": {"target": list(question.golden_answers)}}}
+    if question.text is not None:
+        row["question"] = question.text
+    if question.messages is not None:
+        row["prompt"] = question.messages
+    return row
+
+
+def text_of(question: Question) -> str:
+    """Raises `DataError` for a row of a prompt file without the question itself."""
+    if question.text is None:
+        raise DataError(
+            f"{question.key}: its row has a prompt but no 'question', which every method but search with the row's own "
+            f"prompt needs; give the set as JSON lines"
+        )
+    return question.text

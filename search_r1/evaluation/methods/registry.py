@@ -1,0 +1,66 @@
+"""The methods by name: which settings of the agent each one needs, and how it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from search_r1.evaluation.methods.base import Method
+from search_r1.evaluation.methods.ircot import Ircot
+from search_r1.evaluation.methods.rag import Rag
+from search_r1.llm_agent.agent import SearchAgent
+from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
+from search_r1.llm_agent.search_engine import Searcher
+from search_r1.llm_agent.templates import load_template
+from verl.agent.text import encode_text
+from verl.config import Config
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`template` None: that of the agent's settings. `retrieves`: it asks a retriever; `loops`: more than one turn."""
+
+    template: str | None
+    retrieves: bool
+    loops: bool
+    needs_context: bool = False
+
+
+METHODS = {
+    "search": Recipe(None, retrieves=True, loops=True),
+    "direct": Recipe("direct", retrieves=False, loops=False),
+    "cot": Recipe("r1", retrieves=False, loops=False),
+    "rag": Recipe("rag", retrieves=True, loops=False, needs_context=True),
+    "ircot": Recipe("ircot", retrieves=True, loops=True, needs_context=True),
+}
+
+
+def overrides_of(method: str, template: str | None) -> tuple[str, ...]:
+    """Config overrides of a method; `template` is what the user asked for."""
+    recipe, overrides = METHODS[method], []
+    if recipe.template is not None and template is None:
+        overrides.append(f"agent.template={recipe.template}")
+    if not recipe.loops:
+        overrides.append("do_search=false")
+    return tuple(overrides)
+
+
+def check_template(method: str, config: Config) -> None:
+    """Raises `ConfigError` for a template that the method cannot fill."""
+    template = load_template(config.agent.template)
+    if template.needs_context != METHODS[method].needs_context:
+        kind = "with {context}" if METHODS[method].needs_context else "without {context}"
+        raise ConfigError(f"--method {method} needs a template {kind}; {template.name} is none")
+
+
+def make_method(
+    method: str, agent: SearchAgent, config: Config, searcher: Searcher | None, own_prompts: bool
+) -> Method:
+    """`own_prompts`: `search` asks rows of a prompt file as they are. `searcher` is for the methods with a context."""
+    if searcher is None:
+        return Method(agent, own_prompts and method == "search")
+    writer = ObservationWriter(agent.tokenizer, config.data.max_obs_length, agent.template.grammar)
+    if method == "rag":
+        return Rag(agent, searcher=searcher, writer=writer)
+    feedback_ids = encode_text(agent.tokenizer, wrap_feedback(config.agent.feedback))
+    return Ircot(agent, searcher=searcher, writer=writer, feedback_ids=feedback_ids)

@@ -1,0 +1,180 @@
+"""A language model behind an OpenAI-compatible server (vLLM, SGLang) as the sampler of an episode.
+
+`POST {url}/completions` with token ids as the prompt, so that the context is what training would have it be. A server
+that returns token ids (vLLM) gives exactly what it sampled. From another one only text comes back: it is tokenised
+here, which may cut it into other tokens than were sampled, and log-probs are NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from search_r1.evaluation.completion_reply import generation_of
+from search_r1.search.backoff import backoff_s
+from verl.agent.environment import Generation, Sampling
+from verl.errors import RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_CHECK_DEADLINE_S = 10.0
+_KEY_VARIABLE = "OPENAI_API_KEY"
+_START = "start one with: python -m vllm.entrypoints.openai.api_server --model DIR"
+
+# Not part of the OpenAI protocol. The neutral values keep out what a model's generation_config.json would put in.
+_EXTENSIONS = {
+    "include_stop_str_in_output": True,  # vLLM
+    "no_stop_trim": True,  # SGLang
+    "return_token_ids": True,
+    "skip_special_tokens": False,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+}
+
+
+class _Passing(Exception):
+    """An attempt failed in a way that may pass."""
+
+
+class OpenAISampler:
+    """Implements `verl.agent.environment.Sampler`; use it from one event loop and `close` it.
+
+    `deadline_s` bounds all attempts of one turn; at most `concurrency` requests are under way. A key is sent as a
+    bearer token when the environment has OPENAI_API_KEY. `is_exact` says whether the ids so far were the server's own.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        deadline_s: float = 600.0,
+        concurrency: int = 64,
+    ) -> None:
+        self.url, self.model, self.is_exact = _base(url), model, True
+        self._tokenizer, self._deadline_s = tokenizer, deadline_s
+        self._places = asyncio.Semaphore(concurrency)
+        self._extensions: dict[str, Any] = dict(_EXTENSIONS)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def check(self) -> int | None:
+        """The longest sequence that the server takes, if it says so. Raises `RolloutError` if it lacks the model."""
+        reply = await self._request("GET", "/models", None, min(_CHECK_DEADLINE_S, self._deadline_s))
+        models = {entry["id"]: entry for entry in reply.get("data", []) if isinstance(entry, dict) and "id" in entry}
+        if self.model not in models:
+            served = ", ".join(models) or "none"
+            raise RolloutError(f"{self.url} serves no model {self.model!r}; set --served_model to one of: {served}")
+        longest = models[self.model].get("max_model_len")
+        return longest if isinstance(longest, int) else None
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Continue `ids`. Raises `RolloutError` when the server is down, refuses the request or answers rubbish."""
+        async with self._places:
+            reply = await self._request("POST", "/completions", self._body(ids, sampling), self._deadline_s)
+        try:
+            generation, exact = generation_of(reply, sampling.stop, self._tokenizer)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RolloutError(f"{self.url}: the answer is no completion: {error!r}: {str(reply)[:300]}") from error
+        self.is_exact &= exact
+        return generation
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _body(self, ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": list(sampling.stop),
+            "logprobs": 1,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        return body | ({"top_k": sampling.top_k} if self._extensions else {}) | self._extensions
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
+        """Attempt until it works or the deadline would pass."""
+        start, attempts = time.monotonic(), 0
+        while True:
+            left_s = deadline_s - (time.monotonic() - start)
+            attempts += 1
+            try:
+                return await self._attempt(method, path, body, left_s)
+            except _Passing as trouble:
+                pause_s = backoff_s(attempts, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+                if time.monotonic() - start + pause_s >= deadline_s:
+                    elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
+                    raise RolloutError(
+                        f"the model server {self.url} is not available ({elapsed}; last: {trouble}); {_START}"
+                    ) from trouble
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        try:
+            async with self._open_session().request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                text = await response.text(errors="replace")
+                status = response.status
+        except aiohttp.InvalidURL as error:
+            raise RolloutError(f"--server {self.url} is not an http:// or https:// URL") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _Passing(f"{type(error).__name__}: {error}") from error
+        if status in _RETRIED:
+            raise _Passing(f"HTTP {status}: {text[:300]}")
+        if status != 200:
+            return await self._refused(method, path, body, timeout_s, f"HTTP {status}: {text[:500]}", status)
+        return _object(text, self.url)
+
+    async def _refused(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, reason: str, status: int
+    ) -> dict[str, Any]:
+        """Once more in plain OpenAI when what the server names is one of the extensions."""
+        unknown = [name for name in (*_EXTENSIONS, "top_k") if body is not None and name in body and name in reason]
+        if status not in (400, 422) or not unknown:
+            raise RolloutError(f"the model server {self.url} refused the request: {reason}{_hint(status)}")
+        self._extensions = {}
+        plain = {name: value for name, value in (body or {}).items() if name not in (*_EXTENSIONS, "top_k")}
+        return await self._attempt(method, path, plain, timeout_s)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            key = os.environ.get(_KEY_VARIABLE, "").strip()
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+
+def _base(url: str) -> str:
+    """`http://host:port` and `http://host:port/v1` are the same server."""
+    url = url.rstrip("/")
+    return url if urlsplit(url).path else f"{url}/v1"
+
+
+def _object(text: str, url: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RolloutError(f"{url}: the answer is no JSON: {text[:300]!r}; is it an OpenAI server?") from error
+    if not isinstance(value, dict):
+        raise RolloutError(f"{url}: the answer is no JSON object: {text[:300]!r}")
+    return value
+
+
+def _hint(status: int) -> str:
+    return {401: f"; set {_KEY_VARIABLE}", 404: "; check --server and --served_model"}.get(status, "")

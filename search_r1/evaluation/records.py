@@ -1,0 +1,159 @@
+"""What is measured on one question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from search_r1.evaluation.methods.base import CONTEXT
+from search_r1.rewards.component import BatchedComponent, Component
+from search_r1.rewards.metrics import cover_match, exact_match, token_f1
+from search_r1.rewards.reading import Reading, read_trajectory
+from search_r1.search.answers import AnswerMatcher, answer_tokens
+from search_r1.search.questions import searched_answers
+from verl.errors import RewardUnavailable
+from verl.protocol import Status, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from search_r1.llm_agent.grammar import Grammar
+
+METRICS = {
+    "em": "EM",
+    "f1": "F1",
+    "cover_em": "cover-EM",
+    "judge": "judge",
+    "searches": "searches",
+    "retrieval_recall": "retrieval recall",
+    "policy_tokens": "policy tokens",
+    "total_tokens": "total tokens",
+    "invalid_actions": "invalid actions",
+    "finished": "finished",
+    "latency_s": "latency (s)",
+}
+"""Column of a record, and what a table calls it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One question, once asked. A metric that does not apply is None; those of a FAILED episode all are.
+
+    `retrieval_recall` is 1 when a gold answer stands in a passage that the model was shown; it does not apply to
+    questions whose answers prove nothing (yes, no), and to methods without retrieval. `exact_ids`: all token ids are
+    those that were sampled.
+    """
+
+    set_name: str
+    id: str
+    question: str
+    golden_answers: list[str]
+    answer: str | None
+    status: str
+    failure: str | None
+    exact_ids: bool
+    metrics: dict[str, float | None]
+
+    @property
+    def key(self) -> str:
+        return f"{self.set_name}/{self.id}"
+
+    @property
+    def failed(self) -> bool:
+        return self.status == Status.FAILED.value
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A trajectory with the seconds that it took."""
+
+    trajectory: Trajectory
+    latency_s: float
+
+
+class Measurer:
+    """Makes records. `judge` scores an answer in [0, 1]; `retrieves` says whether the method shows passages.
+
+    `is_exact` is asked whether the token ids so far are those that were sampled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        grammar: Grammar,
+        retrieves: bool,
+        judge: Component | BatchedComponent | None = None,
+        is_exact: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._tokenizer, self._grammar, self._retrieves, self._judge = tokenizer, grammar, retrieves, judge
+        self._is_exact = is_exact
+
+    async def measure(self, episodes: Sequence[Scored]) -> list[Record]:
+        """Also sets reward (EM) and components of the trajectories. One that cannot be judged becomes FAILED."""
+        readings = [read_trajectory(episode.trajectory, self._tokenizer, self._grammar) for episode in episodes]
+        played = [index for index, episode in enumerate(episodes) if episode.trajectory.status is not Status.FAILED]
+        verdicts = dict(zip(played, await self._judged([readings[index] for index in played]), strict=True))
+        return [
+            self._record(episode, reading, verdicts.get(index))
+            for index, (episode, reading) in enumerate(zip(episodes, readings, strict=True))
+        ]
+
+    async def _judged(self, readings: Sequence[Reading]) -> Sequence[float | RewardUnavailable | None]:
+        if self._judge is None:
+            return [None] * len(readings)
+        if isinstance(self._judge, BatchedComponent):
+            return await self._judge.measure(readings)
+        return [float(self._judge(reading)) for reading in readings]
+
+    def _record(self, episode: Scored, reading: Reading, verdict: float | RewardUnavailable | None) -> Record:
+        trajectory = episode.trajectory
+        if isinstance(verdict, RewardUnavailable):
+            trajectory.status, trajectory.failure, verdict = Status.FAILED, str(verdict), None
+        metrics: dict[str, float | None] = dict.fromkeys(METRICS)
+        if trajectory.status is not Status.FAILED:
+            metrics = self._metrics(episode, reading, verdict)
+            trajectory.reward = metrics["em"]
+            trajectory.reward_components = {name: value for name, value in metrics.items() if value is not None}
+        set_name = trajectory.prompt.data_source
+        return Record(
+            set_name=set_name,
+            id=trajectory.group_id.removeprefix(f"{set_name}/"),
+            question=reading.question,
+            golden_answers=list(reading.targets),
+            answer=reading.answer,
+            status="" if trajectory.status is None else trajectory.status.value,
+            failure=trajectory.failure,
+            exact_ids=self._is_exact(),
+            metrics=metrics,
+        )
+
+    def _metrics(self, episode: Scored, reading: Reading, verdict: float | None) -> dict[str, float | None]:
+        trajectory, answer, golden = episode.trajectory, reading.answer, reading.targets
+        context = trajectory.prompt.row.get(CONTEXT)
+        shown = reading.passages if context is None else (context, *reading.passages)
+        return {
+            "em": float(answer is not None and exact_match(answer, golden)),
+            "f1": 0.0 if answer is None else token_f1(answer, golden),
+            "cover_em": float(answer is not None and cover_match(answer, golden)),
+            "judge": verdict,
+            "searches": float(trajectory.num_searches + (context is not None)),
+            "retrieval_recall": recall(shown, golden) if self._retrieves else None,
+            "policy_tokens": float(trajectory.num_policy_tokens),
+            "total_tokens": float(len(trajectory.ids)),
+            "invalid_actions": float(trajectory.num_turns - trajectory.num_valid_actions),
+            "finished": float(trajectory.status is Status.ANSWERED),
+            "latency_s": episode.latency_s,
+        }
+
+
+def recall(passages: Sequence[str], golden: Sequence[str]) -> float | None:
+    """1 if a gold answer stands in a passage, word by word after normalisation; None if there is none to look for."""
+    answers = searched_answers(golden)
+    if not answers:
+        return None
+    matcher = AnswerMatcher(answers)
+    return float(any(matcher.find(answer_tokens(passage)) for passage in passages))

@@ -1,0 +1,84 @@
+"""The results as a page of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from search_r1.evaluation.records import METRICS
+
+_IN_PERCENT = {"em", "f1", "cover_em", "judge", "retrieval_recall", "finished"}
+_QUALITY = ("em", "f1", "cover_em", "judge", "retrieval_recall", "finished")
+_COST = ("searches", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
+
+
+def report(results: Mapping[str, Any]) -> str:
+    """A table of quality, one of cost, the coverage of the corpus where it was looked at, and the settings."""
+    parts = [
+        "# Evaluation",
+        f"{results['questions']} questions, {results['failed']} failed (left out of all means). In brackets: 95% "
+        f"bootstrap intervals, {results['resamples']} resamples of the questions within their sets.",
+        _table_of(results, _QUALITY, "in percent"),
+        _table_of(results, _COST, "a question"),
+    ]
+    if results.get("coverage"):
+        parts += ["## Coverage of the corpus", _coverage(results["coverage"])]
+    if not results["run"]["exact_token_ids"]:
+        parts.append(
+            "The server gave text without token ids: contexts of later turns and token counts are approximate, and "
+            "there are no log-probs."
+        )
+    parts += ["## Settings", _table(("setting", "value"), _flat(results["settings"] | results["run"]))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table_of(results: Mapping[str, Any], names: Sequence[str], unit: str) -> str:
+    shown = [name for name in names if name in results["micro"]]
+    rows = [(name, row["questions"] - row["failed"], row["metrics"]) for name, row in results["sets"].items()]
+    count = results["questions"] - results["failed"]
+    rows += [("macro mean", count, results["macro"]), ("micro mean", count, results["micro"])]
+    head = (unit, "questions", *(METRICS[name] for name in shown))
+    return _table(head, ((label, str(n), *(_cell(name, row.get(name)) for name in shown)) for label, n, row in rows))
+
+
+def _cell(name: str, estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
+        return "-"
+    scale, digits = (100, 1) if name in _IN_PERCENT else (1, 2)
+    mean, low, high = (f"{scale * estimate[key]:.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def _coverage(coverage: Mapping[str, Any]) -> str:
+    """Shares are of the questions with an answer to look for; recall is that of the question itself as the query."""
+    ks = list(coverage["total"].get("recall", {}))
+    head = ("set", "questions", "yes/no", "with a span", "in the corpus", *(f"in the top {k}" for k in ks))
+    rows = [*coverage["sets"].items(), ("total", coverage["total"])]
+    return f"{coverage['passages']} passages of {coverage['corpus']}.\n\n" + _table(
+        head, ((name, *_coverage_cells(row, ks)) for name, row in rows)
+    )
+
+
+def _coverage_cells(row: Mapping[str, Any], ks: Sequence[str]) -> Iterable[str]:
+    yield from (str(row[name]) for name in ("questions", "yes_no", "span"))
+    yield f"{row['covered']} ({_percent(row['coverage'])})"
+    for k in ks:
+        found = row["recall"][k]
+        yield f"{found['hits']} ({_percent(found['of_all'])}; of those in the corpus {_percent(found['of_covered'])})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

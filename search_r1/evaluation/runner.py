@@ -1,0 +1,91 @@
+"""Plays what is left of an evaluation, many questions at once, and keeps what is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tqdm import tqdm
+
+from search_r1.evaluation.questions import Question
+from search_r1.evaluation.records import Measurer, Scored
+from search_r1.evaluation.store import Store
+from verl.protocol import Status, Trajectory
+from verl.tracking.trajectory_store import Decode
+
+
+class Player(Protocol):
+    """See `search_r1.evaluation.methods.base.Method`."""
+
+    async def play(self, question: Question, seed: int | None = None) -> Trajectory: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """`concurrency` questions at once; `max_redraws` further attempts at one that failed; `part_size` in a part."""
+
+    concurrency: int = 64
+    max_redraws: int = 2
+    part_size: int = 64
+
+
+def unfinished(questions: Sequence[Question], store: Store) -> list[Question]:
+    """Those without a record, or with a failed one."""
+    records = store.records()
+    return [question for question in questions if question.key not in records or records[question.key].failed]
+
+
+class Runner:
+    """`seed` makes sampling repeatable: attempt a at a question draws with a seed of its own."""
+
+    def __init__(
+        self, method: Player, measurer: Measurer, store: Store, decode: Decode, pace: Pace, seed: int | None = None
+    ) -> None:
+        self._method, self._measurer, self._store, self._decode = method, measurer, store, decode
+        self._pace, self._seed = pace, seed
+        self._done: list[Scored] = []
+        self._places = asyncio.Semaphore(pace.concurrency)
+
+    async def run(self, questions: Sequence[Question]) -> None:
+        """Ask the questions that are unfinished. What was finished stays, whatever ends the run."""
+        left = unfinished(questions, self._store)
+        with tqdm(total=len(questions), initial=len(questions) - len(left), desc="questions", disable=None) as bar:
+            tasks = [asyncio.create_task(self._play(question)) for question in left]
+            try:
+                for finished in asyncio.as_completed(tasks):
+                    self._done.append(await finished)
+                    bar.update()
+                    if len(self._done) >= self._pace.part_size:
+                        await self._keep()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._keep()
+
+    async def _play(self, question: Question) -> Scored:
+        async with self._places:
+            for attempt in range(self._pace.max_redraws + 1):
+                started = time.perf_counter()
+                trajectory = await self._method.play(question, self._seed_of(question, attempt))
+                seconds = time.perf_counter() - started
+                if trajectory.status is not Status.FAILED:
+                    break
+        return Scored(trajectory, seconds)
+
+    def _seed_of(self, question: Question, attempt: int) -> int | None:
+        """A question draws the same whichever others are asked."""
+        if self._seed is None:
+            return None
+        name = f"{self._seed}/{question.key}/{attempt}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
+
+    async def _keep(self) -> None:
+        episodes, self._done = self._done, []
+        if episodes:
+            records = await self._measurer.measure(episodes)
+            self._store.add(records, [episode.trajectory for episode in episodes], self._decode)

@@ -1,0 +1,59 @@
+"""The search agent with its model behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from search_r1.evaluation.openai_sampler import OpenAISampler
+from search_r1.llm_agent.agent import SearchAgent, limits_within
+from search_r1.llm_agent.templates import load_template
+from verl.agent.environment import Sampling
+from verl.by_name import load_by_name
+from verl.config import Config
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Server:
+    """`model` is the name under which `url` serves it; `tokenizer` the folder or hub name of its tokenizer."""
+
+    url: str
+    model: str
+    tokenizer: str
+    deadline_s: float = 600.0
+    concurrency: int = 64
+
+
+@asynccontextmanager
+async def open_served_agent(config: Config, sampling: Sampling, server: Server) -> AsyncIterator[SearchAgent]:
+    """As `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server says that it takes.
+
+    Raises `ConfigError` without the tokenizer, `RolloutError` when the server is down or lacks the model, and
+    `EnvironmentUnavailable` when no retriever answers.
+    """
+    template = load_template(config.agent.template)
+    tokenizer = _load_tokenizer(server.tokenizer, config.actor_rollout_ref.model.trust_remote_code)
+    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
+    try:
+        await environment.check()
+        limits = limits_within(config, await sampler.check())
+        yield SearchAgent(sampler, environment, tokenizer, template, limits, sampling)
+    finally:
+        await sampler.close()
+        await environment.close()
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer {path}: no tokenizer could be loaded from it: {error}") from error

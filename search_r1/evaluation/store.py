@@ -1,0 +1,109 @@
+"""The folder of an evaluation: its settings, the parts that are finished, and what is made of them.
+
+    settings.json                    what the numbers depend on
+    parts/records_N.jsonl            finished questions, with their trajectories in
+    parts/trajectories/test_step_N.parquet
+
+A part appears whole: its records are written last, under another name first. So a run that is killed loses at most the
+questions of the parts that it had not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from search_r1.evaluation.records import Record
+from verl.errors import ConfigError, DataError
+from verl.protocol import Trajectory
+from verl.tracking.trajectory_store import Decode, trajectories_path, write_trajectories
+
+SETTINGS, RECORDS, TRAJECTORIES = "settings.json", "records.jsonl", "trajectories.parquet"
+
+
+class Store:
+    """Opens or makes the folder. Raises `ConfigError`, naming the differences, if it was made with other `settings`.
+
+    `restart` throws away what is there. `settings` are for JSON.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], restart: bool = False) -> None:
+        self.folder, self._parts = folder, folder / "parts"
+        if restart:
+            shutil.rmtree(self._parts, ignore_errors=True)
+            (folder / SETTINGS).unlink(missing_ok=True)
+        if (folder / SETTINGS).exists():
+            self._compare(settings)
+        self._parts.mkdir(parents=True, exist_ok=True)
+        self.write(SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+    def records(self) -> dict[str, Record]:
+        """All finished questions by key; of a question that was played again after a failure the latest."""
+        return {
+            record.key: record for number in self._numbers() for record in _read_records(self._records_path(number))
+        }
+
+    def add(self, records: Sequence[Record], trajectories: Sequence[Trajectory], decode: Decode) -> None:
+        """Write one more part."""
+        number = max(self._numbers(), default=-1) + 1
+        write_trajectories(self._parts, "test", number, trajectories, decode)
+        self._write_lines(self._records_path(number), records)
+
+    def finish(self, keys: Sequence[str]) -> None:
+        """Write `records.jsonl` and `trajectories.parquet`: each question of `keys` once, in that order."""
+        found = self.records()
+        self._write_lines(self.folder / RECORDS, [found[key] for key in keys if key in found])
+        tables = [pq.read_table(trajectories_path(self._parts, "test", number)) for number in self._numbers()]
+        if not tables:
+            return
+        table = pa.concat_tables(tables)
+        latest = {key: row for row, key in enumerate(table.column("group_id").to_pylist())}
+        table = table.take([latest[key] for key in keys if key in latest])
+        temporary = self.folder / f".{TRAJECTORIES}.{os.getpid()}.tmp"
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, self.folder / TRAJECTORIES)
+
+    def write(self, name: str, text: str) -> None:
+        """A file of the folder, whole or not at all."""
+        _replace(self.folder / name, text)
+
+    def _compare(self, settings: dict[str, Any]) -> None:
+        before = json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(settings))
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if names:
+            changes = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+            raise ConfigError(
+                f"{self.folder} has an evaluation with other settings: {changes}. Give another --output_dir, or start "
+                f"anew by --restart, which throws away what is there"
+            )
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("records_")) for path in self._parts.glob("records_*.jsonl"))
+
+    def _records_path(self, number: int) -> Path:
+        return self._parts / f"records_{number}.jsonl"
+
+    def _write_lines(self, path: Path, records: Sequence[Record]) -> None:
+        _replace(path, "".join(json.dumps(record.to_json(), ensure_ascii=False) + "\n" for record in records))
+
+
+def _read_records(path: Path) -> list[Record]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 in a text
+        return [Record(**json.loads(line)) for line in lines if line]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} holds no records of an evaluation: {error}; start anew by --restart") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,140 @@
+"""One policy, three ways to ask it: validation in training's loop, an engine in this process, a model server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from e2e_world import ENV, ROOT, free_port, run
+
+from search_r1.rewards.metrics import exact_match
+from verl.tracking.trajectory_store import read_trajectories
+
+NUM_QUESTIONS = 24
+TAUGHT = slice(0, None, 3)
+"""Questions whose gold answer is made what the policy answers: so weak a policy is right hardly anywhere else."""
+
+# As verl/rollout/engine.py sets up its engine on CPU.
+SERVER_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill")
+SERVER_LIMITS = ("--max-model-len", "1024", "--max-num-batched-tokens", "4096", "--max-num-seqs", "64")
+
+
+@pytest.fixture(scope="module")
+def model_server(policy: Path) -> Iterator[str]:
+    """vLLM's own server with the policy, starting."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy)]
+    address = ("--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port))
+    server = subprocess.Popen([*command, *address, *SERVER_FLAGS, *SERVER_LIMITS], cwd=ROOT, env=ENV | SERVER_ENV)
+    yield f"http://127.0.0.1:{port}"
+    server.terminate()
+    server.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def questions(tinywiki: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "validation.parquet"
+    pq.write_table(pq.read_table(tinywiki / "validation.parquet").slice(0, NUM_QUESTIONS), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def validated(
+    model_server: str, questions: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What `+trainer.val_only=true` stored, while the model server starts."""
+    folder = tmp_path_factory.mktemp("val_only")
+    run(
+        *("-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", "+trainer.val_only=true", "trainer.logger=[]"),
+        *(f"data.train_files={questions}", f"data.val_files={questions}", f"actor_rollout_ref.model.path={policy}"),
+        *(f"retriever.url={tinywiki_url}", f"trainer.default_local_dir={folder}"),
+    )
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"val/test_score/tinywiki_1hop", "val/test_score/tinywiki_2hop", "val/test_score/mean"} <= metrics[0].keys()
+    return read_trajectories(folder / "trajectories" / "val_step_0.parquet")
+
+
+@pytest.fixture(scope="module")
+def taught(questions: Path, validated: list[dict[str, Any]]) -> Path:
+    """The questions, some with the policy's answer as the gold one."""
+    rows = pq.read_table(questions).to_pylist()
+    for row, played in list(zip(rows, validated, strict=True))[TAUGHT]:
+        row["reward_model"]["ground_truth"]["target"] = [answer_of(played) or "none"]
+    path = questions.with_name("taught.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def answer_of(played: dict[str, Any]) -> str | None:
+    return next((event["answer"] for event in played["events"] if event["action"] == "answer"), None)
+
+
+def evaluated(folder: Path, *arguments: str) -> tuple[list[dict], list[dict], dict]:
+    """Records, trajectories and results."""
+    run("-m", "search_r1.evaluation", "--output_dir", str(folder), "--config-name", "tinywiki", *arguments)
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    results = json.loads((folder / "results.json").read_text())
+    return records, read_trajectories(folder / "trajectories.parquet"), results
+
+
+def wait_until_up(url: str) -> None:
+    for _ in range(900):
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError("the model server did not start within three minutes")
+
+
+def test_three_ways_give_the_same_answers_question_by_question(
+    validated: list[dict[str, Any]],
+    taught: Path,
+    model_server: str,
+    policy: Path,
+    tinywiki_url: str,
+    tmp_path: Path,
+) -> None:
+    data = ("--data", str(taught), "--retriever_url", tinywiki_url)
+    records, played, results = evaluated(tmp_path / "engine", "--model", str(policy), *data)
+    wait_until_up(model_server)
+    server = ("--server", model_server, "--served_model", "policy", "--tokenizer", str(policy))
+    served_records, served, served_results = evaluated(tmp_path / "server", *server, *data)
+
+    assert [row["ids"] for row in played] == [row["ids"] for row in validated]
+    assert [row["ids"] for row in served] == [row["ids"] for row in validated]
+    assert [row["log_probs"] for row in served] == [row["log_probs"] for row in played]
+    answers = [answer_of(row) for row in validated]
+    assert [record["answer"] for record in records] == [record["answer"] for record in served_records] == answers
+    assert len({*answers} - {None}) > 3
+
+    right = [
+        answer is not None and exact_match(answer, record["golden_answers"])
+        for answer, record in zip(answers, records, strict=True)
+    ]
+    assert [record["metrics"]["em"] for record in records] == [float(one) for one in right]
+    assert results["micro"]["em"] == served_results["micro"]["em"]
+    assert results["micro"]["em"]["mean"] == pytest.approx(sum(right) / NUM_QUESTIONS)
+    assert 0.25 < results["micro"]["em"]["mean"] < 1
+    assert results["sets"].keys() == {"tinywiki_1hop", "tinywiki_2hop"}
+    assert results["run"]["exact_token_ids"] and served_results["run"]["exact_token_ids"]
+    own_gold = [(row["reward"], answer_of(row), row["ground_truth"]["target"]) for row in validated]
+    assert all(reward == float(exact_match(answer or "", gold)) for reward, answer, gold in own_gold)

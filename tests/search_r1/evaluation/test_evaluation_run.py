@@ -1,0 +1,242 @@
+"""`python -m search_r1.evaluation` against a model server of HTTP and a real retrieval server, to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluation_world import ModelServer, choice
+
+from search_r1.evaluation.__main__ import main
+from verl.tracking.trajectory_store import read_trajectories
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [f"q{number}" for number in range(8)]
+
+
+@pytest.fixture
+def command(tmp_path: Path, byte_tokenizer, model_server: ModelServer, retriever_url: str) -> list[str]:
+    """Arguments of an evaluation of eight questions; the model answers the name that stands in the question."""
+    for set_name, names in (("odd", NAMES[1::2]), ("even", NAMES[::2])):
+        rows = [{"id": name, "question": f"Say <{name}>", "golden_answers": [name, "\u2028"]} for name in names]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (tmp_path / f"{set_name}.jsonl").write_text(text)
+    byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model_server.answer = lambda body: choice(f"<answer>{asked(body, byte_tokenizer)}")
+    return [
+        *("--server", model_server.url, "--served_model", "m", "--tokenizer", str(tmp_path / "tokenizer")),
+        *("--data", f"odd={tmp_path / 'odd.jsonl'}", f"even={tmp_path / 'even.jsonl'}", "--method", "direct"),
+        *("--retriever_url", retriever_url, "--output_dir", str(tmp_path / "out"), "--concurrency", "2"),
+    ]
+
+
+def asked(body: dict[str, Any], tokenizer) -> str:
+    return re.findall(r"<(q\d)>", tokenizer.decode(body["prompt"]))[-1]
+
+
+def results(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+def records(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().split("\n") if line]
+
+
+def test_results_records_trajectories_and_page(command, tmp_path, model_server, byte_tokenizer, capsys):
+    names = {"q1": "q9", "q0": "it is q0"}
+    model_server.answer = lambda body: choice(f"<answer>{(n := asked(body, byte_tokenizer)) and names.get(n, n)}")
+    assert main(command) == 0
+    found = results(tmp_path)
+    assert {name: row["metrics"]["em"]["mean"] for name, row in found["sets"].items()} == {"odd": 0.75, "even": 0.75}
+    assert found["sets"]["even"]["metrics"]["cover_em"]["mean"] == 1
+    assert found["sets"]["even"]["metrics"]["f1"]["mean"] == pytest.approx((3 + 0.5) / 4)
+    assert found["micro"]["em"]["mean"] == found["macro"]["em"]["mean"] == 0.75
+    assert found["micro"]["em"]["low"] <= 0.5 and found["micro"]["em"]["high"] == 1.0 and found["failed"] == 0
+    assert [record["id"] for record in records(tmp_path)] == NAMES[1::2] + NAMES[::2]
+    assert records(tmp_path)[0]["answer"] == "q9" and records(tmp_path)[0]["golden_answers"] == ["q1", "\u2028"]
+    rows = read_trajectories(tmp_path / "out" / "trajectories.parquet")
+    assert [row["group_id"] for row in rows] == [f"odd/{n}" for n in NAMES[1::2]] + [f"even/{n}" for n in NAMES[::2]]
+    assert rows[0]["reward"] == 0 and rows[1]["reward"] == 1 and rows[1]["ground_truth"]["target"] == ["q3", "\u2028"]
+    assert all(np.isnan(row["log_probs"][-1]) for row in rows)
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert page in capsys.readouterr().out and "| odd | 4 | 75.0 [25.0, 100.0] |" in page
+    assert "text without token ids" in page and "| template.name | direct |" in page
+
+
+def test_a_second_run_asks_nothing_and_says_the_same(command, tmp_path, model_server):
+    assert main(command) == 0
+    before, count = results(tmp_path), len(model_server.requests)
+    assert main(command) == 0
+    assert len(model_server.requests) == count == 8 and results(tmp_path) == before
+
+
+def test_other_settings_are_refused_by_name_or_start_anew(command, tmp_path, model_server, capsys):
+    assert main(command) == 0
+    assert main([*command, "--temperature", "0.5"]) == 1
+    assert "sampling was {'temperature': 0.0" in capsys.readouterr().err
+    assert main([*command, "--subset", "2"]) == 1
+    message = capsys.readouterr().err
+    assert "subset was None and is {'size': 2, 'seed': 0}" in message and "--restart" in message
+    assert main([*command, "--subset", "2", "--restart"]) == 0
+    assert results(tmp_path)["questions"] == 4 and len(model_server.requests) == 12
+    (tmp_path / "odd.jsonl").write_text('{"id": "q1", "question": "Say <q1>", "golden_answers": ["other"]}\n')
+    assert main([*command, "--subset", "2"]) == 1
+    assert "questions was {'odd': '2, sha256" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_goes_on(command, tmp_path, model_server, byte_tokenizer):
+    """Killed without a chance to tidy up, after a part was written and while others were being asked."""
+    first_part, enough = threading.Event(), 64 + 8
+    rows = [{"id": f"r{n}", "question": f"Say <q{n % 8}>", "golden_answers": [f"q{n % 8}"]} for n in range(enough)]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    blocked = threading.Event()
+
+    def answer(body):
+        if len(model_server.requests) > 66:
+            first_part.set()
+            blocked.wait(60)
+        return choice(f"<answer>{asked(body, byte_tokenizer)}")
+
+    model_server.answer = answer
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-m", "search_r1.evaluation", *command], cwd=ROOT, env=environment)
+    try:
+        assert first_part.wait(120)
+        for _ in range(200):
+            if (tmp_path / "out" / "parts" / "records_0.jsonl").exists():
+                break
+            threading.Event().wait(0.05)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait(20)
+        blocked.set()
+    part = (tmp_path / "out" / "parts" / "records_0.jsonl").read_text()
+    assert part.count("\n") == 64 and not (tmp_path / "out" / "results.json").exists()
+    model_server.requests.clear()
+    model_server.answer = lambda body: choice(f"<answer>{asked(body, byte_tokenizer)}")
+    assert main(command) == 0
+    assert len(model_server.requests) == enough + 4 - 64
+    assert results(tmp_path)["questions"] == enough + 4 and results(tmp_path)["micro"]["em"]["mean"] == 1
+    assert len(read_trajectories(tmp_path / "out" / "trajectories.parquet", ["group_id"])) == enough + 4
+
+
+def test_a_model_server_that_goes_down_keeps_what_is_finished(command, tmp_path, model_server, byte_tokenizer, capsys):
+    def answer(body):
+        refused = len(model_server.requests) > 5
+        return (400, {"error": "enough"}) if refused else choice(f"<answer>{asked(body, byte_tokenizer)}")
+
+    model_server.answer = answer
+    assert main(command) == 1
+    assert "enough" in capsys.readouterr().err
+    kept = sum(path.read_text().count("\n") for path in (tmp_path / "out" / "parts").glob("records_*.jsonl"))
+    assert 1 <= kept <= 5
+    model_server.answer = lambda body: choice(f"<answer>{asked(body, byte_tokenizer)}")
+    before = len(model_server.requests)
+    assert main(command) == 0
+    assert len(model_server.requests) - before == 8 - kept and results(tmp_path)["micro"]["em"]["mean"] == 1
+
+
+class Engine:
+    """A search engine that knows one query."""
+
+    failures: list[str] = []
+
+    def search(self, query: str) -> list[str]:
+        if query != "health check" and self.failures:
+            raise OSError(self.failures.pop())
+        return ["q1 q3 q5 q7"]
+
+
+def test_failed_questions_are_asked_again_then_counted_and_left_out(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules[__name__], "Engine", Engine)
+    monkeypatch.setitem(sys.modules, "engine_of_this_test", sys.modules[__name__])
+    rag = [*command, "--method", "rag", "--search_engine", "engine_of_this_test.Engine", "--max_redraws", "1"]
+    rag[rag.index("--concurrency") + 1] = "1"
+    Engine.failures = ["down"]
+    assert main(rag) == 0  # drawn again
+    assert results(tmp_path)["failed"] == 0 and Engine.failures == []
+    assert results(tmp_path)["sets"]["odd"]["metrics"]["retrieval_recall"]["mean"] == 1
+    assert results(tmp_path)["sets"]["even"]["metrics"]["retrieval_recall"]["mean"] == 0
+    Engine.failures = ["down"] * 3  # the first question twice, the second one once
+    assert main([*rag, "--restart"]) == 1
+    assert "1 questions failed" in capsys.readouterr().err
+    found = results(tmp_path)
+    assert (found["failed"], found["sets"]["odd"]["failed"], found["micro"]["em"]["count"]) == (1, 1, 7)
+    assert "| odd | 3 | 100.0 [" in (tmp_path / "out" / "results.md").read_text()
+    assert records(tmp_path)[0]["status"] == "failed" and "down" in records(tmp_path)[0]["failure"]
+    Engine.failures = ["down"] * 2
+    assert main([*rag, "--allow_failed"]) == 0  # asked again, and down again
+    assert main(rag) == 0
+    assert results(tmp_path)["failed"] == 0 and results(tmp_path)["micro"]["em"]["count"] == 8
+    assert len(read_trajectories(tmp_path / "out" / "trajectories.parquet", ["group_id"])) == 8
+
+
+def test_what_the_corpus_and_the_retriever_hold_is_in_the_report(command, tmp_path, model_server, corpus):
+    rows = [
+        {"id": "a", "question": "Where does the Ildra flow?", "golden_answers": ["Vonmark"]},
+        {"id": "b", "question": "Who is mayor of Vonmark?", "golden_answers": ["nobody at all"]},
+        {"id": "c", "question": "Is the Ildra a river?", "golden_answers": ["yes"]},
+    ]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model_server.answer = lambda body: choice("<answer>yes")
+    assert main([*command, "--method", "search", "--corpus_path", str(corpus)]) == 0
+    coverage = results(tmp_path)["coverage"]
+    assert coverage["passages"] == 3
+    assert coverage["sets"]["odd"] | {"recall": None} == {
+        **{"questions": 3, "yes_no": 1, "empty": 0, "span": 2, "covered": 1, "coverage": 0.5, "recall": None}
+    }
+    assert coverage["sets"]["odd"]["recall"]["3"] == {"hits": 1, "of_all": 0.5, "of_covered": 1.0}
+    assert coverage["sets"]["even"]["recall"]["3"]["hits"] == 0
+    assert coverage["total"]["questions"] == 7 and coverage["total"]["covered"] == 1
+    served = results(tmp_path)["settings"]["retriever"]["serves"]
+    assert served["retriever"] == "bm25" and served["corpus_size"] == 3
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert "| odd | 3 | 1 | 2 | 1 (50.0%) |" in page
+
+
+def test_a_judge_is_asked_about_each_answer(command, tmp_path, model_server):
+    def judge(body):
+        score = 0.25 if "q5" in json.dumps(body["messages"]) else 1.0
+        content = json.dumps({"reason": "so it is", "score": score})
+        return 200, {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}]}
+
+    judged = [*command, "--judge_url", f"{model_server.url}/v1", "--judge_model", "j"]
+    assert main(judged) == 1 and model_server.requests == []  # refused before anything is asked
+    model_server.judge = judge
+    assert main(judged) == 0
+    assert results(tmp_path)["micro"]["judge"]["mean"] == pytest.approx(7.25 / 8)
+    assert {record["id"]: record["metrics"]["judge"] for record in records(tmp_path)}["q5"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--model", "x"],
+        ["--judge_url", "http://x"],
+        ["--subset", "0"],
+        ["--method", "magic"],
+        ["--max_redraws", "-1"],
+    ],
+)
+def test_arguments_that_contradict_each_other(wrong, command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*command, *wrong])
+    assert end.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_errors_are_told_without_a_traceback(command, tmp_path, capsys):
+    assert main([*command, "--retriever_url", "http://127.0.0.1:9/retrieve", "--method", "search"]) == 1
+    assert "retrieval_launch.sh" in capsys.readouterr().err
+    assert main([*command, "--tokenizer", str(tmp_path / "absent")]) == 1
+    assert "--tokenizer" in capsys.readouterr().err
+    assert main([*command, "--method", "rag", "--template", "direct"]) == 1
+    assert "needs a template with {context}" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""Bootstrap intervals against closed forms and cases that can be counted out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from search_r1.evaluation.statistics import Estimate, estimates
+
+
+def column(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)[:, None]
+
+
+def one_set(values: np.ndarray, **options: object) -> Estimate:
+    by_set, _, _ = estimates({"s": values}, **options)
+    return by_set["s"][0]
+
+
+def test_a_large_sample_has_the_interval_of_the_normal_approximation() -> None:
+    values = np.concatenate([np.ones(600), np.zeros(1400)])[:, None]
+    found = one_set(values)
+    half = 1.959964 * math.sqrt(0.3 * 0.7 / 2000)
+    assert found.mean == pytest.approx(0.3) and found.count == 2000
+    # 10,000 resamples: a bound's own standard error is about 0.03 half widths; values lie on a grid of 1/2000.
+    assert found.low == pytest.approx(0.3 - half, abs=0.1 * half + 1 / 2000)
+    assert found.high == pytest.approx(0.3 + half, abs=0.1 * half + 1 / 2000)
+
+
+def test_two_values_by_hand() -> None:
+    """Of 0 and 1 a resample's mean is 0, 1/2 or 1 with chances 1/4, 1/2, 1/4."""
+    values = column(0.0, 1.0)
+    wide, narrow = one_set(values), one_set(values, level=0.4)
+    assert (wide.mean, wide.low, wide.high) == (0.5, 0.0, 1.0)
+    assert (narrow.low, narrow.high) == (0.5, 0.5)  # the 30% and 70% quantiles
+
+
+def test_a_constant_has_no_spread() -> None:
+    assert one_set(column(2.0, 2.0, 2.0)) == Estimate(2.0, 2.0, 2.0, 3)
+
+
+def test_macro_counts_sets_and_micro_counts_questions() -> None:
+    values = {"small": column(1.0, 1.0), "large": column(*[0.0] * 6)}
+    _, macro, micro = estimates(values)
+    assert macro == [Estimate(0.5, 0.5, 0.5, 8)]
+    assert micro == [Estimate(0.25, 0.25, 0.25, 8)]  # within their sets: no resample has more of the small one
+
+
+def test_the_macro_interval_has_the_variance_of_its_parts() -> None:
+    values = {"a": np.tile(column(0.0, 1.0), (200, 1)), "b": np.tile(column(0.0, 0.0, 0.0, 1.0), (300, 1))}
+    _, [macro], _ = estimates(values)
+    half = 1.959964 * 0.5 * math.sqrt(0.25 / 400 + 0.1875 / 1200)
+    assert macro.mean == pytest.approx(0.375)
+    assert macro.high - macro.low == pytest.approx(2 * half, rel=0.06)
+
+
+def test_where_a_metric_does_not_apply_it_counts_nowhere() -> None:
+    table = np.array([[1.0, math.nan], [0.0, 0.5], [1.0, 0.5]])
+    by_set, macro, micro = estimates({"s": table, "none": np.array([[1.0, math.nan]])})
+    assert by_set["s"][1] == Estimate(0.5, 0.5, 0.5, 2)
+    assert by_set["none"][1].count == 0 and math.isnan(by_set["none"][1].mean)
+    assert macro[1].mean == 0.5 and macro[1].count == 2
+    assert macro[0].mean == pytest.approx((2 / 3 + 1) / 2) and micro[0].mean == pytest.approx(3 / 4)
+
+
+def test_a_set_of_which_nothing_was_finished() -> None:
+    by_set, macro, _ = estimates({"s": column(1.0), "gone": np.zeros((0, 1))})
+    assert by_set["gone"][0].count == 0 and macro[0].mean == 1.0
+
+
+def test_the_seed_and_the_set_alone_make_the_interval() -> None:
+    values = np.random.default_rng(0).random((50, 2))
+    alone, _, _ = estimates({"s": values})
+    together, _, _ = estimates({"t": values, "s": values})
+    assert alone["s"] == together["s"] != together["t"]
+    assert estimates({"s": values}, seed=1)[0] != alone
