@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from e2e_world import run
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.tracking.trajectory_store import read_trajectories
@@ -142,6 +143,24 @@ def test_two_workers_and_two_engines_do_the_same(
     one, two = (metrics_by_step(folder)[1] for folder in (run_dir, other))
     assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4) and one["actor/grad_norm"] > 1e-4
     assert two["actor/entropy_loss"] == pytest.approx(one["actor/entropy_loss"], rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
+    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+) -> None:
+    """From the state after step 2, in another folder: step 3 is the same to the last bit."""
+    state = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir / 'actor' / 'global_step_2'}")
+    steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
+    folder = train(tinywiki, policy, tinywiki_url, tmp_path / "on", *state, *steps, "trainer.logger=[]")
+    resumed, straight = metrics_by_step(folder), metrics_by_step(run_dir)
+    assert sorted(resumed) == [3]
+    kept = {name for name in straight[3] if not name.startswith("timing") and name != "time"}
+    assert len(kept) > 60 and {name: resumed[3][name] for name in kept} == {name: straight[3][name] for name in kept}
+    paths = [path / "trajectories" / "train_step_3.parquet" for path in (folder, run_dir)]
+    assert read_trajectories(paths[0]) == read_trajectories(paths[1], [*read_trajectories(paths[0])[0]])
+    for role in ("actor", "ref"):
+        one, two = (load_file(path / role / "global_step_3" / "model.safetensors") for path in (folder, run_dir))
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(

@@ -26,12 +26,6 @@ def check_supported(config: Config) -> None:
 def _everywhere(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.name != "vllm":
         yield _not_available(f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, f"set {ROLLOUT}.name=vllm")
-    if config.trainer.resume_mode != "disable":
-        yield _not_available(
-            "trainer.resume_mode",
-            config.trainer.resume_mode,
-            "start from the weights of a checkpoint by actor_rollout_ref.model.path=.../actor/global_step_N",
-        )
     if config.trainer.del_local_ckpt_after_load:
         yield _not_available("trainer.del_local_ckpt_after_load", True, "leave it at False")
     if config.reward_model.enable:

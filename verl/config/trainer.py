@@ -35,8 +35,15 @@ class TrainerConfig:
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate once and stop.")
     eval_ref_policy_freq: int = setting(-1, "Steps between two validations of the anchor; -1: never.", ge=-1)
-    resume_mode: Literal["disable", "auto", "resume_path"] = setting("disable", "Whether to go on with an earlier run.")
-    resume_from_path: str | None = setting(None, "Checkpoint folder for resume_mode=resume_path.", path=True)
+    resume_mode: Literal["disable", "auto", "resume_path"] = setting(
+        "disable", "Whether to go on with an earlier run; auto: from its newest state that verifies, if it has one."
+    )
+    resume_from_path: str | None = setting(
+        None, "For resume_mode=resume_path: .../state/global_step_N, or .../actor/global_step_N beside it.", path=True
+    )
+    max_ckpt_to_keep: int | None = setting(
+        None, "Checkpoints that are kept, and the one of the best validation besides; null: all.", ge=1
+    )
     del_local_ckpt_after_load: bool = setting(False, "Delete the checkpoint that was resumed from.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where models run; auto: cuda when there is a GPU.")
     seed: int = setting(0, "Seed of everything random.", ge=0)

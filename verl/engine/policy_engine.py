@@ -23,6 +23,7 @@ from verl.engine.model import CausalModel, can_pack
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.policy_objective import PolicyObjective
 from verl.engine.restoring import load_saved
+from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
 from verl.engine.token_values import token_values
@@ -77,6 +78,8 @@ class PolicyEngine:
             self.packed,
             self.objective.weigh,
         )
+        models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
+        self.resumable = Resumable(models, "policy", optimizer)
 
     def rows_of_rank(self, batch: TrainBatch) -> list[int]:
         """The rows whose log-probs this rank computes."""
@@ -169,6 +172,15 @@ class PolicyEngine:
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
         save_model(self.model_of(of), Path(path), tokenizer)
+
+    def start_saving_state(self, folder: Path) -> None:
+        """Write all that `load_state` needs to the folder, in the background; see `Resumable`."""
+        self.resumable.start_saving(folder, {"step": self.step, "lr_factor": self.lr_factor})
+
+    def load_state(self, folder: Path) -> None:
+        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
+        self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]
 
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor

@@ -18,6 +18,7 @@ from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import can_pack
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.restoring import load_saved
+from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.errors import NumericalError
@@ -53,6 +54,7 @@ class ValueEngine:
         )
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
         self.learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
+        self.resumable = Resumable({"critic": self.model}, "critic", optimizer)
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> RankValues:
@@ -111,3 +113,12 @@ class ValueEngine:
     def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:
         """Save in Hugging Face format, usable as `critic.model.path`. Raises CheckpointError on every rank."""
         save_model(self.model, Path(path), tokenizer)
+
+    def start_saving_state(self, folder: Path) -> None:
+        """Write all that `load_state` needs to the folder, in the background; see `Resumable`."""
+        self.resumable.start_saving(folder, {"step": self.step, "lr_factor": self.lr_factor})
+
+    def load_state(self, folder: Path) -> None:
+        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
+        self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]

@@ -6,7 +6,8 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from verl.config.collapse_guard import CollapseGuardConfig, GuardAction
 
@@ -129,6 +130,22 @@ class CollapseGuard:
         """To be called after a rollback: counts it, and forgets all steps. The next alarm may then be a stop."""
         self.num_rollbacks += 1
         self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, as JSON can hold it."""
+        return {
+            "num_rollbacks": self.num_rollbacks,
+            "streaks": {name: asdict(streak) for name, streak in self._streaks.items()},
+            "scores": list(self._scores),
+            "best_average": self._best_average if math.isfinite(self._best_average) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._forget()
+        self.num_rollbacks = state["num_rollbacks"]
+        self._streaks.update({name: _Streak(**streak) for name, streak in state["streaks"].items()})
+        self._scores.extend(state["scores"])
+        self._best_average = -math.inf if state["best_average"] is None else state["best_average"]
 
     def _forget(self) -> None:
         self._streaks: dict[str, _Streak] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -27,8 +29,13 @@ from verl.trainer.estimates import Estimator, for_critic, for_losses
 from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.recovery import Recovery
+from verl.trainer.resuming import goes_on, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
 from verl.trainer.scoring import Scorer
+
+log = logging.getLogger(__name__)
+
+SCORE = "val/test_score/mean"
 
 
 class RLTrainer:
@@ -63,17 +70,18 @@ class RLTrainer:
 
     def _run(self) -> None:
         trainer = self.config.trainer
-        if trainer.val_before_train or trainer.val_only:
-            self._log(self._validate(0) | self._test(0), 0)
-        for step in range(1, 1 if trainer.val_only else self.total_steps + 1):
+        if trainer.val_only or (trainer.val_before_train and not self.steps_done):
+            self._log(self._validate(self.steps_done) | self._test(self.steps_done), self.steps_done)
+        for step in range(self.steps_done + 1, 1 if trainer.val_only else self.total_steps + 1):
             last = step == self.total_steps
+            save = last or _due(trainer.save_freq, step)
             with self.timer("step"):
                 metrics = self._train_step(step)
             if last or _due(trainer.test_freq, step):
                 metrics |= self._validate(step)
             if _due(trainer.eval_ref_policy_freq, step):
                 metrics |= self._validate_anchor(step)
-            if last or _due(trainer.save_freq, step):
+            if save:
                 with self.timer("save_checkpoint"):
                     self.checkpoints.save(step)
             if last:
@@ -81,6 +89,29 @@ class RLTrainer:
             self._log(metrics, step)
             if self.recovery.watch(metrics, step) is not None:
                 self._sync(step)
+            if save:
+                self.checkpoints.save_state(step, self._progress(), metrics.get(SCORE))
+            self.checkpoints.settle(wait=last)
+
+    def _progress(self) -> dict[str, Any]:
+        """What the driver needs to go on, besides what the roles hold."""
+        return {
+            "prompts": self.train_prompts.state_dict(),
+            "kl_weight": self.estimator.kl_weight.value,
+            "guard": self.recovery.guard.state_dict(),
+        }
+
+    def _resume(self) -> int:
+        """Go on with an earlier run, if that is asked for. Returns the number of steps that it has done."""
+        path = state_to_resume(self.config.trainer)
+        if path is None:
+            return 0
+        progress = self.checkpoints.resume(path)
+        self.train_prompts.load_state_dict(progress["prompts"])
+        self.estimator.kl_weight.value = progress["kl_weight"]
+        self.recovery.guard.load_state_dict(progress["guard"])
+        log.info("going on after step %d, from %s", progress["step"], path)
+        return int(progress["step"])
 
     def _train_step(self, step: int) -> dict[str, float]:
         config, timed = self.config, self.timer
@@ -159,7 +190,8 @@ class RLTrainer:
     def _start(self, device: str) -> None:
         config, trainer = self.config, self.config.trainer
         try:
-            set_aside(self.run_dir)
+            if not goes_on(trainer):
+                set_aside(self.run_dir)
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
@@ -175,9 +207,12 @@ class RLTrainer:
                 self.critic = CriticGroup(config, pool, self.total_steps)
                 self._undo.append(self.critic.shutdown)
             self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
-            self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, self._anchor_moves)
+            self.checkpoints = Checkpoints(
+                self.run_dir, self.actor, self.critic, self._anchor_moves, trainer.max_ckpt_to_keep
+            )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
-            self.rollouts.load_weights(self.actor.publish_weights(0))
+            self.steps_done = self._resume()
+            self.rollouts.load_weights(self.actor.publish_weights(self.steps_done))
         except BaseException:
             self.shutdown()
             raise

@@ -15,6 +15,7 @@ import torch
 
 from verl.config import Config
 from verl.engine.batching import RankValues, merge_rows
+from verl.engine.resumable import Digests
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights, merge_exports
@@ -56,6 +57,21 @@ class ActorGroup:
         """Replace the weights by a saved model's; the optimizer starts anew."""
         self.group.call_all("load", str(path), of)
 
+    def start_saving_state(self, folder: Path) -> None:
+        """Copy what `load_state` needs; it is written to the folder in the background."""
+        self.group.call_all("start_saving_state", str(folder))
+
+    def state_is_saved(self) -> bool:
+        return all(self.group.call_all("state_is_saved"))
+
+    def saved_state(self) -> Digests:
+        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
+        return {name: found for digests in self.group.call_all("saved_state") for name, found in digests.items()}
+
+    def load_state(self, folder: Path) -> None:
+        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        self.group.call_all("load_state", str(folder))
+
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""
         self.group.call_all("scale_lr", factor)
@@ -85,6 +101,21 @@ class CriticGroup:
     def load(self, path: Path) -> None:
         """Replace the weights by a saved critic's; the optimizer starts anew."""
         self.group.call_all("load", str(path))
+
+    def start_saving_state(self, folder: Path) -> None:
+        """Copy what `load_state` needs; it is written to the folder in the background."""
+        self.group.call_all("start_saving_state", str(folder))
+
+    def state_is_saved(self) -> bool:
+        return all(self.group.call_all("state_is_saved"))
+
+    def saved_state(self) -> Digests:
+        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
+        return {name: found for digests in self.group.call_all("saved_state") for name, found in digests.items()}
+
+    def load_state(self, folder: Path) -> None:
+        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        self.group.call_all("load_state", str(folder))
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

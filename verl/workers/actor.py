@@ -11,6 +11,7 @@ from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device import DTYPES
 from verl.engine.policy_engine import PolicyEngine, Which
+from verl.engine.resumable import Digests
 from verl.engine.sharding import named_tensors, reshard
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, publish_weights
@@ -73,6 +74,22 @@ class ActorWorker(RankWorker):
     def load(self, path: str, of: Which) -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""
         self.engine.load_saved(Path(path), of)
+
+    def start_saving_state(self, folder: str) -> None:
+        """Write what `load_state` needs to the folder, in the background."""
+        self.engine.start_saving_state(Path(folder))
+
+    def state_is_saved(self) -> bool:
+        """Whether the background is done, well or not."""
+        return self.engine.resumable.done
+
+    def saved_state(self) -> Digests:
+        """What this rank wrote, when it is written; raises CheckpointError if that failed."""
+        return self.engine.resumable.saved()
+
+    def load_state(self, folder: str) -> None:
+        """Go on exactly where `start_saving_state` was called."""
+        self.engine.load_state(Path(folder))
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

@@ -206,7 +206,6 @@ def test_a_key_without_effect_says_so(key: str) -> None:
         (["critic.model.fsdp_config.fsdp_size=4"], "critic.model.fsdp_config.fsdp_size=4 is not available"),
         (["critic.ulysses_sequence_parallel_size=2"], "critic.ulysses_sequence_parallel_size=2 is not available"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
-        ([*GRPO, "trainer.resume_mode=auto"], "trainer.resume_mode=auto is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
         ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
         ([*GRPO, "reward_model.retrieval_score=0.1"], "run python3 -m verl.trainer.main_ppo_format"),

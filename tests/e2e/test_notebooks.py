@@ -1,0 +1,33 @@
+"""The notebooks, executed from the first cell to the last: one makes a small run, the other reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from e2e_world import ENV, ROOT
+from nbclient import NotebookClient
+
+NOTEBOOKS = ROOT / "notebooks"
+
+
+def execute(name: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    """Run a notebook; what it printed, or nbclient's error, which shows the cell."""
+    for key, value in (ENV | variables).items():
+        monkeypatch.setitem(os.environ, key, value)
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    resources = {"metadata": {"path": str(NOTEBOOKS)}}
+    NotebookClient(notebook, kernel_name="python3", timeout=600, resources=resources).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def test_the_demo_and_the_analysis_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = execute("search_r1_demo.ipynb", monkeypatch, DEMO_SIZE="small", DEMO_FOLDER=str(tmp_path))
+    assert "tinywiki_2hop" in printed and "--- with an engine of our own" in printed
+    assert (tmp_path / "rl" / "report.png").is_file()
+    analysis = execute("reward_analysis.ipynb", monkeypatch, RUN=str(tmp_path / "rl"))
+    assert "2 steps, 48 trajectories, 0 failed" in analysis
+    assert "format reward" in analysis

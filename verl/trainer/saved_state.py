@@ -1,0 +1,118 @@
+"""Saved states of a run on disk: whole or not at all, verified before they are used.
+
+    {run folder}/state/global_step_N/
+        manifest.json     every other file with its bytes and SHA-256, written last
+        trainer.json      what the driver knows: steps, prompt order, KL weight, guard, best validation
+        actor/, critic/   shards in PyTorch's distributed checkpoint format
+
+A folder is written under a temporary name and renamed when all is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.engine.resumable import Digests, digest
+from verl.errors import CheckpointError
+
+FOLDER, MANIFEST, TRAINER = "state", "manifest.json", "trainer.json"
+PREFIX = "global_step_"
+
+
+def state_path(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"{PREFIX}{step}"
+
+
+def begin(path: Path, roles: list[str], progress: dict[str, Any]) -> Path:
+    """A temporary folder beside `path` for the files of the roles, with trainer.json in it. Raises CheckpointError."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for role in roles:
+            (temporary / role).mkdir(parents=True)
+        _write(temporary / TRAINER, progress)
+    except OSError as error:
+        raise CheckpointError(f"could not write to {temporary}: {error}; check the disk") from error
+    return temporary
+
+
+def finish(temporary: Path, path: Path, digests: Digests) -> None:
+    """Add the manifest and give the folder its name. `digests` are of the roles' files. Raises CheckpointError."""
+    try:
+        files = digests | {TRAINER: digest(temporary / TRAINER)}
+        _write(temporary / MANIFEST, {name: list(found) for name, found in sorted(files.items())})
+        for folder in [*(child for child in temporary.iterdir() if child.is_dir()), temporary]:
+            _flush(folder)
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+        _flush(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"could not write to {path}: {error}; check the disk") from error
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError, naming the file, unless everything in the manifest is there, byte for byte."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {name: (int(size), str(checksum)) for name, (size, checksum) in manifest.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if TRAINER not in files:
+        raise CheckpointError(f"{path / MANIFEST} does not list {TRAINER}")
+    for name, expected in files.items():
+        try:
+            found = digest(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error}") from error
+        if found != expected:
+            what = f"has {found[0]} bytes, not {expected[0]}" if found[0] != expected[0] else "has another checksum"
+            raise CheckpointError(f"{path / name} {what}: it was changed after it was saved")
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """What `begin` was given, of a folder that verifies."""
+    progress: dict[str, Any] = json.loads((path / TRAINER).read_text())
+    return progress
+
+
+def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest folder that verifies, and why each newer one does not."""
+    skipped = []
+    for path in reversed(list(saved(run_dir))):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return path, skipped
+    return None, skipped
+
+
+def saved(run_dir: Path) -> Iterator[Path]:
+    """The folders of a run, by step."""
+    paths = (run_dir / FOLDER).glob(f"{PREFIX}*")
+    yield from sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
+
+
+def _write(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
