@@ -1,7 +1,7 @@
 """All that an engine needs to go on as if nothing had happened, in PyTorch's distributed checkpoint format.
 
 Weights, optimizer and anchor are written shard by shard, so that any number of ranks reads what any other number wrote.
-Writing goes on in the background while training does: what is written are copies.
+Writing goes on in the background while training does: what is written are copies in CPU memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from verl.engine.sharding import reshard
 from verl.errors import CheckpointError
@@ -51,7 +52,7 @@ class Resumable:
         for model in self._models.values():
             reshard(model)
         tensors = self._weights() | self._optimizer_state() | self._random_state() | _as_tensors(counters)
-        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        copies = BlockingAsyncStager().stage(tensors)  # in CPU memory
         self._written = self._background.submit(self._write, copies, folder)
 
     @property

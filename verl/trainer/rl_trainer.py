@@ -60,6 +60,7 @@ class RLTrainer:
         try:
             self._run()
         except TrainingCollapsed:
+            self.checkpoints.settle(wait=True)
             self._finish()
             raise
         return self._finish()
