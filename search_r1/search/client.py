@@ -171,11 +171,14 @@ class RetrievalClient:
             task.add_done_callback(self._batches.discard)
 
     async def _answer(self, batch: list[_Question]) -> None:
-        """Settle every question of the batch. A refused batch is asked one by one: a bad query fails alone."""
+        """Settle every question of the batch. After a refusal or an answer that is none they are asked one by one.
+
+        So a bad query, and one spoilt answer, fails nobody else.
+        """
         try:
             answers = await self._ask([q.query for q in batch], lambda: max(q.deadline for q in batch))
         except Exception as error:  # whatever it is belongs to those who wait
-            if isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY and len(batch) > 1:
+            if len(batch) > 1 and _may_be_one_query(error):
                 await asyncio.gather(*(self._answer([question]) for question in batch))
                 return
             for question in batch:
@@ -264,3 +267,10 @@ class RetrievalClient:
         return RetrieverUnavailable(
             f"retriever {self.url} is not available ({reason}); start one with: bash retrieval_launch.sh"
         )
+
+
+def _may_be_one_query(error: Exception) -> bool:
+    """Whether the others of its batch could be answered."""
+    if isinstance(error, RetrieverRejected):
+        return error.status in _BLAMES_A_QUERY
+    return isinstance(error, RetrieverReplyError)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from e2e_world import run
+from e2e_world import metrics_by_step, run, small_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,14 +16,7 @@ from verl.tracking.trajectory_store import read_trajectories
 
 
 def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> Path:
-    run(
-        *("-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", f"data.train_files={tinywiki / 'train.parquet'}"),
-        *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
-        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={folder}"),
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
-        # So that there is a gradient where all of so weak a policy's rewards are 0.
-        *("actor_rollout_ref.actor.entropy_coeff=0.01", *overrides),
-    )
+    run(*small_run(tinywiki, policy, url, folder, *overrides))
     return folder
 
 
@@ -34,11 +26,6 @@ def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: p
     steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
     loggers = "trainer.logger=[console,tensorboard,wandb]"
     return train(tinywiki, policy, tinywiki_url, folder, "+trainer.val_before_train=true", loggers, *steps)
-
-
-def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows}
 
 
 def test_metrics_of_every_step(run_dir: Path) -> None:

@@ -46,11 +46,13 @@ class Collector:
         prompts: list[Prompt] = []
         sampled: list[Trajectory] = []
         trained: list[Trajectory] = []
-        failures = unavailable = 0.0
+        attempts = failures = unavailable = 0.0
         for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
             drawn = self.prompts.next(wanted)
             new = self.rollouts.collect(drawn, self.per_prompt, step, first_group=len(prompts))
-            failures += self.rollouts.stats["env/failed_ratio"]
+            drawn_again = self.rollouts.stats["env/redraws"]
+            attempts += len(new) + drawn_again
+            failures += self.rollouts.stats["env/failed_ratio"] * (len(new) + drawn_again)
             prompts += drawn
             sampled += new
             usable = self.scorer.score(new)
@@ -59,8 +61,9 @@ class Collector:
             if num_groups(trained) >= wanted:
                 break
         rounds = len(prompts) // wanted
-        metrics = self.rollouts.stats | {
-            "env/failed_ratio": failures / rounds,
+        metrics = {
+            "env/failed_ratio": failures / attempts,
+            "env/redraws": attempts - len(sampled),
             "reward/unavailable_ratio": unavailable / rounds,
         }
         if filtering.enable:

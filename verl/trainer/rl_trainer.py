@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
 from verl.data.prompts import PromptSource
-from verl.errors import TrainingCollapsed
+from verl.errors import TrainingCollapsed, VerlError
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
@@ -23,6 +23,7 @@ from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
+from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator, for_critic, for_losses
@@ -60,10 +61,23 @@ class RLTrainer:
         try:
             self._run()
         except TrainingCollapsed:
-            self.checkpoints.settle(wait=True)
+            self._keep_state()
             self._finish()
             raise
+        except Exception:
+            self._keep_state()
+            states = list(saved_state.saved(self.run_dir))
+            if states:
+                log.warning("with trainer.resume_mode=auto the run goes on from %s", states[-1])
+            raise
         return self._finish()
+
+    def _keep_state(self) -> None:
+        """Wait for a state that is being written when an error ends the run."""
+        try:
+            self.checkpoints.settle(wait=True)
+        except VerlError as error:
+            log.warning("the state of the latest save is lost: %s", error)
 
     def _finish(self) -> Path:
         self.tracker.finish()

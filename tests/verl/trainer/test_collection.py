@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from verl.config import Config, load_config
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
@@ -32,7 +33,7 @@ class Rollouts:
 
     def __init__(self, rewards: Sequence[Sequence[float]], greedy: Sequence[float | None] = ()) -> None:
         self.rewards, self.greedy = rewards, greedy
-        self.stats = {"env/failed_ratio": 0.0}
+        self.stats = {"env/failed_ratio": 0.0, "env/redraws": 0.0}
 
     def collect(
         self, prompts: Sequence[Prompt], n: int, step: int, how: str = "train", first_group: int = 0
@@ -71,7 +72,7 @@ def test_one_round_without_filtering() -> None:
     collected = collector(Rollouts([(1, 1), (0, 1)])).collect(1)
     assert collected.batch.rows["reward"].tolist() == [1, 1, 0, 1]
     assert collected.batch.rows["group"].tolist() == [0, 0, 1, 1]
-    assert collected.metrics == {"env/failed_ratio": 0.0, "reward/unavailable_ratio": 0.0}
+    assert collected.metrics == {"env/failed_ratio": 0.0, "env/redraws": 0.0, "reward/unavailable_ratio": 0.0}
 
 
 def test_groups_of_equal_rewards_are_replaced() -> None:
@@ -81,6 +82,20 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
     assert len({t.group_id for t in collected.sampled}) == 4, "groups of two rounds have different names"
     assert collected.metrics["filter_groups/rounds"] == 2 and collected.metrics["filter_groups/kept"] == 0.75
     assert len(collected.sampled) == 8
+
+
+def test_failures_and_redraws_are_those_of_all_rounds() -> None:
+    """Round 1: 4 of 8 attempts failed and all were drawn again. Round 2: none of 4."""
+
+    class Failing(Rollouts):
+        def collect(self, prompts: Sequence[Prompt], n: int, *args: Any, **kwargs: Any) -> list[Trajectory]:
+            found = super().collect(prompts, n, *args, **kwargs)
+            first = prompts[0].row["number"] == 0
+            self.stats = {"env/failed_ratio": 0.5, "env/redraws": 4.0} if first else Rollouts([]).stats
+            return found
+
+    collected = collector(Failing([(1, 1), (0, 1), (1, 0), (0, 1)]), *FILTER).collect(1)
+    assert collected.metrics["env/failed_ratio"] == 4 / 12 and collected.metrics["env/redraws"] == 4
 
 
 def test_filtering_ends_after_its_rounds() -> None:

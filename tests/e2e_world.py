@@ -1,0 +1,45 @@
+"""Running the project's commands as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(*command: str, timeout: float = 600) -> str:
+    """Run a Python module or script of the project; its output, or an assertion error that shows it."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+def small_run(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> tuple[str, ...]:
+    """The command of a run with 24 trajectories a step: 4 of each of 6 prompts."""
+    return (
+        *("-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", f"data.train_files={tinywiki / 'train.parquet'}"),
+        *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
+        *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={folder}"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
+        # So that there is a gradient where all of so weak a policy's rewards are 0.
+        *("actor_rollout_ref.actor.entropy_coeff=0.01", *overrides),
+    )
+
+
+def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
