@@ -23,7 +23,7 @@ TRAINER=${TRAINER:-verl.trainer.main_ppo}
 PYTHON=python3
 if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 
-fail() { echo "error: $*" >&2; exit 1; }
+fail() { echo "error: $*" >&2; exit 2; } # as the trainer does for a wrong setting
 
 # given KEY ARGUMENT...: whether an argument sets KEY (then the default's file need not exist).
 given() {

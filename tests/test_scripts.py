@@ -60,7 +60,7 @@ def test_ci_runs_the_command_of_the_readme() -> None:
 @pytest.mark.parametrize("script", TRAINERS)
 def test_missing_prompt_file_is_named_before_anything_starts(script: str, tmp_path: Path) -> None:
     result = run(script, DATA_DIR=str(tmp_path / "nowhere"))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"{tmp_path}/nowhere/train.parquet does not exist" in result.stderr
     assert "DATA_DIR" in result.stderr
 
@@ -77,7 +77,7 @@ def test_missing_prompt_file_is_named_before_anything_starts(script: str, tmp_pa
 )
 def test_unusable_setting_is_named(setting: str, value: str, message: str, prompts: Path) -> None:
     result = run("train_grpo.sh", **{"DATA_DIR": str(prompts), setting: value})
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert message in result.stderr
 
 
@@ -98,7 +98,7 @@ def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path) -> None:
     assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
     assert tree["data"]["val_files"] == f"{prompts}/test.parquet" and tree["data"]["val_data_num"] is None
     missing = run("scripts/nq_hotpotqa/evaluate.sh", DATA_DIR="/no/such/folder")
-    assert missing.returncode == 1 and "/no/such/folder/test.parquet does not exist" in missing.stderr
+    assert missing.returncode == 2 and "/no/such/folder/test.parquet does not exist" in missing.stderr
 
 
 def test_settings_reach_the_configuration(prompts: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_entry_point_is_a_setting(prompts: Path) -> None:
         result = run("train_grpo.sh", "reward.function=mine.Reward", TRAINER="verl.trainer.main_ppo_format", **settings)
     finally:
         log.unlink(missing_ok=True)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "main_ppo_format brings its own reward" in result.stdout + result.stderr
 
 
@@ -153,7 +153,7 @@ def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None
     settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": name, "BASE_MODEL": "org/model", "HF_HUB_OFFLINE": "1"}
     try:
         result = run("train_ppo.sh", **settings)
-        assert result.returncode == 1, "the exit status is the trainer's, not tee's"
+        assert result.returncode == 2, "the exit status is the trainer's, not tee's"
         assert "error: algorithm.adv_estimator=gae needs a critic, and critic.model.path=org/model is" in result.stdout
         assert "critic.model.path=org/model" in log.read_text()
         assert "Traceback" not in result.stdout
@@ -164,7 +164,7 @@ def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None
 def test_relative_data_folder_is_the_callers(prompts: Path) -> None:
     result = run("train_grpo.sh", "no.such.key=1", cwd=prompts.parent, DATA_DIR=prompts.name, EXPERIMENT_NAME="unused")
     (ROOT / "unused.log").unlink(missing_ok=True)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no.such.key" in result.stdout
     assert "does not exist" not in result.stderr
 

@@ -84,6 +84,18 @@ def rehearses(command: Command, checkout: Checkout) -> None:
         try_command(call, checkout)
 
 
+def supervises(command: Command, checkout: Checkout) -> None:
+    """It is rehearsed as it stands; each call of what it supervises goes on from the last state."""
+    rehearses(command, checkout)
+    calls = checkout.rehearse(command)
+    assert all("trainer.resume_mode=auto" in call.words for call in calls), f"{command.line} does not resume"
+
+
+def fetches_tools(command: Command, _: Checkout) -> None:
+    """They come from the network; tests/test_security_script.py runs it with stand-ins for them."""
+    assert command.words == ("bash", "scripts/security.sh")
+
+
 def composes_training(command: Command, _: Checkout) -> None:
     with ends_well():
         config = load_config_from_argv(command.arguments)
@@ -243,7 +255,9 @@ def post(url: str, request: object) -> dict:
 SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "--num_sft_rows", "8")
 
 RULES: list[tuple[str, Rule]] = [
-    (r"bash \S+\.sh", rehearses),
+    (r"bash (?!scripts/(run_with_restart|security)\.sh)\S+\.sh", rehearses),
+    (r"bash scripts/run_with_restart\.sh", supervises),
+    (r"bash scripts/security\.sh", fetches_tools),
     (r"python -m verl\.trainer\.main_ppo", composes_training),
     (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
     (r"python -m verl\.trainer\.sft", composes_warm_start),

@@ -13,6 +13,7 @@ from search_r1.evaluation.served_agent import Server
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
 from search_r1.llm_agent.templates import load_template
 from verl.config import Config
+from verl.tracking.secrets import mask_secrets
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,7 +73,7 @@ def server_of(args: argparse.Namespace) -> Server | None:
 
 
 def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dict[str, Any]:
-    """What the answers depend on besides the questions; `retriever` is what the service says that it serves."""
+    """What the answers depend on besides the questions, without secrets; `retriever` says what the service serves."""
     template, rollout = load_template(config.agent.template), config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
         "method": args.method,
@@ -92,7 +93,7 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     if METHODS[args.method].retrieves:
         source = config.retriever.engine or config.retriever.url
         settings["retriever"] = {"source": source, "topk": config.retriever.topk, "serves": retriever}
-    return settings
+    return dict(mask_secrets(settings))
 
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from search_r1.evaluation.completion_reply import generation_of
+from search_r1.search.address import without_credentials
 from search_r1.search.backoff import backoff_s
 from verl.agent.environment import Generation, Sampling
 from verl.errors import RolloutError
@@ -62,6 +63,7 @@ class OpenAISampler:
         concurrency: int = 64,
     ) -> None:
         self.url, self.model, self.is_exact = _base(url), model, True
+        self._name = without_credentials(self.url)  # for messages
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._places = asyncio.Semaphore(concurrency)
         self._extensions: dict[str, Any] = dict(_EXTENSIONS)
@@ -73,7 +75,7 @@ class OpenAISampler:
         models = {entry["id"]: entry for entry in reply.get("data", []) if isinstance(entry, dict) and "id" in entry}
         if self.model not in models:
             served = ", ".join(models) or "none"
-            raise RolloutError(f"{self.url} serves no model {self.model!r}; set --served_model to one of: {served}")
+            raise RolloutError(f"{self._name} serves no model {self.model!r}; set --served_model to one of: {served}")
         longest = models[self.model].get("max_model_len")
         return longest if isinstance(longest, int) else None
 
@@ -84,7 +86,7 @@ class OpenAISampler:
         try:
             generation, exact = generation_of(reply, sampling.stop, self._tokenizer)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise RolloutError(f"{self.url}: the answer is no completion: {error!r}: {str(reply)[:300]}") from error
+            raise RolloutError(f"{self._name}: the answer is no completion: {error!r}: {str(reply)[:300]}") from error
         self.is_exact &= exact
         return generation
 
@@ -120,7 +122,7 @@ class OpenAISampler:
                 if time.monotonic() - start + pause_s >= deadline_s:
                     elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
                     raise RolloutError(
-                        f"the model server {self.url} is not available ({elapsed}; last: {trouble}); {_START}"
+                        f"the model server {self._name} is not available ({elapsed}; last: {trouble}); {_START}"
                     ) from trouble
             await asyncio.sleep(pause_s)
 
@@ -132,14 +134,14 @@ class OpenAISampler:
                 text = await response.text(errors="replace")
                 status = response.status
         except aiohttp.InvalidURL as error:
-            raise RolloutError(f"--server {self.url} is not an http:// or https:// URL") from error
+            raise RolloutError(f"--server {self._name} is not an http:// or https:// URL") from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _Passing(without_credentials(f"{type(error).__name__}: {error}")) from error
         if status in _RETRIED:
             raise _Passing(f"HTTP {status}: {text[:300]}")
         if status != 200:
             return await self._refused(method, path, body, timeout_s, f"HTTP {status}: {text[:500]}", status)
-        return _object(text, self.url)
+        return _object(text, self._name)
 
     async def _refused(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, reason: str, status: int
@@ -147,7 +149,7 @@ class OpenAISampler:
         """Once more in plain OpenAI when what the server names is one of the extensions."""
         unknown = [name for name in (*_EXTENSIONS, "top_k") if body is not None and name in body and name in reason]
         if status not in (400, 422) or not unknown:
-            raise RolloutError(f"the model server {self.url} refused the request: {reason}{_hint(status)}")
+            raise RolloutError(f"the model server {self._name} refused the request: {reason}{_hint(status)}")
         self._extensions = {}
         plain = {name: value for name, value in (body or {}).items() if name not in (*_EXTENSIONS, "top_k")}
         return await self._attempt(method, path, plain, timeout_s)

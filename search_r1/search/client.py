@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from search_r1.search.address import without_credentials
 from search_r1.search.backoff import backoff_s
 from search_r1.search.errors import RetrieverError, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.reply import parse_reply, retry_after_s, server_message
@@ -35,7 +36,7 @@ class _Trouble(Exception):
     """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
 
     def __init__(self, server: Server, cause: str, pause_s: float = 0.0) -> None:
-        super().__init__(f"{server.url}: {cause}")
+        super().__init__(f"{server.name}: {without_credentials(cause)}")
         self.pause_s = pause_s
 
 
@@ -65,14 +66,14 @@ class RetrievalClient:
         """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries a request.
 
         `url` is one address, a list, or several with commas between; the servers must hold the same index. `token` is
-        sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. Raises `ValueError` without an
-        address.
+        sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` asks by
+        that name instead; messages and logs leave it out. Raises `ValueError` without an address.
         """
         addresses = url.split(",") if isinstance(url, str) else url
         self.urls = tuple(address.strip() for address in addresses if address.strip())
         if not self.urls:
             raise ValueError("a RetrievalClient needs the address of at least one server")
-        self.url = ", ".join(self.urls)
+        self.name = ", ".join(map(without_credentials, self.urls))
         self.topk = topk
         token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -247,25 +248,27 @@ class RetrievalClient:
             async with self._session.post(server.url, json=body, headers=headers, timeout=timeout) as response:
                 payload = await response.read()
         except aiohttp.InvalidURL as error:
-            raise self._unavailable(f"retriever.url: {server.url} is not an http:// or https:// URL") from error
+            raise self._unavailable(f"retriever.url: {server.name} is not an http:// or https:// URL") from error
         except TimeoutError as error:
             raise _Trouble(server, f"no answer to one request in {timeout_s:.1f} s") from error
         except aiohttp.ClientError as error:
             raise _Trouble(server, f"{type(error).__name__}: {error}") from error
+        except ValueError as error:  # a token beside a user and password
+            raise self._unavailable(f"retriever.url: {server.name}: {error}") from error
         if response.status in _RETRIED:
             pause_s = retry_after_s(response.headers.get("Retry-After"))
             raise _Trouble(server, f"HTTP {response.status}: {server_message(payload)}", pause_s)
         if response.status != 200:
             rejected = RetrieverRejected(
-                f"retriever {server.url} refused the request with HTTP {response.status}: {server_message(payload)}"
+                f"retriever {server.name} refused the request with HTTP {response.status}: {server_message(payload)}"
             )
             rejected.status = response.status
             raise rejected
-        return parse_reply(payload, len(queries), server.url)
+        return parse_reply(payload, len(queries), server.name)
 
     def _unavailable(self, reason: str) -> RetrieverUnavailable:
         return RetrieverUnavailable(
-            f"retriever {self.url} is not available ({reason}); start one with: bash retrieval_launch.sh"
+            f"retriever {self.name} is not available ({reason}); start one with: bash retrieval_launch.sh"
         )
 
 

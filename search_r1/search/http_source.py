@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from search_r1.search.address import without_credentials
 from search_r1.search.client import RetrievalClient
 from search_r1.search.source import Found
 
@@ -15,13 +16,13 @@ class HttpSource:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s` bounds a search with its retries. Raises `ValueError` without an address."""
-        self.name, self._timeout_s = url, timeout_s
+        self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
         self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """See `Source.search`. Raises `RetrieverError`."""
         if k not in self._clients:
-            self._clients[k] = RetrievalClient(self.name, topk=k, deadline_s=self._timeout_s)
+            self._clients[k] = RetrievalClient(self._url, topk=k, deadline_s=self._timeout_s)
         answers = await asyncio.gather(*map(self._clients[k].search, queries))
         return [[(passage, passage["score"]) for passage in passages] for passages in answers]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from search_r1.search.address import without_credentials
 from search_r1.search.errors import EncoderError, IndexMismatchError, SearchError, ServerError
 from search_r1.search.retriever import Hit
 
@@ -103,7 +104,9 @@ def connect(location: str) -> Any:
         client = client_class(**place)
         client.get_collections()  # nothing is asked before
     except Exception as error:  # see `search`
-        raise ServerError(f"cannot open Qdrant at {location}: {error}; is the database running?") from error
+        raise ServerError(
+            without_credentials(f"cannot open Qdrant at {location}: {error}; is the database running?")
+        ) from error
     return client
 
 

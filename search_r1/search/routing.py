@@ -11,6 +11,8 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from search_r1.search.address import without_credentials
+
 _LOG = logging.getLogger(__name__)
 _FAILURES_TO_OPEN = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -22,6 +24,7 @@ class Server:
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.url = url
+        self.name = without_credentials(url)
         self.running = 0
         self.last_used = 0
         self._clock = clock
@@ -62,7 +65,7 @@ class Server:
     def works(self) -> None:
         """It answered: the circuit is closed."""
         if self.is_open:
-            _LOG.info("retrieval server %s answers again", self.url)
+            _LOG.info("retrieval server %s answers again", self.name)
         self._failures, self._pause_s = 0, _FIRST_PAUSE_S
 
     def fails(self, is_probe: bool) -> None:
@@ -75,7 +78,7 @@ class Server:
         # jitter, so that many clients do not probe in step
         self._half_open_at = self._clock() + self._pause_s * random.uniform(0.5, 1.0)
         if not is_probe:
-            _LOG.warning("retrieval server %s failed %d times in a row; it gets a pause", self.url, self._failures)
+            _LOG.warning("retrieval server %s failed %d times in a row; it gets a pause", self.name, self._failures)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def rests(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from verl.config.compose import to_yaml
+from verl.config.compose import shown
 from verl.config.listing import key_list
 from verl.config.run import load_config
 from verl.config.schema import Config
@@ -33,7 +33,7 @@ def load_from_argv(
         sys.exit(0)
     config = loader(arguments.config_name, arguments.overrides, arguments.config_dir)
     if arguments.cfg:
-        sys.stdout.write(to_yaml(config))
+        sys.stdout.write(shown(config))
         sys.exit(0)
     return config
 

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.convert import build
 from verl.config.keys import is_known, leaves, sections, unknown_key
 from verl.errors import ConfigError
+from verl.tracking.secrets import mask_secrets
 
 T = TypeVar("T")
 
@@ -65,6 +66,11 @@ def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
 def to_yaml(config: Any) -> str:
     """A config as YAML text that `load` reads back to an equal config."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
+
+
+def shown(config: Any) -> str:
+    """The YAML text without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(dataclasses.asdict(config))))
 
 
 def _plain(value: Any) -> Any:

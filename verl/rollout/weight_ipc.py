@@ -106,7 +106,8 @@ def open_exports(exports: Mapping[str, bytes], device: torch.device) -> tuple[di
             f"the trainer exported no weights on the engine's device {key}, only on {', '.join(exports)}; "
             "the roles have to be on the same GPUs"
         )
-    received: list[TensorExport] = pickle.loads(exports[key])  # written by the trainer of this very run
+    # written by the trainer of this very run, which Ray brought here
+    received: list[TensorExport] = pickle.loads(exports[key])  # nosec B301
     tensors = {export.name: export.rebuild(*_on_device(export, device)) for export in received}
     info = {
         "names": list(tensors),

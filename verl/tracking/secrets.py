@@ -1,24 +1,28 @@
-"""Masking of secrets before a configuration is written or sent anywhere."""
+"""Masking of secrets before a configuration or a message is written or sent anywhere."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-SECRET_KEY = re.compile(
-    r"(^|[_-])(api_?keys?|access_?keys?|private_?keys?|tokens?|passwords?|passwd|secrets?|credentials?|authorization)$",
-    re.IGNORECASE,
+_NAMES = (
+    r"(api[_-]?keys?|access[_-]?keys?|private[_-]?keys?|tokens?|passwords?|passwd|secrets?|credentials?|authorization)"
 )
+SECRET_KEY = re.compile(rf"(^|[_-]){_NAMES}$", re.IGNORECASE)
 URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+URL_PARAMETER = re.compile(rf"([?&]([^=&\s]*[_-])?{_NAMES}=)[^&\s#]+", re.IGNORECASE)
+BEARER = re.compile(r"\b(bearer\s+)[^\s,;'\"]{8,}", re.IGNORECASE)
+_SHORTEST_SECRET = 8  # of a variable: a shorter value may be an ordinary word
 
 
 def mask_secrets(value: Any) -> Any:
     """A copy of a tree of dicts and lists in which secrets are `***`.
 
-    A secret is any text under a key that ends in api_key, token, password, secret, credentials or the like, and the
-    user part of a URL. Numbers stay: `max_tokens: 500` is no secret.
+    A secret is any text under a key that ends in api_key, token, password, secret, credentials or the like, and what
+    `mask_text` finds. Numbers stay: `max_tokens: 500` is no secret.
     """
     if isinstance(value, Mapping):
         return {
@@ -26,7 +30,23 @@ def mask_secrets(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [mask_secrets(item) for item in value]
-    return URL_CREDENTIALS.sub(MASK, value) if isinstance(value, str) else value
+    return mask_text(value) if isinstance(value, str) else value
+
+
+def mask_text(text: str) -> str:
+    """`text` with `***` for user and password in URLs, their secret parameters, bearer tokens, and the values of
+    environment variables with the name of a secret, such as HF_TOKEN or SERPER_API_KEY.
+    """
+    for secret in _secrets_of_environment():
+        text = text.replace(secret, MASK)
+    text = URL_PARAMETER.sub(rf"\g<1>{MASK}", URL_CREDENTIALS.sub(MASK, text))
+    return BEARER.sub(rf"\g<1>{MASK}", text)
+
+
+def _secrets_of_environment() -> list[str]:
+    """Longest first: one may be part of another."""
+    found = {value.strip() for name, value in os.environ.items() if SECRET_KEY.search(name)}
+    return sorted((value for value in found if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def _mask_all(value: Any) -> Any:

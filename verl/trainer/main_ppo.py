@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
-from verl.errors import VerlError
+from verl.errors import ConfigError, DataError, TrainingCollapsed, VerlError
+from verl.tracking.secrets import mask_text
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -23,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
-    """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted.
+    """Returns the exit status: 0 done, 1 failed, 2 the user has to decide or change something first, 130 interrupted.
 
-    `adapt` changes the config that the command line gave.
+    What ended with 1 may work when it is started again. `adapt` changes the config that the command line gave.
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
@@ -36,8 +37,8 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
         check_supported(config)
         run(config)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | DataError | TrainingCollapsed) else 1
     except KeyboardInterrupt:
         print("interrupted: earlier checkpoints are intact", file=sys.stderr)
         return 130

@@ -41,7 +41,8 @@ def _matches(path: Path, start: int, remote: RemoteFile) -> bool:
     if remote.sha256:
         return _digest(path, start, remote.size, hashlib.sha256()) == remote.sha256
     # git's name of a file: SHA-1 of its type, its length and its content
-    return _digest(path, start, remote.size, hashlib.sha1(f"blob {remote.size}\0".encode())) == remote.blob_id
+    digest = hashlib.sha1(f"blob {remote.size}\0".encode(), usedforsecurity=False)
+    return _digest(path, start, remote.size, digest) == remote.blob_id
 
 
 def _digest(path: Path, start: int, size: int, digest: Any) -> str:
