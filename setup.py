@@ -23,6 +23,7 @@ REQUIRED = [
     "numba>=0.65",
     "numpy>=2.0",
     "omegaconf>=2.3,<2.4",
+    "packaging>=24",
     "prometheus_client>=0.20",
     "pyarrow>=20",
     "pydantic>=2.12",

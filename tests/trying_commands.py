@@ -35,6 +35,7 @@ from verl.config import check_supported, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.trainer.main_ppo_format import with_format_reward
+from verl.trainer.preflight import __main__ as preflight
 from verl.trainer.scoring import make_reward
 
 Rule = Callable[[Command, Checkout], None]
@@ -102,6 +103,11 @@ def composes_training(command: Command, _: Checkout) -> None:
         check_supported(config)
         make_reward(config, config.reward.function, config.reward.kwargs)
         make_reward(config, config.reward.function, config.reward.val_kwargs or config.reward.kwargs)
+
+
+def composes_preflight(command: Command, _: Checkout) -> None:
+    with ends_well():
+        preflight.parse(command.arguments)
 
 
 def composes_format_training(command: Command, _: Checkout) -> None:
@@ -260,6 +266,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"bash scripts/security\.sh", fetches_tools),
     (r"python -m verl\.trainer\.main_ppo", composes_training),
     (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
+    (r"python -m verl\.trainer\.preflight", composes_preflight),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.search_engine import Searcher
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import FINGERPRINT_KEY, TEMPLATE_KEY, load_template
 from verl.agent.environment import Outcome
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
@@ -37,6 +38,7 @@ class SearchEnvironment:
         grammar: Grammar = SEARCH_R1,
     ) -> None:
         self.grammar = grammar
+        self.tags = grammar.tags
         self._searcher = searcher if grammar.search is not None else None
         self._writer = ObservationWriter(tokenizer, max_obs_length, grammar)
         self._feedback_ids = encode_text(tokenizer, wrap_feedback(feedback))
@@ -76,6 +78,22 @@ class SearchEnvironment:
     async def check(self) -> None:
         if self._searcher is not None:
             await self._searcher.check()
+
+    @classmethod
+    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
+        """See `verl.agent.environment.InspectedEnvironment`."""
+        name, made_with = metadata.get(TEMPLATE_KEY), metadata.get(FINGERPRINT_KEY)
+        template = load_template(config.agent.template)
+        if made_with in (None, template.fingerprint):
+            return None
+        return f"made with template {name} ({made_with}), but agent.template={template.name} ({template.fingerprint})"
+
+    async def probe(self, query: str) -> str:
+        """See `verl.agent.environment.InspectedEnvironment`."""
+        if self._searcher is None:
+            return "there is no search tool in this run"
+        event = (await self._search(self._searcher, query)).event
+        return f"{event['num_found']} documents for {query!r} in {event['milliseconds']:.0f} ms"
 
     async def close(self) -> None:
         if self._searcher is not None:

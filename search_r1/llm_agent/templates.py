@@ -26,6 +26,9 @@ import yaml
 from search_r1.llm_agent.grammar import Grammar
 from verl.errors import ConfigError, DataError
 
+# In the metadata of a prompt file: the template it was made with.
+TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
+
 _FOLDER = Path(__file__).parent / "templates"
 _HEADER = re.compile(r"---[ \t]*\n(.*?\n)?---[ \t]*\n", re.DOTALL)
 _SLOT = re.compile(r"\{(question|context)\}")

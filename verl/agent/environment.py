@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.protocol import Prompt
+
+if TYPE_CHECKING:
+    from verl.config import Config
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,19 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class InspectedEnvironment(Environment, Protocol):
+    """An environment that can say more of itself before a run."""
+
+    tags: tuple[str, ...]  # what the policy has to write literally
+
+    @classmethod
+    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
+        """What is wrong with a prompt file for this run, by the file's own `metadata`; None: nothing that is known."""
+        ...
+
+    async def probe(self, query: str) -> str:
+        """Use the tool once for real; returns what came back, in words. Raises `EnvironmentUnavailable`."""
+        ...

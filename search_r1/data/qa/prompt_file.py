@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from search_r1.data.qa.question import QaRow
-from search_r1.llm_agent.templates import Template
+from search_r1.llm_agent.templates import FINGERPRINT_KEY, TEMPLATE_KEY, Template
 from verl.errors import DataError
 
 SCHEMA = pa.schema(
@@ -32,7 +32,6 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
     ]
 )
-TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
 _ROWS_A_GROUP = 4096
 
 

@@ -1,0 +1,136 @@
+"""`python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
+
+`--device_memory_gib 80 --devices 8` estimates for GPUs that this machine does not have; `--estimate_only` leaves out
+the prompt files, the environment and the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from verl.by_name import load_by_name
+from verl.config import Config, check_supported, load_config_from_argv
+from verl.data.files import check_files
+from verl.errors import VerlError
+from verl.trainer.preflight import machine, prompts
+from verl.trainer.preflight.finding import Finding
+from verl.trainer.preflight.inputs import check_inputs
+from verl.trainer.preflight.memory import GIB, Models, Place
+from verl.trainer.preflight.plan import fits, models_of, table
+from verl.trainer.preflight.retrieval import check_environment
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line: the run, and where it is thought to be."""
+
+    config: Config
+    devices: int | None
+    device_memory_gib: float | None
+    estimate_only: bool
+
+    @property
+    def place(self) -> Place:
+        trainer, gpus = self.config.trainer, machine.num_gpus()
+        supposed = self.devices is not None or self.device_memory_gib is not None
+        on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and (gpus > 0 or supposed))
+        if self.device_memory_gib is not None:
+            size = int(self.device_memory_gib * GIB)
+        elif on_gpu and gpus:
+            size = torch.cuda.get_device_properties(0).total_memory
+        else:
+            size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Place(self.devices or trainer.n_gpus_per_node * trainer.nnodes, size, on_gpu)
+
+
+def parse(argv: list[str]) -> Asked:
+    """Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--device_memory_gib", type=float)
+    parser.add_argument("--estimate_only", action="store_true")
+    own, others = parser.parse_known_args(argv)
+    config = load_config_from_argv(others)
+    check_supported(config)
+    return Asked(config, own.devices, own.device_memory_gib, own.estimate_only)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0: all is ok and it fits (warnings count as ok); 1: not."""
+    try:
+        asked = parse(sys.argv[1:] if argv is None else argv)
+        models = models_of(asked.config)
+    except VerlError as error:
+        print(Finding("FAIL", "config", str(error)))
+        return 1
+    failed = False
+    for finding in [
+        *([] if asked.estimate_only else findings(asked, models)),
+        *fits(asked.config, models, asked.place),
+    ]:
+        print(finding, flush=True)
+        failed |= finding.level == "FAIL"
+    print(table(asked.config, models, asked.place))
+    print("does not start, or does not fit" if failed else "fits")
+    return int(failed)
+
+
+def findings(asked: Asked, models: Models) -> Iterator[Finding]:
+    """All that does not depend on the estimate of memory."""
+    config = asked.config
+    yield from _machine(asked, models)
+    try:
+        check_inputs(config)
+    except VerlError as error:
+        yield Finding("FAIL", "inputs", str(error))
+        return  # what follows reads the same files and asks the same environment
+    yield Finding("ok", "inputs", "prompt files, reward, tokenizer and environment can be used")
+    tokenizer = AutoTokenizer.from_pretrained(config.data.tokenizer or config.actor_rollout_ref.model.path)
+    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    yield from prompts.check_templates(config, environment)
+    yield from prompts.check_tags(environment, tokenizer)
+    lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
+    yield from lengths
+    yield check_environment(environment)
+    if all(finding.level != "FAIL" for finding in lengths):
+        yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
+
+
+def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
+    config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
+    yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
+    if asked.devices is None:
+        yield machine.check_devices(config, machine.num_gpus(), os.cpu_count() or 1)
+    yield machine.check_open_files(machine.open_files_limit())
+    yield machine.check_folder(folder)
+    yield machine.check_disk(config, models, num_steps(config), machine.free_bytes(folder))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield machine.check_shared_memory(
+            models, asked.place.on_gpu, config.trainer.nnodes, shutil.disk_usage(shared).free
+        )
+
+
+def num_steps(config: Config) -> int | None:
+    """RL steps of the run; None while the prompt files cannot be read."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    try:
+        rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
+    except VerlError:
+        return None
+    return max(1, rows // config.data.train_batch_size) * config.trainer.total_epochs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What a run would load, and whether it fits: the report of the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config import Config
+from verl.config.validate import has_kl_in_reward
+from verl.trainer.preflight.advice import peak, three_settings
+from verl.trainer.preflight.finding import Finding, judge
+from verl.trainer.preflight.memory import GIB, Models, Place, estimate, kv_cache_tokens, num_trajectories, window_of
+from verl.trainer.preflight.shape import model_shape
+from verl.trainer.preflight.step_time import step_time
+
+
+def models_of(config: Config) -> Models:
+    """Raises ConfigError."""
+    role, trainer = config.actor_rollout_ref, config.trainer
+    settings = role.model
+    policy = model_shape(settings.path, settings.override_config, settings.trust_remote_code)
+    if trainer.val_only:
+        return Models(policy)
+    has_anchor = role.actor.use_kl_loss or has_kl_in_reward(config) or trainer.eval_ref_policy_freq > 0
+    anchor = policy if role.ref.path is None else model_shape(role.ref.path, settings.override_config)
+    critic = None
+    if config.algorithm.adv_estimator == "gae":
+        critic = model_shape(config.critic.model.path, config.critic.model.override_config)
+    return Models(policy, anchor if has_anchor else None, critic)
+
+
+def fits(config: Config, models: Models, place: Place) -> Iterator[Finding]:
+    """Whether the largest phase fits, with three settings to change when it does not; and the sampler's cache."""
+    worst = peak(estimate(config, models, place))
+    # Workers on CPU share the machine's memory.
+    workers = 1 if place.on_gpu else place.workers
+    needed, there = worst.total * workers / GIB, place.device_bytes / GIB
+    found = f"{needed:.1f} of {there:.1f} GiB at the peak, in the phase {worst.name} (an estimate)"
+    gains = [f"{change} (-{gain / GIB:.1f} GiB)" for change, gain in three_settings(config, models, place)]
+    todo = "change " + ", ".join(gains) if gains else "take more or larger devices"
+    yield judge(needed <= there, "memory fits" if needed <= there else "memory does not fit", found, todo)
+    tokens, window = kv_cache_tokens(config, models.policy, place), window_of(config)
+    found = f"room for {max(tokens, 0)} tokens, a sequence has at most {window}"
+    key = "gpu_memory_utilization or tensor_model_parallel_size" if place.on_gpu else "kv_cache_gib"
+    yield judge(tokens >= window, "KV cache", found, f"raise actor_rollout_ref.rollout.{key}")
+
+
+def table(config: Config, models: Models, place: Place) -> str:
+    """Every part of every phase in GiB a device, and the tokens and the time of a step."""
+    shape = models.policy
+    lines = [f"policy: {shape.num_params / 1e9:.2f} billion parameters in {shape.num_layers} layers"]
+    for phase in estimate(config, models, place):
+        lines.append(f"{phase.name}: {phase.total / GIB:.2f} GiB a {'GPU' if place.on_gpu else 'worker'}")
+        lines += [f"  {size / GIB:8.2f}  {name}" for name, size in phase.parts.items() if size >= GIB / 200]
+    time = step_time(config, models, place)
+    lines.append(f"a step: {num_trajectories(config)} trajectories, about {time.tokens} tokens")
+    lines.append(f"  rollout {time.rollout_s:.0f} s, log-probs and updates {time.training_s:.0f} s: rough estimates")
+    return "\n".join([*lines, f"  assumed: {time.assumed}"])

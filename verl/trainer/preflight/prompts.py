@@ -1,0 +1,95 @@
+"""The prompts as the policy will see them: their length, their template, and one of them token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from verl.agent.environment import InspectedEnvironment
+from verl.config import Config
+from verl.data.files import file_list
+from verl.data.prompts import PromptSource
+from verl.errors import DataError
+from verl.trainer.preflight.finding import Finding, judge
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_TOKENS = 12  # at each end of a sample
+
+
+def prompt_files(config: Config) -> Iterator[str | list[str]]:
+    data = config.data
+    yield from (files for files in (data.train_files, data.val_files, data.test_files) if files)
+
+
+def check_templates(config: Config, environment: Any) -> Iterator[Finding]:
+    """Whether each file was made with the template of the run, as far as the environment's class can tell."""
+    if not isinstance(environment, InspectedEnvironment):
+        return
+    for files in prompt_files(config):
+        for path in file_list(files):
+            problem = environment.check_prompt_file(config, footer(pq.read_schema(path).metadata))
+            found = f"{path}: {problem or 'made with the template of this run'}"
+            todo = "make the file again, or set agent.template to the one it was made with"
+            yield judge(problem is None, "template", found, todo, "warn")
+
+
+def footer(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in (metadata or {}).items()}
+
+
+def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: int | None) -> Iterator[Finding]:
+    """The longest prompt of each set of files against what the run allows."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    for files in prompt_files(config):
+        try:
+            source = PromptSource(
+                files,
+                tokenizer,
+                prompt_key=data.prompt_key,
+                max_start_length=data.max_start_length,
+                filter_overlong=data.filter_overlong_prompts,
+            )
+        except DataError as error:
+            yield Finding("FAIL", "prompt length", str(error))
+            continue
+        longest = max(len(prompt.ids) for prompt in source.all())
+        found = f"{files}: {len(source)} prompts, the longest has {longest} tokens"
+        todo = f"raise data.max_prompt_length (now {data.max_prompt_length}) above it"
+        yield judge(longest < data.max_prompt_length, "prompt length", found, todo)
+    longest = rollout.prompt_length + rollout.response_length
+    found = f"a sequence has at most {longest} tokens, the model was made for {window or 'any number'}"
+    todo = "lower data.max_prompt_length or data.max_response_length"
+    yield judge(window is None or longest <= window, "window", found, todo)
+
+
+def check_tags(environment: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Whether what the policy has to write survives encoding and decoding, and how many tokens it takes."""
+    if not isinstance(environment, InspectedEnvironment):
+        return
+    for tag in environment.tags:
+        ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found = f"{tag} is {len(ids)} tokens" + ("" if text == tag else f" and is decoded as {text!r}")
+        yield judge(text == tag, "tag", found, "use a tokenizer or a template whose tags survive")
+
+
+def sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first training prompt: ids with their text, the mask 0, and what would follow with which mask."""
+    data = config.data
+    source = PromptSource(
+        data.train_files, tokenizer, prompt_key=data.prompt_key, max_start_length=data.max_start_length,
+        filter_overlong=data.filter_overlong_prompts,
+    )  # fmt: skip
+    ids = source.all()[0].ids
+    shown = [(i, ids[i]) for i in range(len(ids)) if i < SHOWN_TOKENS or i >= len(ids) - SHOWN_TOKENS]
+    lines = [f"{i:>6} {token:>7}  mask 0  {tokenizer.decode([token])!r}" for i, token in shown]
+    if len(ids) > len(shown):
+        lines.insert(SHOWN_TOKENS, f"   ... {len(ids) - len(shown)} more with mask 0")
+    lines.append(f"{len(ids):>6}     ...  mask 1  up to {data.max_response_length} tokens of the policy's first turn")
+    if config.do_search:
+        lines.append(f"          ...  mask 0  up to {data.max_obs_length} tokens of its observation; then turns again")
+    return "\n".join(lines)
