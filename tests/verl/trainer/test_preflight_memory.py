@@ -44,6 +44,7 @@ def run(model: Path | str, *overrides: str) -> Config:
     return load_config("ppo_trainer", [*given, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "mlp", "layers", "tokens", "checkpointing"),
     [(128, 384, 3, 8192, False), (256, 768, 4, 3072, False), (192, 640, 4, 6144, True)],
