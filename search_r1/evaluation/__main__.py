@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace, config: Config) -> int:
+    from search_r1.evaluation.methods.base import text_of
     from search_r1.evaluation.methods.registry import METHODS
     from search_r1.evaluation.questions import load_questions
     from search_r1.evaluation.retriever_info import serves
@@ -55,6 +56,9 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     questions = load_questions(args.data, args.data_dir)
     if args.subset is not None:
         questions = stratified_subset(questions, args.subset, args.subset_seed)
+    if args.corpus_path is not None:
+        for question in questions:
+            text_of(question)  # the audit at the end needs it: better known now
     served = asyncio.run(serves(config.retriever)) if METHODS[args.method].retrieves else None
     settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
     store = Store(args.output_dir, settings, args.restart)

@@ -129,6 +129,7 @@ def prompt_row(question: Question, template: templates.Template, split: str, ind
     return {
         "data_source": f"tinywiki_{question.hops}hop",
         "prompt": template.messages(question.text),
+        "question": question.text,
         "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": question.targets}},
         "extra_info": {

@@ -25,7 +25,8 @@ def test_row_schema() -> None:
     world = plan_worlds(0, {"test": 700})["test"]
     question = next(distinct_questions(world, [2], 1))
     row = prompt_row(question, load_template(), "test", 7)
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert set(row) == {"data_source", "prompt", "question", "ability", "reward_model", "extra_info"}
+    assert row["question"] == question.text
     assert row["data_source"] == "tinywiki_2hop"
     assert row["ability"] == "fact-reasoning"
     assert row["reward_model"] == {"style": "rule", "ground_truth": {"target": question.targets}}

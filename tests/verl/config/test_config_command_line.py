@@ -59,9 +59,9 @@ HEAVY = ("torch", "vllm", "ray", "transformers")
 @pytest.mark.parametrize(
     ("argument", "status", "words"),
     [
-        ("actor_rollout_ref.actor.optim.lrr=1", 1, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-        ("algorithm.adv_estimator=grpo", 1, "compares the trajectories of one prompt"),
-        ("reward_model.enable=true", 1, "reward_model.enable=True is not available"),
+        ("actor_rollout_ref.actor.optim.lrr=1", 2, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+        ("algorithm.adv_estimator=grpo", 2, "compares the trajectories of one prompt"),
+        ("reward_model.enable=true", 2, "reward_model.enable=True is not available"),
         ("--help", 0, "actor_rollout_ref.actor.optim.lr = "),
     ],
 )

@@ -41,13 +41,15 @@ class ModelShape:
         return self.vocabulary * self.hidden
 
 
-def model_shape(path: str, override_config: Mapping[str, Any] | None = None, trust: bool = False) -> ModelShape:
+def model_shape(
+    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> ModelShape:
     """Of the model folder (config.json suffices) or hub name. Raises ConfigError."""
     try:
         source = source_of(path, "actor_rollout_ref.model.path")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust, **dict(override_config or {}))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the model's config cannot be used: {error}") from error
     layers = decoder_layers(model)
