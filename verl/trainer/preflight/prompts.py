@@ -32,7 +32,7 @@ def check_templates(config: Config, environment: Any) -> Iterator[Finding]:
     for files in prompt_files(config):
         for path in file_list(files):
             problem = environment.check_prompt_file(config, footer(pq.read_schema(path).metadata))
-            found = f"{path}: {problem or 'made with the template of this run'}"
+            found = f"{path}: {problem or 'nothing in its footer speaks against the template of this run'}"
             todo = "make the file again, or set agent.template to the one it was made with"
             yield judge(problem is None, "template", found, todo, "warn")
 
