@@ -5,7 +5,8 @@
 #   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
 #   EXPERIMENT_NAME    names the run, its log and its checkpoint folder
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
-#   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward
+#   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
+#                      says whether these settings would start and fit
 #   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
 
 # A relative path means the caller's folder first, then the repository.
@@ -47,8 +48,8 @@ only_prints() {
 check_settings() {
   if only_prints "$@"; then return 0; fi
   [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
-  [[ $TRAINER =~ ^verl\.trainer\.main_ppo(_format)?$ ]] ||
-    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo or verl.trainer.main_ppo_format"
+  [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight)$ ]] ||
+    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format or verl.trainer.preflight"
   [[ $EXPERIMENT_NAME =~ ^[A-Za-z0-9._-]+$ ]] ||
     fail "EXPERIMENT_NAME='$EXPERIMENT_NAME' names a file and a folder: use letters, digits and . _ - only"
   given data.train_files "$@" || require_prompts "$TRAIN_DATA_DIR/train.parquet" "TRAIN_DATA_DIR or DATA_DIR"
@@ -80,7 +81,7 @@ train() {
   done
   shift
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
-  if only_prints "$@"; then exec "${command[@]}"; fi
+  if only_prints "$@" || [[ $TRAINER == verl.trainer.preflight ]]; then exec "${command[@]}"; fi # leaves the log alone
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C.
   export PYTHONUNBUFFERED=1
   exec "${command[@]}" > >(exec tee -i "$EXPERIMENT_NAME.log") 2>&1

@@ -124,6 +124,20 @@ def test_the_entry_point_is_a_setting(prompts: Path) -> None:
     assert "main_ppo_format brings its own reward" in result.stdout + result.stderr
 
 
+def test_a_train_script_can_ask_whether_its_settings_fit(prompts: Path) -> None:
+    settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": f"test_scripts_{os.getpid()}"}
+    model = ROOT / "tests/verl/trainer/shapes/Llama-3.2-3B"
+    place = ("--estimate_only", "--devices", "8", "--device_memory_gib")
+    for gib, status, word in (("80", 0, "memory fits"), ("8", 1, "memory does not fit")):
+        result = run(
+            *("train_ppo.sh", *place, gib, "reward_model.retrieval_score=0.1"),
+            **settings, BASE_MODEL=str(model), TRAINER="verl.trainer.preflight",
+        )  # fmt: skip
+        assert result.returncode == status, result.stdout + result.stderr
+        assert word in result.stdout and "critic update" in result.stdout
+    assert not (ROOT / f"{settings['EXPERIMENT_NAME']}.log").exists(), "the log of a training run stays as it is"
+
+
 def test_ema_pg_settings() -> None:
     tree = composed("train_grpo_ema_pg.sh")
     actor, algorithm = tree["actor_rollout_ref"]["actor"], tree["algorithm"]

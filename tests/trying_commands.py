@@ -295,7 +295,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.mcp_tool", accepts_options),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
-    (r"python scripts/bench/(retrieval_\w+|published_server)\.py", accepts_options),
+    (r"python scripts/bench/(retrieval_\w+|published_server|soak)\.py", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),

@@ -25,6 +25,10 @@ class RolloutError(VerlError):
     """Sampling failed, or too many trajectories of a step failed."""
 
 
+class EngineDied(RolloutError):
+    """The process of a rollout engine ended without being asked to."""
+
+
 class WeightSyncError(VerlError):
     """The sampler's weights are not the trainer's: version or checksum differ."""
 
@@ -37,8 +41,20 @@ class WorkerError(VerlError):
     """A worker process ended or did not answer within its deadline."""
 
 
+class WorkerDied(WorkerError):
+    """A worker process ended without being asked to."""
+
+
+class Stalled(WorkerError):
+    """A worker did not answer within its deadline."""
+
+
 class CheckpointError(VerlError):
     """A checkpoint could not be written or read."""
+
+
+class StorageError(VerlError):
+    """A file of the run could not be written: the disk is full, read-only or gone."""
 
 
 class TrainingCollapsed(VerlError):

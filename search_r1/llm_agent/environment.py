@@ -11,6 +11,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import FINGERPRINT_KEY, TEMPLATE_KEY, load_template
+from search_r1.search.corpus import title_and_text
 from verl.agent.environment import Outcome
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
@@ -88,12 +89,11 @@ class SearchEnvironment:
             return None
         return f"made with template {name} ({made_with}), but agent.template={template.name} ({template.fingerprint})"
 
-    async def probe(self, query: str) -> str:
+    async def probe(self, query: str) -> list[str] | None:
         """See `verl.agent.environment.InspectedEnvironment`."""
         if self._searcher is None:
-            return "there is no search tool in this run"
-        event = (await self._search(self._searcher, query)).event
-        return f"{event['num_found']} documents for {query!r} in {event['milliseconds']:.0f} ms"
+            return None
+        return [title_and_text(document["contents"])[0] for document in await self._searcher.search(query)]
 
     async def close(self) -> None:
         if self._searcher is not None:

@@ -24,6 +24,7 @@ from search_r1.search.routing import Router, Server
 Passages = list[dict[str, Any]]
 
 _GATHER_S = 0.001  # how long the first query of a batch waits for others
+_IDLE_S = 0.5  # connections take turns: kept for longer, there would always be as many as ever were busy at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0, 0.05
 _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
@@ -146,7 +147,7 @@ class RetrievalClient:
             raise RuntimeError("this RetrievalClient belongs to another event loop; close() it there first")
         self._forget()
         self._loop = loop
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S))
 
     def _question(self, query: str) -> _Question:
         """The open question with this query, or a new one that leaves with the next batch."""

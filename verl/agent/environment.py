@@ -113,6 +113,9 @@ class InspectedEnvironment(Environment, Protocol):
         """What is wrong with a prompt file for this run, by the file's own `metadata`; None: nothing that is known."""
         ...
 
-    async def probe(self, query: str) -> str:
-        """Use the tool once for real; returns what came back, in words. Raises `EnvironmentUnavailable`."""
+    async def probe(self, query: str) -> list[str] | None:
+        """Use the tool once for real; returns the titles of what came back, best first, or None without a tool.
+
+        Raises `EnvironmentUnavailable`.
+        """
         ...

@@ -47,6 +47,9 @@ class TrainerConfig:
     del_local_ckpt_after_load: bool = setting(False, "Delete the checkpoint that was resumed from.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where models run; auto: cuda when there is a GPU.")
     seed: int = setting(0, "Seed of everything random.", ge=0)
+    deterministic: bool = setting(
+        False, "Only kernels that give the same bits for the same input; needs rollout.seed_per_request."
+    )
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
     step_timeout_s: float = setting(3600.0, "Longest time any one phase of a step may take, in seconds.", gt=0)
     collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)

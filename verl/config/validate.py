@@ -215,6 +215,8 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set it to resume_path"
+    if trainer.deterministic and not config.actor_rollout_ref.rollout.seed_per_request:
+        yield f"trainer.deterministic=True needs {ROLLOUT}.seed_per_request=True: set it, or leave deterministic out"
     if config.retriever.deadline_s < config.retriever.timeout_s:
         yield "retriever.deadline_s (all attempts) is shorter than retriever.timeout_s (one attempt)"
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):

@@ -15,7 +15,6 @@ from verl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,21 @@ def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def init_process_group(rank: int, world_size: int, init_method: str, device: torch.device) -> None:
-    """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path)."""
+def init_process_group(
+    rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float = 1800.0
+) -> None:
+    """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path).
+
+    A collective for which one of them keeps the others waiting for `timeout_s` seconds fails.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend_of(device), init_method=init_method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        backend_of(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
 
 

@@ -47,6 +47,11 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> Va
 def _prepare(external_lib: str | list[str] | None, fsdp: FsdpConfig | FrozenFsdpConfig) -> None:
     if fsdp.fsdp_size not in (-1, dist.get_world_size()):
         raise ConfigError(f"fsdp_size is {fsdp.fsdp_size}; only -1 (all {dist.get_world_size()} workers) works")
+    import_modules(external_lib)
+
+
+def import_modules(external_lib: str | list[str] | None) -> None:
+    """Import what registers model classes (`external_lib` of a model's settings)."""
     for name in [external_lib] if isinstance(external_lib, str) else external_lib or []:
         importlib.import_module(name)
 

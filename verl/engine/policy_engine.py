@@ -20,13 +20,14 @@ from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, can_pack
-from verl.engine.optimizer import Schedule, build_adamw, set_lr
+from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.policy_objective import PolicyObjective
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
 from verl.engine.token_values import token_values
+from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 Which = Literal["policy", "anchor"]
 
 
-class PolicyEngine:
+class PolicyEngine(TrainedEngine):
     """The trained policy, sharded over all ranks of the process group, and optionally its anchor beside it.
 
     Each rank gets the same whole batch in every call and works on its own rows. All methods are collective: every
@@ -51,8 +52,6 @@ class PolicyEngine:
         self.config = config
         self.device = device
         self.role = config.actor_rollout_ref
-        self.step = 0  # RL steps done
-        self.lr_factor = 1.0  # on top of the schedule
         actor = self.role.actor
         set_threads(actor.num_threads)
         self.policy = self._load(self.role.model.path, actor.fsdp_config, trained=True)
@@ -63,12 +62,11 @@ class PolicyEngine:
             )
         self.packed = self.role.model.use_remove_padding and can_pack(self.policy.model)
         optim = actor.optim
-        self.schedule = Schedule.from_config(optim, total_training_steps)
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         temperature = self.role.rollout.temperature
         reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
         self.objective = PolicyObjective(actor, self.policy, temperature, reader)
-        self.learner = Learner(
+        learner = Learner(
             self.policy,
             optimizer,
             device,
@@ -79,7 +77,8 @@ class PolicyEngine:
             self.objective.weigh,
         )
         models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
-        self.resumable = Resumable(models, "policy", optimizer)
+        schedule = Schedule.from_config(optim, total_training_steps)
+        super().__init__(schedule, learner, Resumable(models, "policy", optimizer))
 
     def rows_of_rank(self, batch: TrainBatch) -> list[int]:
         """The rows whose log-probs this rank computes."""
@@ -115,8 +114,7 @@ class PolicyEngine:
         Raises NumericalError when a loss or gradient is not finite.
         """
         actor = self.role.actor
-        lr = self.schedule.at(self.step) * self.lr_factor
-        set_lr(self.learner.optimizer, lr)
+        lr = self.set_lr_of_step()
         results = []
         parts = mini_batches(
             len(batch), actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
@@ -126,7 +124,7 @@ class PolicyEngine:
             if means:
                 results.append(means)
         self._release()
-        self.step += 1
+        self.end_step()
         metrics = mean_of(results, "actor")
         if actor.use_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
@@ -172,15 +170,6 @@ class PolicyEngine:
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
         save_model(self.model_of(of), Path(path), tokenizer)
-
-    def start_saving_state(self, folder: Path) -> None:
-        """Write all that `load_state` needs to the folder, in the background; see `Resumable`."""
-        self.resumable.start_saving(folder, {"step": self.step, "lr_factor": self.lr_factor})
-
-    def load_state(self, folder: Path) -> None:
-        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
-        counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
-        self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]
 
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor

@@ -6,7 +6,6 @@ Writing goes on in the background while training does: what is written are copie
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,15 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from verl.determinism import random_state, set_random_state
 from verl.engine.sharding import reshard
 from verl.errors import CheckpointError
+from verl.storage import Digests, could_not_write, digest
 
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-Digests = dict[str, tuple[int, str]]
-"""By file name: bytes, and SHA-256 in hex."""
-_READ_BYTES = 2**24
 
 
 class Resumable:
@@ -46,12 +44,13 @@ class Resumable:
     def start_saving(self, folder: Path, counters: Mapping[str, float]) -> None:
         """Copy everything and return; files are written to `folder` (which is there) afterwards.
 
-        Raises CheckpointError when an earlier save failed.
+        Waits for an earlier save; whether that failed, `saved` tells before.
         """
-        self.saved()
+        if self._written is not None:
+            self._written.exception()
         for model in self._models.values():
             reshard(model)
-        tensors = self._weights() | self._optimizer_state() | self._random_state() | _as_tensors(counters)
+        tensors = self._weights() | self._optimizer_state() | _random_state() | _as_tensors(counters)
         copies = BlockingAsyncStager().stage(tensors)  # in CPU memory
         self._written = self._background.submit(self._write, copies, folder)
 
@@ -61,17 +60,13 @@ class Resumable:
         return self._written is None or self._written.done()
 
     def saved(self) -> Digests:
-        """Wait for the end of writing: what this rank has written since `start_saving` ({} when that was told before).
+        """Wait for the end of writing: what this rank wrote since the last `start_saving`, {} before the first.
 
-        Raises CheckpointError when it failed.
+        Raises CheckpointError when it failed, each time it is asked.
         """
         if self._written is None:
             return {}
-        written, self._written = self._written, None
-        try:
-            return written.result()
-        except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
-            raise CheckpointError(f"the state could not be written: {error}; check the disk") from error
+        return self._written.result()
 
     def load(self, folder: Path, counters: Mapping[str, float]) -> dict[str, float]:
         """Put back what is in `folder`; returns the counters that were saved under these names.
@@ -84,15 +79,24 @@ class Resumable:
                 reshard(model)
             self._prepare_optimizer(any(name.startswith("optimizer.") for name in saved))
             found = _as_tensors(counters)
-            # With another number of ranks some have no random state of their own; nothing on them drew from it.
-            random = {name: state for name, state in self._random_state().items() if name in saved}
+            # With another number of ranks some have no random state of their own: they keep the one they started with.
+            random = {name: state for name, state in _random_state().items() if name in saved}
             dcp.load({**self._weights(), **self._optimizer_state(), **random, **found}, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
-        self._set_random_state(random)
+        set_random_state({name.split(".")[1]: state for name, state in random.items()})
         return {name.removeprefix("counter."): tensor.item() for name, tensor in found.items()}
 
     def _write(self, tensors: Tensors, folder: Path) -> Digests:
+        try:
+            return self._write_shards(tensors, folder)
+        except dcp.CheckpointException as error:  # a BaseException whose text is the ranks' tracebacks
+            first = next(iter(error.failures.values()))[0]
+            raise CheckpointError(could_not_write(folder, first)) from error
+        except Exception as error:
+            raise CheckpointError(could_not_write(folder, error)) from error
+
+    def _write_shards(self, tensors: Tensors, folder: Path) -> Digests:
         writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
         dcp.save(tensors, storage_writer=writer, process_group=self._group)
         rank = dist.get_rank()
@@ -123,26 +127,6 @@ class Resumable:
                     "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }
 
-    def _random_state(self) -> Tensors:
-        states = {f"random.cpu.{dist.get_rank()}": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            states[f"random.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
-        return states
-
-    def _set_random_state(self, states: Tensors) -> None:
-        for name, state in states.items():
-            torch.cuda.set_rng_state(state) if ".cuda." in name else torch.set_rng_state(state)
-
-
-def digest(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of a file."""
-    found, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            found.update(part)
-            size += len(part)
-    return size, found.hexdigest()
-
 
 def _tensors(model: Any) -> Tensors:
     """Parameters and saved buffers, sharded as they are."""
@@ -153,3 +137,7 @@ def _tensors(model: Any) -> Tensors:
 
 def _as_tensors(counters: Mapping[str, float]) -> Tensors:
     return {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
+
+
+def _random_state() -> Tensors:
+    return {f"random.{kind}.{dist.get_rank()}": state for kind, state in random_state().items()}

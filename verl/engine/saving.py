@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from verl.engine.model import Decoder
 from verl.engine.sharding import is_main_rank, iter_full_parameters, parameter_shapes
 from verl.errors import CheckpointError
+from verl.storage import could_not_write, sync
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
     written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
     parameters = iter_full_parameters(model)
-    failure: OSError | Exception | None = None
+    failure: Exception | None = None
     if is_main_rank():
         try:
             _write(model, path, tokenizer, parameters, max_file_bytes)
@@ -43,7 +43,8 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
     if dist.is_initialized():
         dist.all_reduce(failed)
     if failed.item():
-        raise CheckpointError(f"could not save to {path}: {failure or 'rank 0 failed'}; check the disk") from failure
+        why = f"{path} could not be written by rank 0" if failure is None else could_not_write(path, failure)
+        raise CheckpointError(why) from failure
 
 
 def _write(
@@ -60,10 +61,10 @@ def _write(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         for file in temporary.iterdir():
-            _flush(file)
-        _flush(temporary)
+            sync(file)
+        sync(temporary)
         _replace(temporary, path)
-        _flush(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -107,11 +108,3 @@ def _replace(temporary: Path, path: Path) -> None:
     path.rename(old)
     temporary.rename(path)
     shutil.rmtree(old)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,16 +16,17 @@ from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded_critic
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import can_pack
-from verl.engine.optimizer import Schedule, build_adamw, set_lr
+from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
+from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
 
-class ValueEngine:
+class ValueEngine(TrainedEngine):
     """The value model, sharded over all ranks of the process group.
 
     Each rank gets the same whole batch in every call and works on its own rows. All methods are collective: every
@@ -41,20 +42,18 @@ class ValueEngine:
         self.critic = config.critic
         self.device = device
         self.seed = config.trainer.seed
-        self.step = 0  # RL steps done
-        self.lr_factor = 1.0  # on top of the schedule
         set_threads(config.actor_rollout_ref.actor.num_threads)
         self.model = load_sharded_critic(self.critic.model, device)
         self.packed = self.critic.model.use_remove_padding and can_pack(self.model.model)
         optim = self.critic.optim
-        self.schedule = Schedule.from_config(optim, total_training_steps)
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         budget = micro_budget(
             self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size
         )
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
-        self.learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
-        self.resumable = Resumable({"critic": self.model}, "critic", optimizer)
+        learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
+        schedule = Schedule.from_config(optim, total_training_steps)
+        super().__init__(schedule, learner, Resumable({"critic": self.model}, "critic", optimizer))
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> RankValues:
@@ -86,14 +85,13 @@ class ValueEngine:
         `lr`; only `lr` when no token has a value. Raises NumericalError when a loss or gradient is not finite.
         """
         critic = self.critic
-        lr = self.schedule.at(self.step) * self.lr_factor
-        set_lr(self.learner.optimizer, lr)
+        lr = self.set_lr_of_step()
         cut = mini_batches(
             len(batch), critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.seed, self.step
         )
         steps = [self.learner.learn(batch.select(rows), self.loss, self.step) for rows in cut]
         reshard(self.model)
-        self.step += 1
+        self.end_step()
         results = [{"vf_loss" if name == "loss" else name: means[name] for name in means} for means in steps if means]
         return mean_of(results, "critic") | {"critic/lr": lr}
 
@@ -113,12 +111,3 @@ class ValueEngine:
     def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:
         """Save in Hugging Face format, usable as `critic.model.path`. Raises CheckpointError on every rank."""
         save_model(self.model, Path(path), tokenizer)
-
-    def start_saving_state(self, folder: Path) -> None:
-        """Write all that `load_state` needs to the folder, in the background; see `Resumable`."""
-        self.resumable.start_saving(folder, {"step": self.step, "lr_factor": self.lr_factor})
-
-    def load_state(self, folder: Path) -> None:
-        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
-        counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
-        self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]

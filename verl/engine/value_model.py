@@ -44,16 +44,10 @@ def load_token_classifier(
     A head that is not in the files starts at zero, so that every value is 0 and all ranks agree. Attention is that of
     `load_causal_lm`. Raises ConfigError when there is no usable model at `path`.
     """
-    source = source_of(path, "critic.model.path")
     try:
-        config = AutoConfig.from_pretrained(source, **dict(override_config or {}))
-        _require_token_classifier(config, path)
-        config.num_labels = 1
-        switch_off_dropout(config)
-        config.classifier_dropout = 0.0  # left out, it means 0.1
         model, report = AutoModelForTokenClassification.from_pretrained(
-            source,
-            config=config,
+            source_of(path, "critic.model.path"),
+            config=token_classifier_config(path, override_config),
             dtype=torch.float32,
             attn_implementation=attention_for(device),
             output_loading_info=True,
@@ -65,6 +59,19 @@ def load_token_classifier(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def token_classifier_config(path: str, override_config: Mapping[str, Any] | None = None) -> Any:
+    """The Hugging Face config of the model at `path` with one label and without dropout.
+
+    Raises ConfigError when it cannot be a critic, OSError or ValueError when there is no usable config.json.
+    """
+    config = AutoConfig.from_pretrained(source_of(path, "critic.model.path"), **dict(override_config or {}))
+    _require_token_classifier(config, path)
+    config.num_labels = 1
+    switch_off_dropout(config)
+    config.classifier_dropout = 0.0  # left out, it means 0.1
+    return config
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

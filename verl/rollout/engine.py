@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
-from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
@@ -39,6 +39,7 @@ class VLLMEngine:
     kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
     num_threads: CPU threads of the model; None leaves one core for the process that owns the engine.
     sleep_mode: let `sleep` free GPU memory.
+    batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class VLLMEngine:
         device: str = "auto",
         trust_remote_code: bool = False,
         sleep_mode: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self._on_cpu = _is_cpu(device)
         self._sleep_mode = sleep_mode and not self._on_cpu
@@ -85,18 +87,22 @@ class VLLMEngine:
             use_tqdm_on_load=False,
             **device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
         )
-        with _environment(_engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)):
+        variables = _engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)
+        if batch_invariant:
+            variables["VLLM_BATCH_INVARIANT"] = "1"
+        with _environment(variables):
             self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
-        await self._llm.collective_rpc("end_with_parent")
+        await self._on_ranks("join_run")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. A stop string and an end-of-sequence token are part of the result.
 
         The last token may reach past a stop string when the tokenizer merged the two: ids are given as sampled.
-        Raises `RolloutError` when the engine refuses the request or has died, `NumericalError` for a NaN log-prob.
+        Raises `RolloutError` when the engine refuses the request, `EngineDied` when it has died, `NumericalError` for a
+        NaN log-prob.
         """
         (completion,) = [out async for out in self._complete(ids, sampling, RequestOutputKind.FINAL_ONLY)]
         return _generation(completion)
@@ -108,11 +114,9 @@ class VLLMEngine:
                 yield _generation(completion)
 
     async def check(self) -> None:
-        """Raise `RolloutError` when the engine was shut down or has died."""
-        try:
+        """Raise `EngineDied` when the engine has died, `RolloutError` when it was shut down."""
+        with _death_is_told():
             await self._llm.check_health()
-        except EngineDeadError as error:
-            raise RolloutError("the engine has died; start a new one to sample again") from error
 
     @property
     def num_running(self) -> int:
@@ -126,9 +130,12 @@ class VLLMEngine:
         request_id = str(next(self._request_numbers))
         outputs = self._llm.generate(tokens_input(list(ids)), _sampling_params(sampling, output_kind), request_id)
         try:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield output.outputs[0]
+            with _death_is_told():
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        yield output.outputs[0]
+        except EngineDied:
+            raise
         except Exception as error:
             cause = error.__cause__ or error
             raise RolloutError(
@@ -140,16 +147,20 @@ class VLLMEngine:
 
         Raises `WeightSyncError` when the tensors that arrived are not the ones with `checksum`: the old ones stay.
         """
-        found = await self._llm.collective_rpc("load_published_weights", args=(path, checksum))
+        found = await self._on_ranks("load_published_weights", path, checksum)
         await self._loaded(f"weights version {version} at {path}", version, checksum, found)
 
     async def load_exported_weights(self, exported: ExportedWeights) -> None:
         """Replace the weights by those that the trainer exported on this engine's GPUs; else like `load_weights`."""
-        args = (dict(exported.exports), exported.checksum)
-        found = await self._llm.collective_rpc("load_exported_weights", args=args)
+        found = await self._on_ranks("load_exported_weights", dict(exported.exports), exported.checksum)
         await self._loaded(
             f"weights version {exported.version} in GPU memory", exported.version, exported.checksum, found
         )
+
+    async def _on_ranks(self, method: str, *args: Any) -> list[Any]:
+        """The answers of the engine's ranks to a method of `WeightSyncExtension`."""
+        with _death_is_told():
+            return await self._llm.collective_rpc(method, args=args)
 
     async def _loaded(self, what: str, version: int, checksum: str, found: Sequence[str]) -> None:
         """Take note of new weights that the engine's ranks `found` to have these checksums."""
@@ -183,6 +194,14 @@ class VLLMEngine:
         if self._running is None:
             raise RolloutError("the engine was shut down; start a new one to sample again")
         return self._running
+
+
+@contextlib.contextmanager
+def _death_is_told() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied("the engine's process has died; start a new engine to sample again") from error
 
 
 def _is_cpu(device: str) -> bool:

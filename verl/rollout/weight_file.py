@@ -5,8 +5,12 @@ Needs torch and safetensors only, so that the training side can publish without 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from safetensors.torch import save_file
 
 from verl.errors import NumericalError, WeightSyncError
 
+FOLDER_PREFIX = "verl-weights-"
+LOCK = "owner.lock"
 FILE_PATTERN = "weights-*.safetensors"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -30,6 +36,31 @@ class WeightHandle:
     path: str
     version: int
     checksum: str
+
+
+class WeightFolder:
+    """A folder to publish in, in shared memory where there is one, that is taken away with its owner.
+
+    An owner that was killed leaves it behind, and memory with it: the next owner removes folders whose lock is free.
+    """
+
+    def __init__(self) -> None:
+        parent = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
+        self._parent = parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
+        self._remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self._parent))
+        self._lock = (self.path / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def _remove_abandoned(self) -> None:
+        for lock in self._parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+            with contextlib.suppress(OSError), lock.open() as file:  # another user's, or another owner was faster
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
 
 
 def crc(tensor: torch.Tensor) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from verl.heap import return_free_memory
 from verl.rollout.weight_file import checksum, read_weights
 from verl.rollout.weight_ipc import bit_sum, open_exports
+from verl.stacks import offer_stacks
 
 __all__ = ["WeightSyncExtension", "checksum"]
 
@@ -47,7 +49,7 @@ class WeightSyncExtension:
                 self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
                 _repack_output_heads(self.model_runner.get_model())
         del weights
-        _return_free_memory()
+        return_free_memory()
         return found
 
     def load_exported_weights(self, exports: dict[str, bytes], expected: str) -> str:
@@ -66,20 +68,11 @@ class WeightSyncExtension:
             self.finish_weight_update()
         return found
 
-    def end_with_parent(self) -> None:
-        """Ask Linux to end this process when the one that started it ends, however that happens."""
+    def join_run(self) -> None:
+        """Ask Linux to end this process when the one that started it ends, however that happens; offer stacks."""
+        offer_stacks()
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _return_free_memory() -> None:
-    """Give the pages that glibc keeps for later back to the system.
-
-    Tensors of ever new sizes leave holes in the heap of an engine on CPU, which otherwise grows with every step.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _repack_output_heads(model: torch.nn.Module) -> None:

@@ -18,6 +18,7 @@ from verl.errors import RolloutError, VerlError
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
+from verl.stacks import offer_stacks
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
@@ -43,6 +44,7 @@ class RolloutWorker:
     """
 
     def __init__(self, config: Config, num_engines: int, device: str) -> None:
+        offer_stacks()
         self.config = config
         self.device = device
         self.at_once = max(1, config.actor_rollout_ref.rollout.max_concurrent // num_engines)
@@ -146,6 +148,7 @@ def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
         device=device,
         trust_remote_code=model.trust_remote_code,
         sleep_mode=rollout.free_cache_engine,
+        batch_invariant=config.trainer.deterministic and device == "cuda",
     )
 
 

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from verl.errors import VerlError, WorkerError
+from verl.errors import Stalled, VerlError, WorkerDied
+from verl.single_controller.progress import note_progress
+
+OTHERS_S = 2.0  # how long the death of one worker may take to show after another has failed because of it
 
 
 def wait_for(references: list[Any], phase: str, timeout_s: float) -> list[Any]:
     """Results of all references, in order.
 
-    A typed error raised by a worker is raised here as itself. A worker that died, or did not answer within
-    `timeout_s` seconds, is a `WorkerError` that names `phase`.
+    A typed error raised by a worker is raised here as itself. A worker that died is a `WorkerDied`, one that did not
+    answer within `timeout_s` seconds a `Stalled`; both name `phase`.
     """
+    note_progress()
     try:
         return ray.get(references, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise WorkerError(
+        raise Stalled(
             f"{phase}: no answer within {timeout_s:.0f} s; raise trainer.step_timeout_s if the step is that long"
         ) from error
     except RayActorError as error:
-        raise WorkerError(f"{phase}: a worker process ended: {error}") from error
+        raise _died(phase, error) from error
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from error
+        # A collective of the others fails when a worker dies: the death is what has to be told.
+        if death := _death_among(references):
+            raise _died(phase, death) from error
         raise
+    finally:
+        note_progress()
+
+
+def _died(phase: str, error: RayActorError) -> WorkerDied:
+    told = " ".join(str(error).partition("Some common causes")[0].split())
+    return WorkerDied(
+        f"{phase}: a worker process ended; it was killed (for want of memory, say: see dmesg) or it crashed (its log "
+        f"is in /tmp/ray/session_latest/logs). Ray says: {told}"
+    )
+
+
+def _death_among(references: list[Any]) -> RayActorError | None:
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=OTHERS_S)
+    for reference in ready:
+        with contextlib.suppress(RayTaskError):
+            try:
+                ray.get(reference)
+            except RayActorError as error:
+                return error
+    return None

@@ -14,7 +14,7 @@ from verl.single_controller.waiting import wait_for
 class WorkerGroup:
     """Starts `worker_class(*args, rank, world_size)` on every rank of a pool and calls methods on all of them.
 
-    Large arguments are put into the object store once and read by every worker from there.
+    What goes to several workers is put into the object store once and read by each from there.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class WorkerGroup:
             for rank in range(pool.world_size)
         ]
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """The method's result of every rank, in rank order."""
-        shared = [ray.put(arg) for arg in args]
+    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """The method's result of every rank, in rank order, within `timeout_s` or the group's own deadline."""
+        shared = args if len(self.workers) == 1 else [ray.put(arg) for arg in args]
         references = [getattr(worker, method).remote(*shared) for worker in self.workers]
-        return wait_for(references, f"{self.name}.{method}", self.timeout_s)
+        return wait_for(references, f"{self.name}.{method}", self.timeout_s if timeout_s is None else timeout_s)
 
     def call_first(self, method: str, *args: Any) -> Any:
         """The method's result on rank 0 alone."""

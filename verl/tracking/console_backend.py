@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verl.storage import writing
 from verl.tracking.backend import Run
 
 WATCHED = (
@@ -44,11 +45,13 @@ class ConsoleBackend:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         line = compact_line(metrics, step, self._total_steps)
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-        self._progress.update(self._task, completed=step)
+        with writing("standard output"):  # a file on a full disk, say
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._progress.update(self._task, completed=step)
 
     def finish(self) -> None:
-        self._progress.stop()
+        with writing("standard output"):
+            self._progress.stop()
 
 
 def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | None = None) -> str:

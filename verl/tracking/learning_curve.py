@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from verl.storage import whole_file
 from verl.tracking.run_data import Curve, RunData
 
 TRAIN_METRIC = "critic/score/mean"
@@ -25,14 +26,18 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def draw_learning_curve(run: RunData, path: Path, smoothing: float = 0.8) -> None:
-    """Write a PNG. Training reward is shown as it is (faint) and as an exponential moving average (`smoothing`)."""
+    """Write a PNG. Training reward is shown as it is (faint) and as an exponential moving average (`smoothing`).
+
+    Raises StorageError.
+    """
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_training(axes, run.curve(TRAIN_METRIC), smoothing)
     _draw_splits(axes, run)
     _dress(axes, run)
-    figure.savefig(path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def _draw_training(axes: Axes, curve: Curve, smoothing: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from verl.errors import VerlError
+from verl.storage import whole_file
 from verl.tracking.learning_curve import SPLITS, TRAIN_METRIC, draw_learning_curve
 from verl.tracking.run_data import RunData, load_run
 from verl.tracking.trajectory_store import Kind, find_trajectories, read_trajectories
@@ -48,14 +49,17 @@ TRAJECTORY_KINDS: tuple[Kind, ...] = ("val", "test", "train")
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write report.md and report.png into `run_dir`; the path of report.md. Raises DataError without metrics."""
+    """Write report.md and report.png into `run_dir`; the path of report.md. Raises DataError without metrics, and
+    StorageError.
+    """
     run = load_run(run_dir)
     draw_learning_curve(run, run.run_dir / "report.png")
     sections = [_heading(run), "![Learning curve](report.png)"]
     sections += [_before_after(run, prefix) for prefix in SPLITS]
     sections += [_anomalies(run), _time(run), _settings(run), _trajectories(run)]
     path = run.run_dir / "report.md"
-    path.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.errors import ConfigError
+from verl.storage import whole_file
 from verl.tracking.backend import Backend, Run
 from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.secrets import mask_secrets
@@ -29,7 +30,8 @@ class Tracker:
 
     `loggers`: any of console, tensorboard, wandb, jsonl. `total_steps` is for the progress bar. Usable in a `with`.
 
-    Raises ConfigError for a name that is not available.
+    Raises ConfigError for a name that is not available, and StorageError, as `log` does, for a file that cannot be
+    written.
     """
 
     def __init__(
@@ -43,8 +45,8 @@ class Tracker:
     ) -> None:
         check_loggers(loggers)
         run = Run(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
-        run.run_dir.mkdir(parents=True, exist_ok=True)
-        (run.run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dict(run.config))), encoding="utf-8")
+        with whole_file(run.run_dir / CONFIG_FILE) as temporary:
+            temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(run.config))), encoding="utf-8")
         self._backends: list[Backend] = [JsonlBackend(run)]
         try:
             for name in dict.fromkeys(loggers):

@@ -52,7 +52,7 @@ def to_row(trajectory: Trajectory, step: int, decode: Decode) -> dict[str, Any]:
         "step": step,
         "group_id": trajectory.group_id,
         "data_source": trajectory.prompt.data_source,
-        "question": _question(trajectory.prompt.row),
+        "question": question_of(trajectory.prompt.row),
         "ground_truth": None if truth is None else _json(truth),
         "status": None if trajectory.status is None else trajectory.status.value,
         "failure": trajectory.failure,
@@ -140,7 +140,8 @@ def _components(pairs: list[tuple[str, float]]) -> dict[str, float]:
     return dict(pairs)
 
 
-def _question(row: dict[str, Any]) -> str | None:
+def question_of(row: dict[str, Any]) -> str | None:
+    """Of a dataset row or its extra_info; None without one."""
     question = row.get("question")
     if question is None:
         question = (row.get("extra_info") or {}).get("question")

@@ -5,7 +5,6 @@ Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trai
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from verl.errors import DataError
 from verl.protocol import Trajectory
+from verl.storage import whole_file
 from verl.tracking.trajectory_rows import PARSERS, SCHEMA, Decode, from_row, to_row
 
 __all__ = [
@@ -60,14 +60,9 @@ def write_trajectories(
 
 
 def write_trajectory_table(path: Path, table: pa.Table) -> None:
-    """Write `table` to `path`, making its folder; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    """Write `table` to `path`, making its folder; the file appears whole or not at all. Raises StorageError."""
+    with whole_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_trajectories(path: Path | str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
-from verl.engine.resumable import Digests
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
+from verl.storage import Digests
 from verl.trainer import saved_state
 from verl.trainer.roles import ActorGroup, CriticGroup
 
@@ -67,22 +68,33 @@ class Checkpoints:
             group.start_saving_state(temporary / role)
         self._writing = (temporary, target)
 
-    def settle(self, wait: bool) -> None:
-        """Give a state that is on the disk its name, and remove what is too old. `wait` for one that is being written.
+    def settle(self, wait: bool, timeout_s: float | None = None) -> None:
+        """Give a state that is on the disk its name, and remove what is too old.
 
-        Raises CheckpointError when it could not be written.
+        `wait` for one that is being written, at most `timeout_s` seconds where that is given. Raises VerlError when it
+        could not be written; then it is removed.
         """
         if self._writing is None:
             return
         temporary, target = self._writing
         if not wait and not all(group.state_is_saved() for group in self._groups().values()):
             return
+        try:
+            saved_state.finish(temporary, target, self._written(timeout_s))
+        except VerlError:
+            self._writing = None
+            saved_state.discard(temporary)
+            raise
+        self._writing = None
+        self._rotate()
+
+    def _written(self, timeout_s: float | None) -> Digests:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         digests: Digests = {}
         for role, group in self._groups().items():
-            digests |= {f"{role}/{name}": found for name, found in group.saved_state().items()}
-        self._writing = None
-        saved_state.finish(temporary, target, digests)
-        self._rotate()
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            digests |= {f"{role}/{name}": found for name, found in group.saved_state(left_s).items()}
+        return digests
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""

@@ -6,43 +6,40 @@ is loaded.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
-from verl.errors import ConfigError, DataError, TrainingCollapsed, VerlError
-from verl.tracking.secrets import mask_text
+from verl.trainer.exit_status import exit_status
+from verl.trainer.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from verl.config import Config
 
-log = logging.getLogger(__name__)
+RAY_SETTINGS = {
+    # On one machine the control store never comes back.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # A process per core, started in advance, would serve nobody: each role has an environment of its own.
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 
 def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
-    """Returns the exit status: 0 done, 1 failed, 2 the user has to decide or change something first, 130 interrupted.
-
-    What ended with 1 may work when it is started again. `adapt` changes the config that the command line gave.
-    """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    """Returns the exit status, as `exit_status` says. `adapt` changes the config that the command line gave."""
+    log_to_stderr()
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
+
+    def train() -> None:
         config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
         run(config)
-    except VerlError as error:
-        print(f"error: {mask_text(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | DataError | TrainingCollapsed) else 1
-    except KeyboardInterrupt:
-        print("interrupted: earlier checkpoints are intact", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_status(train, when_interrupted="earlier checkpoints are intact")
 
 
 def run(config: Config) -> None:
@@ -54,20 +51,25 @@ def run(config: Config) -> None:
     import ray
 
     from verl.engine.device import resolve_device
+    from verl.trainer.janitor import Janitor
     from verl.trainer.rl_trainer import RLTrainer
 
-    started_here = not ray.is_initialized()
-    if started_here:
-        # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-        ray.init(include_dashboard=False, log_to_driver=bool(os.environ.get("VERL_WORKER_LOGS")), logging_level="error")
-    trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
-    try:
-        report = trainer.fit()
-        print(f"report: {report}")
-    finally:
-        trainer.shutdown()
-        if started_here:
-            ray.shutdown()
+    with contextlib.ExitStack() as at_the_end:
+        janitor = Janitor(Path(config.trainer.default_local_dir))
+        at_the_end.callback(janitor.stop)
+        if not ray.is_initialized():
+            for name, value in RAY_SETTINGS.items():
+                os.environ.setdefault(name, value)
+            worker_logs = bool(os.environ.get("VERL_WORKER_LOGS"))
+            # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+            ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+            at_the_end.callback(ray.shutdown)
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
+        janitor.watch()
+        trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
+        at_the_end.callback(trainer.shutdown)
+        janitor.watch()
+        print(f"report: {trainer.fit()}")
 
 
 def _interrupt(signum: int, frame: object) -> None:

@@ -17,6 +17,11 @@ FORMAT_REWARD = "search_r1.rewards.format_reward.FormatReward"
 COEFFICIENTS = ("structure_format_score", "final_format_score", "retrieval_score")
 
 
+def asks_for_format_reward(config: Config) -> bool:
+    """Whether it has settings that main_ppo refuses."""
+    return any(getattr(config.reward_model, name) for name in COEFFICIENTS)
+
+
 def with_format_reward(config: Config) -> Config:
     """The same run, scored by the format reward. Raises ConfigError when the config names another reward."""
     if config.reward != RewardConfig():

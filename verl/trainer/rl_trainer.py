@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,40 @@ from transformers import AutoTokenizer
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
 from verl.data.prompts import PromptSource
-from verl.errors import TrainingCollapsed, VerlError
+from verl.determinism import random_state, seed_everything, set_random_state
+from verl.errors import StorageError, TrainingCollapsed
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
+from verl.stacks import offer_stacks
 from verl.tracking.jsonl_backend import set_aside
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
-from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator, for_critic, for_losses
+from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import goes_on, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
 from verl.trainer.scoring import Scorer
+from verl.trainer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 SCORE = "val/test_score/mean"
+WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 
 
 class RLTrainer:
     """One run: its prompts, its roles, and the loop over them. `device` is "cpu" or "cuda"."""
 
     def __init__(self, config: Config, device: str) -> None:
+        seed_everything(config.trainer.seed)  # for rewards and environments that draw from the shared generators
         self.config = config
         self.run_dir = Path(config.trainer.default_local_dir)
         self.tokenizer = AutoTokenizer.from_pretrained(config.data.tokenizer or config.actor_rollout_ref.model.path)
@@ -59,25 +65,15 @@ class RLTrainer:
     def fit(self) -> Path:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
         try:
-            self._run()
+            with last_words(self.run_dir, self.checkpoints):
+                self._run()
         except TrainingCollapsed:
-            self._keep_state()
-            self._finish()
-            raise
-        except Exception:
-            self._keep_state()
-            states = list(saved_state.saved(self.run_dir))
-            if states:
-                log.warning("with trainer.resume_mode=auto the run goes on from %s", states[-1])
+            try:
+                self._finish()
+            except StorageError as error:
+                log.warning("there is no report: %s", error)
             raise
         return self._finish()
-
-    def _keep_state(self) -> None:
-        """Wait for a state that is being written when an error ends the run."""
-        try:
-            self.checkpoints.settle(wait=True)
-        except VerlError as error:
-            log.warning("the state of the latest save is lost: %s", error)
 
     def _finish(self) -> Path:
         self.tracker.finish()
@@ -114,6 +110,7 @@ class RLTrainer:
             "prompts": self.train_prompts.state_dict(),
             "kl_weight": self.estimator.kl_weight.value,
             "guard": self.recovery.guard.state_dict(),
+            "random": {name: state.numpy().tobytes().hex() for name, state in random_state().items()},
         }
 
     def _resume(self) -> int:
@@ -125,6 +122,8 @@ class RLTrainer:
         self.train_prompts.load_state_dict(progress["prompts"])
         self.estimator.kl_weight.value = progress["kl_weight"]
         self.recovery.guard.load_state_dict(progress["guard"])
+        drawn = {name: bytearray.fromhex(state) for name, state in progress.get("random", {}).items()}
+        set_random_state({name: torch.frombuffer(state, dtype=torch.uint8) for name, state in drawn.items()})
         log.info("going on after step %d, from %s", progress["step"], path)
         return int(progress["step"])
 
@@ -152,7 +151,7 @@ class RLTrainer:
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
             self.rollouts.wake()
-            self.rollouts.load_weights(self.actor.publish_weights(step))
+            self.rollouts.load_weights(partial(self.actor.publish_weights, step))
 
     def _not_cut(self, trajectories: list[Trajectory]) -> torch.Tensor | None:
         """[B] bool for algorithm.filter_overlong: the trajectories that came to an end by themselves."""
@@ -189,9 +188,9 @@ class RLTrainer:
         if not self._has_anchor:
             return {}
         with self.timer("testing_ref_policy"):
-            self.rollouts.load_weights(self.actor.publish_weights(step, of="anchor"))
+            self.rollouts.load_weights(partial(self.actor.publish_weights, step, of="anchor"))
             metrics = self._evaluate(self.val_prompts, "val_ref", step)
-            self.rollouts.load_weights(self.actor.publish_weights(step))
+            self.rollouts.load_weights(partial(self.actor.publish_weights, step))
         return metrics
 
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
@@ -207,6 +206,9 @@ class RLTrainer:
         try:
             if not goes_on(trainer):
                 set_aside(self.run_dir)
+            offer_stacks()
+            watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(tell_stall, self.run_dir))
+            self._undo.append(watchdog.stop)
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
@@ -227,7 +229,7 @@ class RLTrainer:
             )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
-            self.rollouts.load_weights(self.actor.publish_weights(self.steps_done))
+            self.rollouts.load_weights(partial(self.actor.publish_weights, self.steps_done))
         except BaseException:
             self.shutdown()
             raise
@@ -235,7 +237,10 @@ class RLTrainer:
     def shutdown(self) -> None:
         """Stop every process that this run started, whatever state it is in."""
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:  # whatever it is, the others have to be stopped too
+                log.warning("while the run was ended: %s", error)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self.tracker.log(self.timer.metrics() | metrics, step)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,31 +11,70 @@ from pathlib import Path
 import torch
 
 from verl.config import Config
+from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
-from verl.engine.resumable import Digests
 from verl.protocol import TrainBatch
-from verl.rollout.weight_file import WeightHandle
+from verl.rollout.weight_file import WeightFolder, WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights, merge_exports
 from verl.single_controller import ResourcePool, WorkerGroup
+from verl.storage import Digests
 from verl.workers.actor import ActorWorker
+from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
 
 
-class ActorGroup:
-    """The actor and its anchor on all ranks."""
+class Role:
+    """A trained role on all ranks of a pool."""
 
-    def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
-        self.group = _start(ActorWorker, config, pool, total_training_steps, with_anchor)
-        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1
-        self.weight_dir = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=_shared_memory()))
-
-    def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
-        """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""
-        return _merged(batch, self.group.call_all("log_probs", batch, of, top_k))
+    def __init__(self, worker_class: type[RankWorker], config: Config, pool: ResourcePool, *args: object) -> None:
+        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
+        # Waiting threads sleep: one that spins takes the core from the roles that share it.
+        env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        if config.trainer.deterministic:
+            env_vars |= CUDA_ENVIRONMENT
+        timeout_s = config.trainer.step_timeout_s
+        self.group = WorkerGroup(worker_class, pool, config, *args, timeout_s=timeout_s, env_vars=env_vars)
+        self.group.call_all("start", self.group.call_first("rendezvous"))
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
         return self.group.call_all("update", batch)[0]
+
+    def start_saving_state(self, folder: Path) -> None:
+        """Copy what `load_state` needs; it is written to the folder in the background."""
+        self.group.call_all("start_saving_state", str(folder))
+
+    def state_is_saved(self) -> bool:
+        return all(self.group.call_all("state_is_saved"))
+
+    def saved_state(self, timeout_s: float | None = None) -> Digests:
+        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
+        answers = self.group.call_all("saved_state", timeout_s=timeout_s)
+        return {name: found for digests in answers for name, found in digests.items()}
+
+    def load_state(self, folder: Path) -> None:
+        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        self.group.call_all("load_state", str(folder))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.group.call_all("scale_lr", factor)
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+
+class ActorGroup(Role):
+    """The actor and its anchor on all ranks."""
+
+    def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
+        super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
+        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1
+        self._weights = WeightFolder()
+
+    def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+        """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""
+        return _merged(batch, self.group.call_all("log_probs", batch, of, top_k))
 
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
@@ -51,90 +87,36 @@ class ActorGroup:
         if self._exports_weights:
             exported = merge_exports(self.group.call_all("export_weights", version, of))
             return replace(exported, release=partial(self.group.call_all, "release_weights"))
-        return self.group.call_all("publish_weights", version, str(self.weight_dir), of)[0]
+        return self.group.call_all("publish_weights", version, str(self._weights.path), of)[0]
 
     def load(self, path: Path, of: str = "policy") -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""
         self.group.call_all("load", str(path), of)
 
-    def start_saving_state(self, folder: Path) -> None:
-        """Copy what `load_state` needs; it is written to the folder in the background."""
-        self.group.call_all("start_saving_state", str(folder))
-
-    def state_is_saved(self) -> bool:
-        return all(self.group.call_all("state_is_saved"))
-
-    def saved_state(self) -> Digests:
-        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
-        return {name: found for digests in self.group.call_all("saved_state") for name, found in digests.items()}
-
-    def load_state(self, folder: Path) -> None:
-        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
-        self.group.call_all("load_state", str(folder))
-
-    def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate of all further steps."""
-        self.group.call_all("scale_lr", factor)
-
     def save(self, path: Path, of: str = "policy") -> None:
         self.group.call_all("save", str(path), of)
 
     def shutdown(self) -> None:
-        self.group.shutdown()
-        shutil.rmtree(self.weight_dir, ignore_errors=True)
+        super().shutdown()
+        self._weights.remove()
 
 
-class CriticGroup:
+class CriticGroup(Role):
     """The critic on all ranks."""
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int) -> None:
-        self.group = _start(CriticWorker, config, pool, total_training_steps)
+        super().__init__(CriticWorker, config, pool, total_training_steps)
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] float32: at each of the loss mask's tokens, the value of the state before it; 0 elsewhere."""
         return _merged(batch, self.group.call_all("values", batch))["value"]
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One RL step on all ranks."""
-        return self.group.call_all("update", batch)[0]
-
     def load(self, path: Path) -> None:
         """Replace the weights by a saved critic's; the optimizer starts anew."""
         self.group.call_all("load", str(path))
 
-    def start_saving_state(self, folder: Path) -> None:
-        """Copy what `load_state` needs; it is written to the folder in the background."""
-        self.group.call_all("start_saving_state", str(folder))
-
-    def state_is_saved(self) -> bool:
-        return all(self.group.call_all("state_is_saved"))
-
-    def saved_state(self) -> Digests:
-        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
-        return {name: found for digests in self.group.call_all("saved_state") for name, found in digests.items()}
-
-    def load_state(self, folder: Path) -> None:
-        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
-        self.group.call_all("load_state", str(folder))
-
-    def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate of all further steps."""
-        self.group.call_all("scale_lr", factor)
-
     def save(self, path: Path) -> None:
         self.group.call_all("save", str(path))
-
-    def shutdown(self) -> None:
-        self.group.shutdown()
-
-
-def _start(worker_class: type, config: Config, pool: ResourcePool, *args: object) -> WorkerGroup:
-    threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
-    # Waiting threads sleep: one that spins takes the core from the roles that share it.
-    env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    group = WorkerGroup(worker_class, pool, config, *args, timeout_s=config.trainer.step_timeout_s, env_vars=env_vars)
-    group.call_all("start", group.call_first("rendezvous"))
-    return group
 
 
 def _merged(batch: TrainBatch, answers: Sequence[RankValues]) -> dict[str, torch.Tensor]:
@@ -142,11 +124,3 @@ def _merged(batch: TrainBatch, answers: Sequence[RankValues]) -> dict[str, torch
         name: merge_rows(batch.lengths_B, [(answer.rows, answer.tokens[name]) for answer in answers])
         for name in answers[0].tokens
     }
-
-
-def _shared_memory() -> str | None:
-    """A folder in memory for weights on their way to the engines, or None for the default temporary folder."""
-    with contextlib.suppress(OSError):
-        if os.access("/dev/shm", os.W_OK):  # nosec B108 # only the parent: a private folder is made in it
-            return "/dev/shm"  # nosec B108
-    return None

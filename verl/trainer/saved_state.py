@@ -11,14 +11,14 @@ A folder is written under a temporary name and renamed when all is on the disk.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.engine.resumable import Digests, digest
 from verl.errors import CheckpointError
+from verl.storage import Digests, could_not_write, digest, sync
 
 FOLDER, MANIFEST, TRAINER = "state", "manifest.json", "trainer.json"
 PREFIX = "global_step_"
@@ -31,32 +31,33 @@ def state_path(run_dir: Path, step: int) -> Path:
 def begin(path: Path, roles: list[str], progress: dict[str, Any]) -> Path:
     """A temporary folder beside `path` for the files of the roles, with trainer.json in it. Raises CheckpointError."""
     temporary = path.with_name(f".{path.name}.writing")
-    try:
+    with _whole_or_removed(temporary, path):
         shutil.rmtree(temporary, ignore_errors=True)
         for role in roles:
             (temporary / role).mkdir(parents=True)
         _write(temporary / TRAINER, progress)
-    except OSError as error:
-        raise CheckpointError(f"could not write to {temporary}: {error}; check the disk") from error
     return temporary
 
 
 def finish(temporary: Path, path: Path, digests: Digests) -> None:
     """Add the manifest and give the folder its name. `digests` are of the roles' files. Raises CheckpointError."""
-    try:
+    with _whole_or_removed(temporary, path):
         files = digests | {TRAINER: digest(temporary / TRAINER)}
         _write(temporary / MANIFEST, {name: list(found) for name, found in sorted(files.items())})
         for folder in [*(child for child in temporary.iterdir() if child.is_dir()), temporary]:
-            _flush(folder)
+            sync(folder)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-        _flush(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"could not write to {path}: {error}; check the disk") from error
+        sync(path.parent)
+
+
+def discard(temporary: Path) -> None:
+    """Remove what `begin` made, as far as that is possible: its space is needed, and nobody reads it."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless everything in the manifest is there, byte for byte."""
+    """Raise CheckpointError, naming the file, unless there is what the manifest lists, byte for byte, and no more."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in manifest.items()}
@@ -70,8 +71,11 @@ def verify(path: Path) -> None:
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from error
         if found != expected:
-            what = f"has {found[0]} bytes, not {expected[0]}" if found[0] != expected[0] else "has another checksum"
-            raise CheckpointError(f"{path / name} {what}: it was changed after it was saved")
+            what = f"{found[0]} bytes, not {expected[0]}" if found[0] != expected[0] else "another checksum"
+            raise CheckpointError(f"{path / name} has {what}, unlike in {MANIFEST}: it was changed after it was saved")
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.relative_to(path).as_posix() not in {*files, MANIFEST}:
+            raise CheckpointError(f"{file} is not listed in {MANIFEST}: it was added after the state was saved")
 
 
 def read_progress(path: Path) -> dict[str, Any]:
@@ -99,6 +103,14 @@ def saved(run_dir: Path) -> Iterator[Path]:
     yield from sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
+def where_to_go_on(run_dir: Path) -> str:
+    """A sentence for somebody whose run has ended too early."""
+    states = list(saved(run_dir))
+    if states:
+        return f"with trainer.resume_mode=auto the run goes on from {states[-1]}"
+    return "no state was saved yet: trainer.save_freq=N saves one every N steps"
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
@@ -106,13 +118,14 @@ def step_of(path: Path) -> int:
 def _write(path: Path, value: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def _whole_or_removed(temporary: Path, path: Path) -> Iterator[None]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        why = could_not_write(path, error)  # with the space that is left before anything is removed
+        discard(temporary)
+        raise CheckpointError(why) from error

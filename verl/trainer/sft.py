@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
-from verl.errors import DataError, VerlError
+from verl.errors import DataError
+from verl.storage import append, whole_file
+from verl.trainer.exit_status import exit_status
+from verl.trainer.logs import log_to_stderr
 
 if TYPE_CHECKING:
     import torch
@@ -30,21 +33,16 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 a problem the user can act on, 130 interrupted."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=line, datefmt="%H:%M:%S")
-    try:
+    """Returns the exit status, as `exit_status` says."""
+    log_to_stderr()
+
+    def warm_start() -> None:
         config = load_from_argv(SftConfig, load_sft_config, sys.argv[1:] if argv is None else argv, "sft")
         target = run(config)
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was saved", file=sys.stderr)
-        return 130
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"model: {target}")
-    return 0
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"model: {target}")
+
+    return exit_status(warm_start, when_interrupted="nothing was saved")
 
 
 def run(config: SftConfig) -> Path:
@@ -54,6 +52,10 @@ def run(config: SftConfig) -> Path:
     import torch.distributed as dist
 
     from verl.engine.device import init_process_group, resolve_device
+    from verl.trainer.preflight.disk import check_folder
+    from verl.trainer.preflight.finding import require
+
+    require(check_folder(Path(config.trainer.default_local_dir)))
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -77,25 +79,23 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     batches = Batches(config, tokenizer, rows)
     run_dir = Path(config.trainer.default_local_dir)
     main_rank = is_main_rank()
-    metrics_file = _open_metrics(run_dir) if main_rank else None
+    metrics_path = run_dir / "metrics.jsonl"
+    if main_rank:
+        with whole_file(metrics_path) as empty:
+            empty.touch()
     num_steps = config.trainer.total_training_steps
-    try:
-        bar = tqdm(range(num_steps), desc="sft", disable=not (main_rank and sys.stderr.isatty()))
-        for step in bar:
-            phase, batch = batches.next(step)
-            metrics = engine.step(batch)
-            bar.set_postfix_str(f"{phase} loss {metrics.get('loss', 0.0):.3f}")
-            if metrics_file is None:
-                continue
-            record = {f"sft/{name}": value for name, value in metrics.items()}
-            record["sft/lm_phase"] = float(phase == "lm")
-            metrics_file.write(json.dumps({"step": step + 1, "time": time.time(), **record}) + "\n")
-            metrics_file.flush()
-            if bar.disable and (step + 1) % config.trainer.log_freq == 0:
-                log.info("step %d/%d %s loss %.4f", step + 1, num_steps, phase, metrics.get("loss", 0.0))
-    finally:
-        if metrics_file is not None:
-            metrics_file.close()
+    bar = tqdm(range(num_steps), desc="sft", disable=not (main_rank and sys.stderr.isatty()))
+    for step in bar:
+        phase, batch = batches.next(step)
+        metrics = engine.step(batch)
+        bar.set_postfix_str(f"{phase} loss {metrics.get('loss', 0.0):.3f}")
+        if not main_rank:
+            continue
+        record = {f"sft/{name}": value for name, value in metrics.items()}
+        record["sft/lm_phase"] = float(phase == "lm")
+        append(metrics_path, json.dumps({"step": step + 1, "time": time.time(), **record}).encode() + b"\n")
+        if bar.disable and (step + 1) % config.trainer.log_freq == 0:
+            log.info("step %d/%d %s loss %.4f", step + 1, num_steps, phase, metrics.get("loss", 0.0))
     target = run_dir / f"global_step_{num_steps}"
     engine.save_pretrained(target, tokenizer)
     return target
@@ -151,11 +151,6 @@ def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(num_rows, generator=generator).tolist()
-
-
-def _open_metrics(run_dir: Path) -> Any:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device import DTYPES
 from verl.engine.policy_engine import PolicyEngine, Which
-from verl.engine.resumable import Digests
 from verl.engine.sharding import named_tensors, reshard
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, publish_weights
@@ -20,7 +19,9 @@ from verl.workers.base import RankWorker
 
 
 class ActorWorker(RankWorker):
-    """One rank of the actor. Every method but `rendezvous` is called on all ranks at once."""
+    """One rank of the actor."""
+
+    engine: PolicyEngine
 
     def __init__(self, config: Config, total_training_steps: int, with_anchor: bool, rank: int, world_size: int):
         super().__init__(config, rank, world_size)
@@ -37,9 +38,6 @@ class ActorWorker(RankWorker):
     def log_probs(self, batch: TrainBatch, of: Which, top_k: int) -> RankValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""
         return self.engine.log_probs(batch, self.config.actor_rollout_ref.rollout.temperature, of, top_k)
-
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        return self.engine.update(batch)
 
     def follow_anchor(self, tau: float) -> None:
         self.engine.follow_anchor(tau)
@@ -74,26 +72,6 @@ class ActorWorker(RankWorker):
     def load(self, path: str, of: Which) -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""
         self.engine.load_saved(Path(path), of)
-
-    def start_saving_state(self, folder: str) -> None:
-        """Write what `load_state` needs to the folder, in the background."""
-        self.engine.start_saving_state(Path(folder))
-
-    def state_is_saved(self) -> bool:
-        """Whether the background is done, well or not."""
-        return self.engine.resumable.done
-
-    def saved_state(self) -> Digests:
-        """What this rank wrote, when it is written; raises CheckpointError if that failed."""
-        return self.engine.resumable.saved()
-
-    def load_state(self, folder: str) -> None:
-        """Go on exactly where `start_saving_state` was called."""
-        self.engine.load_state(Path(folder))
-
-    def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate of all further steps."""
-        self.engine.lr_factor *= factor
 
     def save(self, path: str, of: Which) -> None:
         """Write the model and tokenizer in Hugging Face format to `path`."""

@@ -1,19 +1,31 @@
-"""What every role's worker does before it has a model: find the other ranks."""
+"""What every role's worker does: find the other ranks, take training steps, save and load its state."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import torch
 
 from verl.config import Config
+from verl.determinism import seed_everything, use_deterministic_kernels
 from verl.engine.device import init_process_group, resolve_device
+from verl.engine.trained import TrainedEngine
+from verl.protocol import TrainBatch
+from verl.stacks import offer_stacks
+from verl.storage import Digests
 
 
 class RankWorker:
-    """One rank of a role. The ranks of a role have a process group of their own."""
+    """One rank of a role. The ranks of a role have a process group of their own.
+
+    Every method but `rendezvous` is called on all ranks at once; `start` makes the `engine`.
+    """
+
+    engine: TrainedEngine
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        offer_stacks()
         self.config = config
         self.rank, self.world_size = rank, world_size
 
@@ -27,6 +39,34 @@ class RankWorker:
 
     def join(self, init_method: str) -> torch.device:
         """Meet the other ranks at `init_method`; returns this rank's device."""
-        device = resolve_device(self.config.trainer.device)
-        init_process_group(self.rank, self.world_size, init_method, device)
+        trainer = self.config.trainer
+        seed_everything(trainer.seed + self.rank)
+        if trainer.deterministic:
+            use_deterministic_kernels()
+        device = resolve_device(trainer.device)
+        init_process_group(self.rank, self.world_size, init_method, device, trainer.step_timeout_s)
         return device
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One RL step; every rank returns the same metrics."""
+        return self.engine.update(batch)
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of all further steps."""
+        self.engine.lr_factor *= factor
+
+    def start_saving_state(self, folder: str) -> None:
+        """Write what `load_state` needs to the folder, in the background."""
+        self.engine.start_saving_state(Path(folder))
+
+    def state_is_saved(self) -> bool:
+        """Whether the background is done, well or not."""
+        return self.engine.resumable.done
+
+    def saved_state(self) -> Digests:
+        """What this rank wrote, when it is written; raises CheckpointError if that failed."""
+        return self.engine.resumable.saved()
+
+    def load_state(self, folder: str) -> None:
+        """Go on exactly where `start_saving_state` was called."""
+        self.engine.load_state(Path(folder))

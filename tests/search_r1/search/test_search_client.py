@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -98,6 +99,27 @@ def test_a_query_in_flight_is_not_asked_again_but_a_later_one_is(run_app) -> Non
         assert peer.asked == ["same", "same"]
 
     _with_client(run_app(peer.app), act)
+
+
+def test_connections_of_a_busy_moment_are_not_kept(run_app) -> None:
+    url = run_app(Peer(delay_s=0.3).app)
+    port = int(url.rpartition(":")[2])
+
+    def open_to_server() -> int:
+        connections = psutil.Process().net_connections("tcp")
+        return sum(c.status == "ESTABLISHED" and bool(c.raddr) and c.raddr.port == port for c in connections)
+
+    async def act(client: RetrievalClient) -> None:
+        searches = asyncio.gather(*(client.search(f"q{number}") for number in range(8)))
+        await asyncio.sleep(0.15)
+        assert open_to_server() == 8
+        await searches
+        end = time.monotonic() + 2.5  # the server itself closes them after 5
+        while open_to_server() and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        assert open_to_server() == 0
+
+    _with_client(url, act, max_batch=1)
 
 
 def test_a_cancelled_waiter_does_not_break_the_others(run_app) -> None:

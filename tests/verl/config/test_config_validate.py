@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
 
 import pytest
+import yaml
 
 from verl.config import check_supported, load_config
 from verl.config.inert import INERT_KEYS
@@ -168,7 +170,9 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
     ],
 )
 def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:
-    load_config("ppo_trainer", overrides)
+    config = load_config("ppo_trainer", overrides)
+    given = {key: yaml.safe_load(value) for key, value in (override.split("=", 1) for override in overrides)}
+    assert {key: operator.attrgetter(key)(config) for key in given} == given
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
@@ -229,8 +233,9 @@ def test_what_this_version_does_not_have_is_an_error(overrides: list[str], messa
         [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8"],
     ],
 )
-def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:
+def test_what_this_version_has_is_accepted(overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
     check_supported(load_config("ppo_trainer", overrides))
+    assert caplog.text == ""
 
 
 def test_truncated_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

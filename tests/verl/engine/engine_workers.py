@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
 
 from verl.engine.device import init_process_group
+from verl.engine.policy_engine import PolicyEngine
+from verl.engine.sharding import whole
 from verl.errors import NumericalError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -29,17 +32,17 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 MINI_BATCHES = (f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.ppo_epochs=2")
 
 
-def run(folder: Path, model_path: str, other_model_path: str, num_workers: int) -> dict[str, Any]:
-    """All cases with `num_workers` processes; rank 0's results, and the log-prob parts of every rank."""
-    torch.multiprocessing.spawn(_worker, (num_workers, str(folder), model_path, other_model_path), num_workers)
-    results = torch.load(folder / "rank_0.pt")
-    results["parts"] = [torch.load(folder / f"rank_{rank}.pt")["part"] for rank in range(num_workers)]
-    results["messages"] = [torch.load(folder / f"rank_{rank}.pt")["message"] for rank in range(num_workers)]
-    return results
+Task = Callable[[Path, str, str], dict[str, Any]]
+
+
+def run(folder: Path, model_path: str, other_model_path: str, num_workers: int, task: Task) -> list[dict[str, Any]]:
+    """What `task` returns in each of `num_workers` processes."""
+    torch.multiprocessing.spawn(_worker, (num_workers, folder, model_path, other_model_path, task), num_workers)
+    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(num_workers)]
 
 
 def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
-    """The cases in the process group there is."""
+    """All cases in the process group there is."""
     results: dict[str, Any] = {"gradients": {}}
     options = {"anchor_path": other_model_path}
     for name, (num_rows, overrides) in CASES.items():
@@ -58,7 +61,7 @@ def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, 
     engine.save_pretrained(folder / "saved", None)
     engine.load_saved(folder / "saved", "anchor")
     results["restored"] = engine.full_state_dict("anchor")
-    results["part"] = engine.log_probs(batch, 1.0)
+    results["part"] = tuple(engine.log_probs(batch, 1.0))
     batch.tokens["advantages"].fill_(float("nan"))
     try:
         engine.update(batch)
@@ -67,13 +70,44 @@ def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, 
     return results
 
 
-def _worker(rank: int, num_workers: int, folder: str, model_path: str, other_model_path: str) -> None:
+def save_and_go_on(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """Two steps, a state in folder/state, and one step more."""
+    engine = make_engine(model_path, folder, *KL, *MINI_BATCHES, anchor_path=other_model_path)
+    for seed in (0, 1):
+        engine.update(make_batch(12, seed=seed))
+        engine.follow_anchor(0.9)
+    if dist.get_rank() == 0:
+        (folder / "state").mkdir()
+    dist.barrier()
+    engine.start_saving_state(folder / "state")
+    engine.resumable.saved()
+    return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
+
+
+def load_and_go_on(state: Path, folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """From a state: one step more."""
+    engine = make_engine(other_model_path, folder, *KL, *MINI_BATCHES, anchor_path=model_path)
+    engine.load_state(state)
+    return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
+
+
+def _whole_state(engine: PolicyEngine) -> dict[str, Any]:
+    """Tensors gathered on every rank."""
+    named = engine.policy.named_parameters()
+    moments = {
+        f"{key}.{name}": whole(value).clone()
+        for name, parameter in named
+        for key, value in engine.learner.optimizer.state[parameter].items()
+    }
+    policy, anchor = (
+        {name: tensor.clone() for name, tensor in engine.iter_full_parameters(of)} for of in ("policy", "anchor")
+    )
+    return {"policy": policy, "anchor": anchor, "moments": moments, "step": engine.step}
+
+
+def _worker(rank: int, num_workers: int, folder: Path, model_path: str, other_model_path: str, task: Task) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     init_process_group(rank, num_workers, f"file://{folder}/store", CPU)
-    results = evaluate(Path(folder), model_path, other_model_path)
-    if rank:
-        assert results["policy"] == {}
-    results["part"] = tuple(results["part"])
-    torch.save(results, Path(folder) / f"rank_{rank}.pt")
+    torch.save(task(folder, model_path, other_model_path), folder / f"rank_{rank}.pt")
     dist.destroy_process_group()

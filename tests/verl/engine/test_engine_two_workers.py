@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import engine_workers
@@ -16,7 +18,10 @@ from verl.engine.batching import merge_rows
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_path: str) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two_workers")
-    return engine_workers.run(folder, model_path, other_model_path, 2) | {"folder": folder}
+    ranks = engine_workers.run(folder, model_path, other_model_path, 2, engine_workers.evaluate)
+    assert ranks[1]["policy"] == {}
+    everyones = {name + "s": [rank[name] for rank in ranks] for name in ("part", "message")}
+    return ranks[0] | everyones | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +80,20 @@ def test_log_probs_of_both_ranks_make_the_batch(one: dict[str, Any], two: dict[s
 def test_numerical_error_reaches_every_rank(two: dict[str, Any]) -> None:
     assert all("step 3" in message for message in two["messages"])
     assert (two["folder"] / "failures" / "not_finite_step_3.pt").is_file()
+
+
+@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1)])
+def test_a_state_is_read_by_another_number_of_workers(
+    tmp_path: Path, model_path: str, other_model_path: str, savers: int, loaders: int
+) -> None:
+    paths = (model_path, other_model_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "loaded").mkdir()
+    saved = engine_workers.run(tmp_path / "saved", *paths, savers, engine_workers.save_and_go_on)[0]
+    load = partial(engine_workers.load_and_go_on, tmp_path / "saved" / "state")
+    for loaded in engine_workers.run(tmp_path / "loaded", *paths, loaders, load):
+        for part in ("policy", "anchor", "moments"):
+            assert loaded[part].keys() == saved[part].keys() and saved[part]
+            assert all(torch.equal(tensor, loaded[part][name]) for name, tensor in saved[part].items()), part
+        assert loaded["step"] == saved["step"] == 2
+        assert loaded["next"] == pytest.approx(saved["next"], rel=1e-3, abs=1e-4)

@@ -209,10 +209,15 @@ def test_bad_files_are_named(tmp_path: Path, name: str, message: str) -> None:
 
 
 def test_other_bad_input(word_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"data.train_files={tmp_path / 'absent.parquet'}"]) == 1
+    assert main([f"data.train_files={tmp_path / 'absent.parquet'}"]) == 2
     assert "absent.parquet: no such file" in capsys.readouterr().err
-    assert main(["data.train_batchsize=3"]) == 1
+    assert main(["data.train_batchsize=3"]) == 2
     assert "data.train_batch_size" in capsys.readouterr().err
+    file = write_rows(tmp_path / "rows.parquet")
+    assert (
+        main([f"data.train_files={file}", f"model.path={word_model}", "trainer.default_local_dir=/dev/null/run"]) == 2
+    )
+    assert "run folder: /dev/null/run: /dev/null is a file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no tokenizer at model.path"):
         load_tokenizer(str(tmp_path))
     rows = [Row(("policy",), ("a b",), "policy", "x")]

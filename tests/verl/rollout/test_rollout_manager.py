@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from verl.config import Config, load_config
-from verl.errors import ConfigError, RolloutError, WeightSyncError, WorkerError
+from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
 from verl.protocol import Prompt, Source, Status, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_file import publish_weights
@@ -154,11 +157,11 @@ def test_weights_are_loaded_and_their_version_is_on_the_trajectories(
     changed = publish_weights(((k, v * 1.5) for k, v in model.named_parameters()), 3, weight_dir / "changed")
     before = manager.collect(prompts, n=1, step=1)
     with pytest.raises(WeightSyncError, match="version 3"):
-        manager.load_weights(replace(changed, checksum=original.checksum))
+        manager.load_weights(lambda: replace(changed, checksum=original.checksum))
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
-    manager.load_weights(changed)
+    manager.load_weights(lambda: changed)
     after = manager.collect(prompts, n=1, step=1)
-    manager.load_weights(original)
+    manager.load_weights(lambda: original)
     assert (before[0].weight_version, after[0].weight_version) == (0, 3)
     assert sampled(after) != sampled(before)
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
@@ -182,15 +185,60 @@ def test_two_engines_draw_what_one_draws_and_leave_no_process(
     pair = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.num_engines=2"), POOL)
     try:
         assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
-        killed, stopped = engine_processes() - before
-        killed.parent().kill()
-        assert_gone(killed)
-        assert stopped.is_running()
-        with pytest.raises(WorkerError, match="a worker process ended"):
-            pair.check()
+        engines = engine_processes() - before
+        assert len(engines) == 2
     finally:
         pair.shutdown()
-    assert_gone(stopped)
+    for engine in engines:
+        assert_gone(engine)
+
+
+def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
+    ray_session: Any, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    publish = partial(publish_weights, [(k, v * 1.5) for k, v in model.named_parameters()], 3, weight_dir)
+    before = engine_processes()
+    manager = RolloutManager(config_of(tiny_model_dir), POOL)
+    try:
+        manager.load_weights(publish)
+        expected = manager.collect(prompts, n=2, step=2)
+        (engine,) = engine_processes() - before
+        with killed_with_requests_open(engine, engine):
+            again = manager.collect(prompts, n=2, step=2)
+        assert sampled(again) == sampled(expected) and [t.weight_version for t in again] == [3] * 8
+        (engine,) = engine_processes() - before
+        worker = engine.parent()
+        with killed_with_requests_open(worker, engine):
+            again = manager.collect(prompts, n=2, step=2)
+        assert sampled(again) == sampled(expected)
+        assert_gone(engine)  # it ends with its worker
+        (engine,) = engine_processes() - before
+        engine.kill()
+        with pytest.raises(EngineDied, match="has died"):
+            manager.collect(prompts, n=2, step=2)  # the third time is once too often
+    finally:
+        manager.shutdown()
+
+
+@contextlib.contextmanager
+def killed_with_requests_open(process: psutil.Process, engine: psutil.Process) -> Iterator[None]:
+    """Kills `process` while `engine` cannot answer: stopped beforehand, it goes on only once `process` is dead."""
+
+    def kill() -> None:
+        time.sleep(0.5)
+        process.kill()
+        if process != engine:
+            engine.resume()
+
+    engine.suspend()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        killer.join()
 
 
 def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any, tiny_model_dir: Path) -> None:
@@ -203,8 +251,14 @@ def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any,
 
 
 def engine_processes() -> set[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return {p for p in children if p.is_running() and "EngineCore" in p.name() + " ".join(p.cmdline())}
+    return {process for process in psutil.Process().children(recursive=True) if "EngineCore" in _title(process)}
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return process.name() + " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def assert_gone(process: psutil.Process) -> None:

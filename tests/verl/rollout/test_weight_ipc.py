@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +267,9 @@ def test_an_engine_that_reads_other_weights_keeps_its_own_and_they_are_released(
         with pytest.raises(
             WeightSyncError, match=f"version 6 in GPU memory: .* read checksum {seen_by_the_engine}, .* wrote 00000000"
         ):
-            manager.load_weights(exported)
+            manager.load_weights(lambda: exported)
         assert released == [True]
         model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-        manager.load_weights(publish_weights(model.named_parameters(), 7, weight_dir))  # it goes on working
+        manager.load_weights(partial(publish_weights, model.named_parameters(), 7, weight_dir))  # it goes on working
     finally:
         manager.shutdown()

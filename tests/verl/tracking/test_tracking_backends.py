@@ -43,6 +43,16 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_resumed_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    """The one before was killed in the middle of a line."""
+    run_tracker([], tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')
+    run_tracker([], tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 1, 2]
+
+
 def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.errors import DataError
+from verl.errors import DataError, StorageError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.trajectory_store import (
     find_trajectories,
@@ -119,7 +119,7 @@ def test_what_is_not_parquet_is_a_data_error(tmp_path: Path) -> None:
 def test_no_temporary_file_is_left_when_the_rename_fails(tmp_path: Path) -> None:
     target = tmp_path / "trajectories" / "val_step_0.parquet"
     target.mkdir(parents=True)
-    with pytest.raises(OSError, match="val_step_0"):
+    with pytest.raises(StorageError, match="val_step_0"):
         write_trajectories(tmp_path, "val", 0, [searched()], decode)
     assert list(target.parent.iterdir()) == [target]
 

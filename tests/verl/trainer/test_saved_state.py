@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
-from verl.engine.resumable import digest
 from verl.errors import CheckpointError
+from verl.storage import digest
 from verl.trainer import saved_state
 from verl.trainer.resuming import goes_on, state_to_resume
 

@@ -1,0 +1,165 @@
+"""States of real workers, an actor with its anchor and a critic: on a disk that fills up, and damaged afterwards."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_disk import small_disk
+
+from verl.config import load_config
+from verl.errors import CheckpointError
+from verl.single_controller import ResourcePool
+from verl.trainer import saved_state
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.resuming import state_to_resume
+from verl.trainer.roles import ActorGroup, CriticGroup
+
+Roles = tuple[ActorGroup, CriticGroup]
+PROGRESS = {"prompts": {"position": 3}}
+# of a state, below its folder
+FILES = (
+    *("manifest.json", "trainer.json", "actor/.metadata", "actor/__0_0.distcp"),
+    *("critic/.metadata", "critic/__0_0.distcp"),
+)
+
+
+@pytest.fixture(scope="module")
+def roles(ray_session: Any, tiny_model_dir: Path) -> Iterator[Roles]:
+    files = [f"data.{kind}_files=none.parquet" for kind in ("train", "val")]
+    models = [f"{key}={tiny_model_dir}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
+    config = load_config("ppo_trainer", [*files, *models, "trainer.device=cpu", "algorithm.adv_estimator=gae"])
+    pool = ResourcePool(1, 1, "cpu")
+    actor, critic = ActorGroup(config, pool, 10, True), CriticGroup(config, pool, 10)
+    yield actor, critic
+    actor.shutdown()
+    critic.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run_dir(roles: Roles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the states of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(folder, *roles, with_anchor=True)
+    for step in (1, 2):
+        checkpoints.save_state(step, PROGRESS, None)
+    checkpoints.settle(wait=True)
+    return folder
+
+
+@pytest.fixture
+def harmed(run_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the run's folder for a test to do harm in."""
+    return Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+def chosen(folder: Path) -> Path | None:
+    config = load_config("ppo_trainer", [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"])
+    return state_to_resume(config.trainer)
+
+
+def test_a_state_is_these_files_and_can_be_loaded(run_dir: Path, roles: Roles) -> None:
+    state = saved_state.state_path(run_dir, 2)
+    assert sorted(str(p.relative_to(state)) for p in state.rglob("*") if p.is_file()) == sorted(FILES)
+    assert chosen(run_dir) == state
+    assert Checkpoints(run_dir, *roles, with_anchor=True).resume(state)["prompts"] == {"position": 3}
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "empty": lambda file: file.write_bytes(b""),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"}"),
+    "gone": Path.unlink,
+    "first_byte": lambda file: flip(file, 0),
+    "any_byte": lambda file: flip(file, random.Random(str(file.name)).randrange(file.stat().st_size)),
+    "last_byte": lambda file: flip(file, file.stat().st_size - 1),
+    "a_folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_harmed_file_is_named_and_the_state_before_is_taken(
+    harmed: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = saved_state.state_path(harmed, 2)
+    HARMS[harm](state / name)
+    assert chosen(harmed) == saved_state.state_path(harmed, 1)
+    if name == "manifest.json":  # where it can still be read it is at odds with the files
+        assert f"skipped a saved state: {state}/" in caplog.text and "manifest.json" in caplog.text
+    else:
+        assert f"skipped a saved state: {state / name} " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["extra", "actor/__1_0.distcp", "critic/.hidden", "ref/new/file"])
+def test_a_file_that_was_added_is_named(harmed: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = saved_state.state_path(harmed, 2) / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x")
+    assert chosen(harmed) == saved_state.state_path(harmed, 1)
+    assert f"skipped a saved state: {file} is not listed in manifest.json" in caplog.text
+
+
+def test_what_has_the_name_of_a_state_and_is_none(harmed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (harmed / "state" / "global_step_3").mkdir()
+    (harmed / "state" / "global_step_4").write_text("a file")
+    shutil.copytree(saved_state.state_path(harmed, 2), harmed / "state" / ".global_step_5.writing")
+    assert chosen(harmed) == saved_state.state_path(harmed, 2)
+    assert caplog.text.count("skipped a saved state") == 2
+    assert "global_step_3/manifest.json cannot be read" in caplog.text
+    assert "global_step_4/manifest.json cannot be read" in caplog.text
+
+
+def test_a_manifest_without_the_files_of_a_role(harmed: Path) -> None:
+    manifest = saved_state.state_path(harmed, 2) / "manifest.json"
+    lines = manifest.read_text().split('"actor/')
+    manifest.write_text(lines[0] + '"critic/' + lines[-1].partition('"critic/')[2])
+    with pytest.raises(CheckpointError, match=r"actor/.* is not listed in manifest.json"):
+        saved_state.verify(manifest.parent)
+
+
+def test_any_flipped_bit_of_the_manifest_is_noticed(harmed: Path) -> None:
+    state, choose = saved_state.state_path(harmed, 2), random.Random(0)
+    saved_state.verify(state)
+    size = (state / "manifest.json").stat().st_size
+    for position in range(0, size, 3):
+        bit = choose.randrange(8)
+        flip(state / "manifest.json", position, bit)
+        with pytest.raises(CheckpointError):
+            saved_state.verify(state)
+        flip(state / "manifest.json", position, bit)
+    saved_state.verify(state)
+
+
+def test_a_disk_that_is_full_while_a_state_is_written(roles: Roles, tmp_path: Path) -> None:
+    """The state is removed and never gets its name, also when it is asked for again after space was made."""
+    with small_disk(tmp_path / "disk", 64 * 2**20) as disk:
+        checkpoints = Checkpoints(disk.path, *roles, with_anchor=True)
+        checkpoints.save_state(1, PROGRESS, None)
+        checkpoints.settle(wait=True)
+        state = saved_state.state_path(disk.path, 1)
+        actor = sum(path.stat().st_size for path in (state / "actor").iterdir())
+        critic = sum(path.stat().st_size for path in (state / "critic").iterdir())
+        for leave, what in ((0, r"global_step_2"), (actor // 2, ".*"), (actor + critic // 2, ".*")):
+            disk.fill(leave)
+            with pytest.raises(CheckpointError, match=f"state/.*{what}.* could not be written: the disk is full"):
+                checkpoints.save_state(2, PROGRESS, None)
+                checkpoints.settle(wait=True)
+            disk.make_room()
+            checkpoints.settle(wait=True)
+            assert [path.name for path in state.parent.iterdir()] == ["global_step_1"]
+            assert chosen(disk.path) == state
+        checkpoints.save_state(2, PROGRESS, None)
+        checkpoints.settle(wait=True)
+        assert chosen(disk.path) == saved_state.state_path(disk.path, 2)

@@ -1,0 +1,47 @@
+"""How an entry point ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EnvironmentUnavailable,
+    NumericalError,
+    TrainingCollapsed,
+    WorkerError,
+)
+from verl.trainer.exit_status import exit_status
+
+
+def status_of(error: BaseException | None) -> int:
+    def run() -> None:
+        if error is not None:
+            raise error
+
+    return exit_status(run, when_interrupted="all is kept")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, TrainingCollapsed])
+def test_what_a_person_has_to_change_is_2(kind: type[Exception]) -> None:
+    assert status_of(kind("x")) == 2
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, EnvironmentUnavailable, NumericalError, WorkerError])
+def test_what_may_pass_is_1(kind: type[Exception]) -> None:
+    assert status_of(kind("x")) == 1
+
+
+def test_the_end_the_interruption_and_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(None) == 0
+    assert status_of(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted: all is kept\n"
+    with pytest.raises(ZeroDivisionError):
+        status_of(ZeroDivisionError())
+
+
+def test_one_line_without_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    status_of(DataError("http://user:hunter2-hunter2@h/x is gone"))
+    assert capsys.readouterr().err == "error: http://***@h/x is gone\n"

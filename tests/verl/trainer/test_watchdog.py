@@ -1,0 +1,48 @@
+"""A driver that hangs outside of its waits ends, and its descendants with it; one that gets things done does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+DRIVER = """
+import subprocess, sys, time
+from verl.single_controller.progress import note_progress
+from verl.trainer.watchdog import Watchdog
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+watchdog = Watchdog(0.8, lambda seconds: print(f"stalled {seconds:.1f}", flush=True))
+for _ in range(10):
+    time.sleep(0.2)
+    note_progress()
+print("worked", flush=True)
+if "stop" in sys.argv:
+    watchdog.stop()
+    time.sleep(1.6)
+    print("left alone", flush=True)
+    child.kill()
+    sys.exit(0)
+time.sleep(30)
+"""
+
+
+def run(*arguments: str) -> tuple[int, list[str], float]:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", DRIVER, *arguments], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout.splitlines(), time.monotonic() - start
+
+
+def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
+    status, (child, *lines), seconds = run()
+    assert status == 1 and lines[0] == "worked" and lines[1].startswith("stalled ") and len(lines) == 2
+    assert float(lines[1].split()[1]) >= 0.8 and seconds < 25
+    assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_watchdog_leaves_the_driver_alone() -> None:
+    status, lines, _ = run("stop")
+    assert status == 0 and lines[1:] == ["worked", "left alone"]

@@ -1,0 +1,65 @@
+"""What every process of a run is doing, for a run that hangs: the Python stacks of all its threads.
+
+A process that called `offer_stacks` writes them when it gets `SIGNAL`, also while it holds the interpreter's lock or
+sits in a native call. They go to a file in memory, which `collect_stacks` finds and reads through /proc (Linux only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+SIGNAL = signal.SIGUSR2
+ANSWER_S = 5.0  # how long an answer is waited for
+_NAME = "verl-stacks"
+
+
+def offer_stacks() -> None:
+    """Answer `collect_stacks` from now on."""
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(SIGNAL, os.memfd_create(f"{_NAME}-{os.getpid()}"), all_threads=True)
+
+
+def collect_stacks(folder: Path) -> list[Path]:
+    """Ask this process and all its descendants that offer stacks; one text file each, {title}-{pid}.txt in `folder`.
+
+    Those that do not answer within `ANSWER_S` seconds (they are stopped) are left out.
+    """
+    asked = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            if (memory := _memory_of(process.pid)) is not None:
+                asked[process] = (memory, memory.stat().st_size)
+                process.send_signal(SIGNAL)
+    deadline = time.monotonic() + ANSWER_S
+    found = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for process, (memory, size) in asked.items():
+        with contextlib.suppress(psutil.Error, OSError):
+            while memory.stat().st_size == size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.05)  # it may still be writing
+            if text := memory.read_bytes()[size:]:
+                path = folder / f"{_title(process)}-{process.pid}.txt"
+                path.write_bytes(text)
+                found.append(path)
+    return found
+
+
+def _memory_of(pid: int) -> Path | None:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        if f"{_NAME}-{pid} " in os.readlink(descriptor) + " ":
+            return descriptor
+    return None
+
+
+def _title(process: psutil.Process) -> str:
+    words = re.findall(r"\w+", (process.cmdline() or [process.name()])[0])
+    return "_".join(words[-3:])

@@ -1,0 +1,124 @@
+"""Files on the disk: written whole or not at all, their digests, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.errors import StorageError
+
+Digests = dict[str, tuple[int, str]]
+"""By file name: bytes, and SHA-256 in hex."""
+_FULL_BYTES = 2**20  # so little is left where a write failed for want of space
+_ADVICE: dict[int | None, str] = {
+    errno.ENOSPC: "the disk is full; make room there",
+    errno.EDQUOT: "the disk quota is used up; make room there",
+    errno.EROFS: "the file system is read-only; mount it for writing",
+    errno.EACCES: "no permission; allow writing there",
+    errno.EPERM: "no permission; allow writing there",
+}
+
+
+def could_not_write(path: Path | str, error: BaseException) -> str:
+    """A message that names the path, the reason and what to do.
+
+    Some libraries pass the operating system's reason on in words, and some not at all: then the free space is asked.
+    """
+    number = _reason(error)
+    if number is None and free_bytes(Path(path)) < _FULL_BYTES:
+        number = errno.ENOSPC
+    return f"{path} could not be written: {_ADVICE.get(number, f'{error}; check the disk')} and start again"
+
+
+def nearest_folder(path: Path) -> Path:
+    """What is there of `path`: itself, or the nearest folder above it."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """What is left on the file system that `path` is on, or would be."""
+    return shutil.disk_usage(nearest_folder(path)).free
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256")
+        return file.tell(), found.hexdigest()
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Raise StorageError in place of an OSError of the block, which writes to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(could_not_write(path, error)) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; what is there at the end of the block becomes `path`, which appears whole or not at all.
+
+    Makes the folder. Raises StorageError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def append(path: Path, record: bytes) -> None:
+    """Add `record` to the end of a file, all of it or nothing. Raises StorageError."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        left = memoryview(record)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Remove what a process that was killed while it wrote left behind the last end of line. Raises StorageError."""
+    with writing(path):
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException | None) -> int | None:
+    """The operating system's number of the error, or of one that it came from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if said := re.search(r"os error (\d+)", str(error)):  # how Rust libraries put it
+            return int(said.group(1))
+        error = error.__cause__ or error.__context__
+    return None

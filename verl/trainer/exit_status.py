@@ -1,0 +1,28 @@
+"""How an entry point ends: one line for a person, and an exit status for what started it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from verl.errors import ConfigError, DataError, TrainingCollapsed, VerlError
+from verl.tracking.secrets import mask_text
+
+NEEDS_A_PERSON = (ConfigError, DataError, TrainingCollapsed)
+
+
+def exit_status(run: Callable[[], None], when_interrupted: str) -> int:
+    """Run to the end: 0 done, 1 failed, 2 the user has to decide or change something first, 130 interrupted.
+
+    What ended with 1 may work when it is started again. A VerlError is printed without a traceback and without secrets;
+    any other error is a fault of the program and passes.
+    """
+    try:
+        run()
+    except VerlError as error:
+        print(f"error: {mask_text(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, NEEDS_A_PERSON) else 1
+    except KeyboardInterrupt:
+        print(f"interrupted: {when_interrupted}", file=sys.stderr)
+        return 130
+    return 0
