@@ -5,25 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from measured_update import measure_update
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config, load_config
+from verl.engine.value_model import load_token_classifier
 from verl.errors import ConfigError
 from verl.trainer.preflight.__main__ import main
 from verl.trainer.preflight.advice import peak, three_settings
-from verl.trainer.preflight.memory import (
-    GIB,
-    Models,
-    Place,
-    activation_bytes,
-    actor_update,
-    estimate,
-    kv_bytes_per_token,
-    kv_cache_tokens,
-)
-from verl.trainer.preflight.plan import fits, models_of
-from verl.trainer.preflight.shape import ModelShape, model_shape
+from verl.trainer.preflight.memory import actor_update, estimate
+from verl.trainer.preflight.models import Models, models_of
+from verl.trainer.preflight.passes import activation_bytes
+from verl.trainer.preflight.plan import fits
+from verl.trainer.preflight.quantities import GIB, Place
+from verl.trainer.preflight.sampler import kv_bytes_per_token, kv_cache_tokens
+from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
 
 SHAPES = Path(__file__).with_name("shapes")
 VOCABULARY = 1024
@@ -146,10 +143,46 @@ def test_a_critic_and_a_cache_that_stays_are_counted() -> None:
         path, "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n_agent=1", f"critic.model.path={path}"
     )
     phases = {phase.name: phase for phase in estimate(config, models_of(config), NODE)}
-    assert phases["update"].parts["critic weights and optimizer"] == 12 * models_of(config).policy.num_params / 8
+    # The head is tied to the embedding; a critic has one output of 2048 weights and a bias besides.
+    critic_params = models_of(config).policy.num_params + 2049
+    assert phases["update"].parts["critic weights and optimizer"] == 12 * critic_params / 8
     assert "activations" in phases["critic update"].parts
     stays = run(path, "actor_rollout_ref.rollout.free_cache_engine=false")
     assert estimate(stays, Models(models_of(stays).policy), NODE)[-1].parts["sampler"] == 40 * GIB
+
+
+def test_a_critic_is_a_value_model(tiny_model_dir: Path) -> None:
+    # The head of 152064 tokens gives way to one output, each of width 3584, with a bias.
+    untied = value_shape(str(SHAPES / "Qwen2.5-7B"))
+    assert untied.num_params == model_shape(str(SHAPES / "Qwen2.5-7B")).num_params - 152064 * 3584 + 3585
+    loaded = load_token_classifier(str(tiny_model_dir), torch.device("cpu"))
+    assert value_shape(str(tiny_model_dir)).num_params == sum(p.numel() for p in loaded.parameters())
+
+
+def test_a_model_that_cannot_be_a_critic(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="cannot be a critic"):
+        value_shape(str(tmp_path))
+
+
+def test_a_model_of_a_library_that_the_settings_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_models.py").write_text(
+        """
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+class TheirConfig(Qwen2Config):
+    model_type = "theirs"
+class TheirModel(Qwen2ForCausalLM):
+    config_class = TheirConfig
+AutoConfig.register("theirs", TheirConfig)
+AutoModelForCausalLM.register(TheirConfig, TheirModel)
+"""
+    )
+    (tmp_path / "config.json").write_text((SHAPES / "Qwen2.5-3B/config.json").read_text().replace("qwen2", "theirs"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="theirs"):
+        models_of(run(tmp_path))
+    config = run(tmp_path, "actor_rollout_ref.model.external_lib=their_models")
+    assert models_of(config).policy == model_shape(str(SHAPES / "Qwen2.5-3B"))
 
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:

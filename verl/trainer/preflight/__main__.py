@@ -1,7 +1,7 @@
 """`python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
 
-`--device_memory_gib 80 --devices 8` estimates for GPUs that this machine does not have; `--estimate_only` leaves out
-the prompt files, the environment and the machine.
+The settings may be those of main_ppo or of main_ppo_format. `--device_memory_gib 80 --devices 8` estimates for GPUs
+that this machine does not have; `--estimate_only` leaves out the prompt files, the environment and the machine.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
-from verl.by_name import load_by_name
 from verl.config import Config, check_supported, load_config_from_argv
 from verl.data.files import check_files
 from verl.errors import VerlError
-from verl.trainer.preflight import machine, prompts
+from verl.storage import free_bytes
+from verl.tracking.secrets import mask_text
+from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
+from verl.trainer.preflight import disk, machine, prompts
 from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.inputs import check_inputs
-from verl.trainer.preflight.memory import GIB, Models, Place
-from verl.trainer.preflight.plan import fits, models_of, table
+from verl.trainer.preflight.inputs import check_sources
+from verl.trainer.preflight.models import Models, models_of
+from verl.trainer.preflight.network import check_network
+from verl.trainer.preflight.plan import fits, table
+from verl.trainer.preflight.quantities import GIB, Place
 from verl.trainer.preflight.retrieval import check_environment
 
 
@@ -34,6 +38,7 @@ from verl.trainer.preflight.retrieval import check_environment
 class Asked:
     """The command line: the run, and where it is thought to be."""
 
+    entry_point: str
     config: Config
     devices: int | None
     device_memory_gib: float | None
@@ -60,9 +65,11 @@ def parse(argv: list[str]) -> Asked:
     parser.add_argument("--device_memory_gib", type=float)
     parser.add_argument("--estimate_only", action="store_true")
     own, others = parser.parse_known_args(argv)
-    config = load_config_from_argv(others)
+    config, entry_point = load_config_from_argv(others), "verl.trainer.main_ppo"
+    if asks_for_format_reward(config):
+        config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
     check_supported(config)
-    return Asked(config, own.devices, own.device_memory_gib, own.estimate_only)
+    return Asked(entry_point, config, own.devices, own.device_memory_gib, own.estimate_only)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,14 +78,13 @@ def main(argv: list[str] | None = None) -> int:
         asked = parse(sys.argv[1:] if argv is None else argv)
         models = models_of(asked.config)
     except VerlError as error:
-        print(Finding("FAIL", "config", str(error)))
+        _show(Finding("FAIL", "config", str(error)))
         return 1
     failed = False
-    for finding in [
-        *([] if asked.estimate_only else findings(asked, models)),
-        *fits(asked.config, models, asked.place),
-    ]:
-        print(finding, flush=True)
+    for finding in chain(
+        () if asked.estimate_only else findings(asked, models), fits(asked.config, models, asked.place)
+    ):
+        _show(finding)
         failed |= finding.level == "FAIL"
     print(table(asked.config, models, asked.place))
     print("does not start, or does not fit" if failed else "fits")
@@ -88,20 +94,21 @@ def main(argv: list[str] | None = None) -> int:
 def findings(asked: Asked, models: Models) -> Iterator[Finding]:
     """All that does not depend on the estimate of memory."""
     config = asked.config
+    yield Finding("ok", "config", f"for {asked.entry_point}")
     yield from _machine(asked, models)
+    yield from check_network(config, os.environ.get("RAY_ADDRESS"))
     try:
-        check_inputs(config)
+        sources = check_sources(config)
     except VerlError as error:
         yield Finding("FAIL", "inputs", str(error))
         return  # what follows reads the same files and asks the same environment
-    yield Finding("ok", "inputs", "prompt files, reward, tokenizer and environment can be used")
-    tokenizer = AutoTokenizer.from_pretrained(config.data.tokenizer or config.actor_rollout_ref.model.path)
-    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    yield Finding("ok", "inputs", "prompt files, reward and tokenizer can be used")
+    tokenizer, environment = sources
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
     lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
     yield from lengths
-    yield check_environment(environment)
+    yield check_environment(config, environment)
     if all(finding.level != "FAIL" for finding in lengths):
         yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
 
@@ -112,13 +119,17 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     if asked.devices is None:
         yield machine.check_devices(config, machine.num_gpus(), os.cpu_count() or 1)
     yield machine.check_open_files(machine.open_files_limit())
-    yield machine.check_folder(folder)
-    yield machine.check_disk(config, models, num_steps(config), machine.free_bytes(folder))
+    yield disk.check_folder(folder)
+    yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield machine.check_shared_memory(
             models, asked.place.on_gpu, config.trainer.nnodes, shutil.disk_usage(shared).free
         )
+
+
+def _show(finding: Finding) -> None:
+    print(mask_text(str(finding)), flush=True)
 
 
 def num_steps(config: Config) -> int | None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config import Config
-from verl.trainer.preflight.memory import Models, Phase, Place, estimate
+from verl.trainer.preflight.memory import Phase, estimate
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import Place
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Key, and its next more frugal value (None: there is none).

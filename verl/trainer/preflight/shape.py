@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.engine.model import decoder_layers, source_of
 from verl.engine.sharding import num_parameters
+from verl.engine.value_model import token_classifier_config
 from verl.errors import ConfigError
 
 
@@ -38,21 +39,37 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
+        """Of a language model's head."""
         return self.vocabulary * self.hidden
 
 
 def model_shape(
     path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> ModelShape:
-    """Of the model folder (config.json suffices) or hub name. Raises ConfigError."""
-    try:
+    """Of the language model in the folder (config.json suffices) or of that hub name. Raises ConfigError."""
+
+    def make() -> PreTrainedModel:
         source = source_of(path, "actor_rollout_ref.model.path")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+    return _shape(path, make)
+
+
+def value_shape(path: str, override_config: Mapping[str, Any] | None = None) -> ModelShape:
+    """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
+    return _shape(
+        path, lambda: AutoModelForTokenClassification.from_config(token_classifier_config(path, override_config))
+    )
+
+
+def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
+    try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = make()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the model's config cannot be used: {error}") from error
-    layers = decoder_layers(model)
+    layers, config = decoder_layers(model), model.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
-from verl.trainer.preflight.memory import Models, Place, num_trajectories, window_of
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import Place, num_trajectories, window_of
 
 # Sustained, a device: operations a second in training, bytes a second in decoding.
 GPU_FLOPS, GPU_BYTES, CPU_FLOPS, CPU_BYTES = 150e12, 1.5e12, 2e10, 5e9

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from preflight_run import PASSAGES, QUESTION, given
+
+from search_r1.data.qa.prompt_file import prompt_row, write_prompts
+from search_r1.data.qa.question import QaRow
+from search_r1.llm_agent.templates import load_template
+from verl.config import Config, load_config
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    """Two rows, made with the template search_r1."""
+    template = load_template("search_r1")
+    questions = [QaRow("0", QUESTION, ["Ila Brenn"], "{}", 0), QaRow("1", "Where is Lune", ["Osk"], "{}", 1)]
+    rows = [prompt_row(row, "nq", "train", template, None) for row in questions]
+    write_prompts(tmp_path / "train.parquet", rows, template)
+    return tmp_path / "train.parquet"
+
+
+@pytest.fixture
+def make_config(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
+    def make(*overrides: str) -> Config:
+        return load_config("ppo_trainer", given(prompt_file, tmp_path / "run", tiny_model_dir, *overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def osk_url(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
+    """The project's retrieval server over `PASSAGES`."""
+    corpus = tmp_path_factory.mktemp("osk") / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in PASSAGES.items()))
+    return start_retriever(corpus)

@@ -1,0 +1,144 @@
+"""Templates, tags, lengths and one real query, with real tokenizers and the project's retrieval server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from preflight_run import QUESTION, levels
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from search_r1.llm_agent.environment import SearchEnvironment
+from search_r1.llm_agent.grammar import Grammar
+from tests.chaos.fault_proxy import FaultProxy, Kind
+from verl.config import Config
+from verl.errors import DataError
+from verl.trainer.preflight import prompts
+from verl.trainer.preflight.finding import Finding
+from verl.trainer.preflight.retrieval import check_environment, first_question
+
+
+def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:
+    return check_environment(config, SearchEnvironment.from_config(config, tokenizer))
+
+
+def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, level in (("search_r1", "ok"), ("research", "warn")):
+        config = make_config(f"agent.template={name}")
+        found = list(prompts.check_templates(config, SearchEnvironment.from_config(config, byte_tokenizer)))
+        assert levels(found) == [level, level]
+    assert "search_r1" in found[0].found and "agent.template=research" in found[0].found
+
+
+def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    wide = make_config("data.max_start_length=2000", "data.max_prompt_length=2000")
+    assert levels(prompts.check_lengths(wide, byte_tokenizer, 4096)) == ["ok", "ok", "ok"]
+    assert levels(prompts.check_lengths(wide, byte_tokenizer, 1024)) == ["ok", "ok", "FAIL"]
+    start = make_config("data.max_start_length=10", "data.max_prompt_length=2000")
+    assert levels(prompts.check_lengths(start, byte_tokenizer, 4096))[:2] == ["FAIL", "FAIL"]
+
+
+def failing_tags(tokenizer: PreTrainedTokenizerFast, grammar: Grammar) -> list[str]:
+    environment = SearchEnvironment(None, tokenizer, 300, "That was no action.", grammar)
+    found = list(prompts.check_tags(environment, tokenizer))
+    assert len(found) == 8
+    return [finding.found.split(" is ")[0] for finding in found if finding.level == "FAIL"]
+
+
+def test_tags(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    lower = Tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str())
+    lower.normalizer = normalizers.Lowercase()
+    lowering = PreTrainedTokenizerFast(tokenizer_object=lower)
+    mixed = Grammar(search="Search")
+    assert failing_tags(byte_tokenizer, mixed) == []
+    assert failing_tags(lowering, mixed) == ["<Search>", "</Search>"]
+    assert failing_tags(lowering, Grammar()) == []
+
+
+def test_tags_of_a_tokenizer_that_splits_words() -> None:
+    """As BERT's: words and signs apart, and spaces between them when they are decoded."""
+    entries = ["[UNK]", "<", ">", "/", "think", "search", "information", "answer"]
+    wordpiece = Tokenizer(models.WordPiece({entry: i for i, entry in enumerate(entries)}, unk_token="[UNK]"))
+    wordpiece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    wordpiece.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
+    assert failing_tags(tokenizer, Grammar()) == list(Grammar().tags)
+
+
+def test_the_first_question_is_asked(
+    make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast, osk_url: str
+) -> None:
+    with FaultProxy(osk_url) as proxy:
+        found = asked(make_config(f"retriever.url={proxy.url}", "retriever.topk=2"), byte_tokenizer)
+    assert found.level == "ok"
+    assert found.found.startswith(f"2 passages for {QUESTION!r} in ") and found.found.endswith("the first is 'Osk'")
+    assert [request.queries for _, request in proxy.seen][-1] == (QUESTION,)
+
+
+@pytest.mark.parametrize("kind", ["silence", "error_500", "reset", "garbage", "truncated_json"])
+def test_a_retriever_that_fails_at_the_question(
+    kind: Kind, make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast, osk_url: str
+) -> None:
+    """It is well until it is asked something real."""
+    with FaultProxy(osk_url, lambda request: kind if QUESTION in request.queries else "none") as proxy:
+        quick = ("retriever.timeout_s=0.3", "retriever.deadline_s=0.6")
+        found = asked(make_config(f"retriever.url={proxy.url}", *quick), byte_tokenizer)
+    assert proxy.count(kind) > 0 and found.level == "FAIL"
+    assert proxy.url in found.found
+
+
+def test_a_retriever_that_is_gone(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    gone = make_config("retriever.url=http://127.0.0.1:9/retrieve", "retriever.deadline_s=1", "retriever.timeout_s=1")
+    found = asked(gone, byte_tokenizer)
+    assert found.level == "FAIL" and "retrieval_launch.sh" in found.found
+
+
+def test_an_engine_that_finds_nothing(
+    make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    found = asked(make_config(f"retriever.engine={__name__}.Shelf"), byte_tokenizer)
+    assert found.level == "warn" and found.found.startswith(f"0 passages for {QUESTION!r}")
+
+
+def test_a_run_without_a_tool(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    groups = ("actor_rollout_ref.rollout.n_agent=1", "actor_rollout_ref.rollout.n=2")
+    found = asked(make_config("do_search=false", *groups), byte_tokenizer)
+    assert (found.level, found.found) == ("ok", "has no tool in this run")
+
+
+class Shelf:
+    """A user's own engine over an empty shelf."""
+
+    def search(self, query: str) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"question": ["Of the row", None]}, "Of the row"),
+        ({"extra_info": [{"question": "Of its extra"}, {"question": "x"}]}, "Of its extra"),
+        ({}, "Question: who?"),
+    ],
+)
+def test_where_the_question_stands(
+    columns: dict, expected: str, make_config: Callable[..., Config], prompt_file: Path
+) -> None:
+    prompt = [[{"role": "user", "content": "Answer by searching.\nQuestion: who?\n"}]] * 2
+    others = {"data_source": ["nq"] * 2, "reward_model": [{"ground_truth": {"target": ["x"]}}] * 2}
+    write(prompt_file, {"prompt": prompt, **others, **columns})
+    assert first_question(make_config()) == expected
+
+
+def test_a_row_without_any_question(make_config: Callable[..., Config], prompt_file: Path) -> None:
+    write(prompt_file, {"prompt": [[{"role": "user", "content": ""}]]})
+    with pytest.raises(DataError, match="row 0 has neither a question nor a prompt"):
+        first_question(make_config())
+
+
+def write(path: Path, columns: dict) -> None:
+    pq.write_table(pa.Table.from_pydict(columns), path)

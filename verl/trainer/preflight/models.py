@@ -1,0 +1,36 @@
+"""The models that a run would load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config import Config
+from verl.config.validate import has_kl_in_reward
+from verl.engine.loading import import_modules
+from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of what a run loads; None for what it does not have."""
+
+    policy: ModelShape
+    anchor: ModelShape | None = None
+    critic: ModelShape | None = None
+
+
+def models_of(config: Config) -> Models:
+    """Raises ConfigError."""
+    role, trainer = config.actor_rollout_ref, config.trainer
+    settings = role.model
+    import_modules(settings.external_lib)
+    policy = model_shape(settings.path, settings.override_config, settings.trust_remote_code)
+    if trainer.val_only:
+        return Models(policy)
+    has_anchor = role.actor.use_kl_loss or has_kl_in_reward(config) or trainer.eval_ref_policy_freq > 0
+    anchor = policy if role.ref.path is None else model_shape(role.ref.path, settings.override_config)
+    critic = None
+    if config.algorithm.adv_estimator == "gae":
+        import_modules(config.critic.model.external_lib)
+        critic = value_shape(config.critic.model.path, config.critic.model.override_config)
+    return Models(policy, anchor if has_anchor else None, critic)

@@ -1,0 +1,82 @@
+"""The network: a port for the ranks to meet at, the Ray cluster that is named, and the hosts of the retriever.
+
+All ports are free ones that the system chooses, so none can be taken.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from verl.config import Config
+from verl.trainer.preflight.finding import Finding, judge
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 5.0
+DEFAULT_PORTS = {"http": 80, "https": 443, "ray": 10001}
+
+
+def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
+    """`ray_address` is the value of RAY_ADDRESS."""
+    nnodes = config.trainer.nnodes
+    yield check_port(LOOPBACK if nnodes == 1 else socket.gethostname(), nnodes)
+    yield check_ray(ray_address, nnodes)
+    if config.do_search and config.retriever.engine is None:
+        yield from check_hosts(config.retriever.url)
+
+
+def check_port(host: str, nnodes: int) -> Finding:
+    """Opens a port on this machine's address `host`, and connects to it."""
+    try:
+        address = socket.gethostbyname(host)
+        with socket.create_server((address, 0)) as server:
+            socket.create_connection(server.getsockname()[:2], TIMEOUT_S).close()
+    except OSError as error:
+        todo = "bring the interface up (ip link), or mend the name in /etc/hosts"
+        return Finding("FAIL", "ports", f"no connection to a port of its own on {host}: {error}", todo)
+    found = f"{host} can be listened on" if host == address else f"{host} ({address}) can be listened on"
+    todo = f"give {host} the address by which the other nodes reach it, in /etc/hosts"
+    return judge(nnodes == 1 or not address.startswith("127."), "ports", found, todo)
+
+
+def check_ray(address: str | None, nnodes: int) -> Finding:
+    """Whether the head of the cluster at `address` (host:port or ray://host:port) can be reached."""
+    if not address:
+        found = "no RAY_ADDRESS: the cluster that was started on this machine, else a new one of one node"
+        todo = f"for trainer.nnodes={nnodes} start one by `ray start --head`, or set RAY_ADDRESS=host:port"
+        return judge(nnodes == 1, "ray", found, todo, "warn")
+    if address == "local":
+        todo = f"for trainer.nnodes={nnodes} set RAY_ADDRESS=host:port"
+        return judge(nnodes == 1, "ray", "RAY_ADDRESS=local: a new cluster of one node", todo)
+    if address == "auto":
+        return Finding("ok", "ray", "RAY_ADDRESS=auto: a cluster that was started on this machine (not looked for)")
+    try:
+        host, port = _host_and_port(address)
+        socket.create_connection((host, port), TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        todo = "start it there (ray start --head --port=6379), or unset RAY_ADDRESS"
+        return Finding("FAIL", "ray", f"RAY_ADDRESS={address} cannot be reached: {error}", todo)
+    return Finding("ok", "ray", f"RAY_ADDRESS={address} can be reached")
+
+
+def check_hosts(urls: str) -> Iterator[Finding]:
+    """Whether the hosts of `urls` (with commas between) have an address; whether anyone answers there comes later."""
+    for url in urls.split(","):
+        try:
+            host, port = _host_and_port(url.strip())
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        except (OSError, ValueError) as error:
+            todo = "set retriever.url to http://host:port/retrieve"
+            yield Finding("FAIL", "retriever host", f"{url.strip()}: {error}", todo)
+        else:
+            yield Finding("ok", "retriever host", f"{host} is {address}")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Raises ValueError."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    port = parts.port or DEFAULT_PORTS.get(parts.scheme)
+    if not parts.hostname or port is None:
+        raise ValueError("this is not host:port")
+    return parts.hostname, port
