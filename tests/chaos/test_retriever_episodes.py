@@ -18,7 +18,8 @@ SCRIPT = lines_about("river Ildra", "river Sonne", answer="Sonneburg")
 @pytest.fixture(scope="module")
 def undisturbed(library_url: str, byte_tokenizer: Any) -> Trajectory:
     """The episode without a proxy."""
-    (trajectory,) = play(make_environment(library_url, byte_tokenizer), byte_tokenizer, [SCRIPT])
+    patient = make_environment(library_url, byte_tokenizer, timeout_s=30.0, deadline_s=60.0)
+    (trajectory,) = play(patient, byte_tokenizer, [SCRIPT])
     assert trajectory.status is Status.ANSWERED and trajectory.num_searches == 2
     return trajectory
 
@@ -96,7 +97,7 @@ def test_an_outage_shorter_than_the_deadline_is_survived(
     kind: Kind, library_url: str, byte_tokenizer: Any, undisturbed: Trajectory
 ) -> None:
     """A twentieth of 30 s, with the default times of the client in the same proportion."""
-    outage(1.5, kind, library_url, byte_tokenizer, undisturbed, timeout_s=0.5, deadline_s=6.0)
+    assert_survived(1.5, kind, library_url, byte_tokenizer, undisturbed, timeout_s=0.5, deadline_s=6.0)
 
 
 @pytest.mark.slow
@@ -104,13 +105,13 @@ def test_an_outage_shorter_than_the_deadline_is_survived(
 def test_an_outage_of_30_seconds_is_survived_with_the_default_times(
     kind: Kind, library_url: str, byte_tokenizer: Any, undisturbed: Trajectory
 ) -> None:
-    outage(30.0, kind, library_url, byte_tokenizer, undisturbed, timeout_s=10.0, deadline_s=60.0)
+    assert_survived(30.0, kind, library_url, byte_tokenizer, undisturbed, timeout_s=10.0, deadline_s=60.0)
 
 
-def outage(
+def assert_survived(
     seconds: float, kind: Kind, url: str, tokenizer: Any, undisturbed: Trajectory, timeout_s: float, deadline_s: float
 ) -> None:
-    """From the second request on, which is the second search of one of the episodes or the first of another."""
+    """It begins with the second request: the second search of one of the episodes, or the first of another."""
     began: list[float] = []
 
     def rule(request: Request) -> Kind:

@@ -1,0 +1,80 @@
+"""A training run as a process of its own: watched through its log, and seen to leave no process behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+from e2e_world import ENV, ROOT
+
+MARK = "TRAINING_PROCESS"  # in the environment of the run and of all that it starts
+
+
+class TrainingProcess:
+    """`arguments` of Python; `supervised` starts it through run_with_restart.sh."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, supervised: bool = False) -> None:
+        self.log, self.mark = log, uuid.uuid4().hex
+        self._begin = log.stat().st_size if log.exists() else 0
+        supervisor = ("bash", "scripts/run_with_restart.sh", "--backoff_s", "1", "--") if supervised else ()
+        with log.open("ab") as output:
+            # a group of its own, as in a terminal: a Ctrl-C there goes to all processes of the group
+            self.process = subprocess.Popen(
+                (*supervisor, sys.executable, *arguments),
+                **{"cwd": ROOT, "env": ENV | {MARK: self.mark}, "stdout": output, "stderr": output},
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+            )
+
+    @property
+    def said(self) -> str:
+        """All that this process has written to its log, which earlier ones may have begun."""
+        return self.log.read_bytes()[self._begin :].decode()
+
+    def wait_until(self, happened: Callable[[], object], timeout_s: float = 600) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said[-6000:]}"
+            assert time.monotonic() < deadline, f"waited for {timeout_s} s\n{self.said[-6000:]}"
+            time.sleep(0.002)
+
+    def end(self, timeout_s: float = 600, others_s: float = 20) -> int:
+        """The exit status, when it has ended, and at most `others_s` later all that it started."""
+        try:
+            status = self.process.wait(timeout_s)
+            gone_by = time.monotonic() + others_s
+            while left := self.processes():
+                assert time.monotonic() < gone_by, f"left behind: {[process.cmdline() for process in left]}"
+                time.sleep(0.1)
+            return status
+        finally:
+            self.kill()
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Those alive of the run itself and of all that it started, with `title` in their command line."""
+        return [process for process in psutil.process_iter() if self._is_ours(process, title)]
+
+    def kill(self) -> None:
+        for process in self.processes():
+            process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _is_ours(self, process: psutil.Process, title: str) -> bool:
+        try:
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            return alive and process.environ().get(MARK) == self.mark and title in " ".join(process.cmdline())
+        except psutil.Error:
+            return False
+
+
+def the_error(said: str) -> str:
+    """The only line that starts with "error: "; there is no traceback beside it."""
+    assert "Traceback" not in said, said[-6000:]
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    return line
