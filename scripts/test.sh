@@ -29,7 +29,8 @@ check "style: ruff check" "$bin/ruff" check .
 check "style: ruff format" "$bin/ruff" format --check .
 check "types: mypy" "$bin/python" -m mypy
 check "walls: import-linter" "$bin/lint-imports" --no-cache
-check "tests: pytest" "$bin/python" -m pytest -m "not slow" --durations=15 "$@"
+# Two processes, the tests of a file in one of them: many spend half their time waiting.
+check "tests: pytest" "$bin/python" -m pytest -m "not slow" --durations=15 -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
 printf '\n== total: %d s\n' "$SECONDS"
 if ((${#failed[@]})); then

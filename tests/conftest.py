@@ -121,11 +121,11 @@ def start_retriever() -> Iterator[Callable[..., str]]:
         for _ in range(600):
             assert server.poll() is None, f"the retrieval server ended with {server.returncode}"
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
                     return f"http://127.0.0.1:{port}/retrieve"
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise AssertionError("the retrieval server did not become healthy within two minutes")
+        raise AssertionError("the retrieval server did not become ready within two minutes")
 
     yield start
     for server in servers:
