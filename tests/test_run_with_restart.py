@@ -36,7 +36,7 @@ if end == "wait":
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     (folder / "waits").touch()
-    time.sleep(60)
+    time.sleep(600)
 sys.exit(int(end))
 """
 
@@ -53,7 +53,7 @@ def environment(folder: Path, ends: str, saves: str = "") -> dict[str, str]:
 def supervise(folder: Path, ends: str, *options: str, saves: str = "") -> tuple[int, int, list[str]]:
     """(exit status, number of starts, what the supervisor said)."""
     done = subprocess.run(
-        command(folder, *options), env=environment(folder, ends, saves), capture_output=True, text=True, timeout=30
+        command(folder, *options), env=environment(folder, ends, saves), capture_output=True, text=True, timeout=120
     )
     starts = (folder / "starts").read_text().splitlines()
     return done.returncode, len(starts), [line for line in done.stderr.splitlines() if "run_with_restart:" in line]
@@ -101,7 +101,7 @@ def test_a_signal_reaches_the_run_and_ends_the_supervisor(number: signal.Signals
     )
     wait_for(tmp_path / "waits")
     supervisor.send_signal(number)
-    said, _ = supervisor.communicate(timeout=10)
+    said, _ = supervisor.communicate(timeout=60)
     assert (supervisor.returncode, said) == (130, f"clean end by {int(number)}\n")
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
@@ -114,7 +114,7 @@ def test_a_signal_during_the_pause_ends_it(tmp_path: Path) -> None:
     assert "restart 1 of 10 in 600 s" in supervisor.stderr.readline()
     supervisor.terminate()
     try:
-        assert supervisor.wait(timeout=10) == 143
+        assert supervisor.wait(timeout=60) == 143
     finally:
         supervisor.kill()
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
@@ -126,10 +126,10 @@ def test_what_a_killed_run_leaves_behind_is_ended_before_the_next_start(tmp_path
         "import os, pathlib, subprocess, sys\n"
         "note = pathlib.Path(os.environ['FOLDER']) / 'left'\n"
         "if note.exists(): sys.exit(0)\n"
-        "note.write_text(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "note.write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run(command(tmp_path, program=program), env=environment(tmp_path, ""), timeout=30, check=False)
+    done = subprocess.run(command(tmp_path, program=program), env=environment(tmp_path, ""), timeout=120, check=False)
     assert done.returncode == 0
     left = int((tmp_path / "left").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
@@ -149,7 +149,7 @@ def test_what_a_killed_run_leaves_behind_is_ended_before_the_next_start(tmp_path
 )
 def test_arguments_that_cannot_be_used(arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts/run_with_restart.sh"), *arguments], capture_output=True, text=True, timeout=10
+        ["bash", str(ROOT / "scripts/run_with_restart.sh"), *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
 
@@ -157,12 +157,12 @@ def test_arguments_that_cannot_be_used(arguments: list[str], message: str) -> No
 def test_the_users_resume_mode_and_a_relative_folder(tmp_path: Path) -> None:
     arguments = ["trainer.default_local_dir=a", "trainer.default_local_dir=b", "trainer.resume_mode=disable"]
     script = ["bash", str(ROOT / "scripts/run_with_restart.sh"), "--", "echo", *arguments]
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == [*arguments, f"trainer.default_local_dir={tmp_path}/b"]
 
 
 def wait_for(path: Path) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
         time.sleep(0.02)

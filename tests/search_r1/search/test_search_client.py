@@ -157,11 +157,11 @@ def test_server_errors_are_retried_with_growing_pauses(run_app, status: int) -> 
 
 
 def test_a_slow_attempt_is_tried_again(run_app) -> None:
-    peer = Peer(5.0)
+    peer = Peer(20.0)
     start = time.monotonic()
-    passages = _with_client(run_app(peer.app), lambda client: client.search("q"), timeout_s=0.3)
+    passages = _with_client(run_app(peer.app), lambda client: client.search("q"), timeout_s=1.5)
     assert passages[0]["contents"] == "about q" and len(peer.requests) == 2
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_retry_after_is_honoured(run_app) -> None:
@@ -174,8 +174,8 @@ def test_retry_after_beyond_the_deadline_ends_at_once(run_app) -> None:
     peer = Peer(_error(503, **{"Retry-After": "30"}))
     start = time.monotonic()
     with pytest.raises(RetrieverUnavailable, match="trouble 503"):
-        _with_client(run_app(peer.app), lambda client: client.search("q"), deadline_s=5.0)
-    assert time.monotonic() - start < 2 and len(peer.requests) == 1
+        _with_client(run_app(peer.app), lambda client: client.search("q"), deadline_s=20.0)
+    assert time.monotonic() - start < 10 and len(peer.requests) == 1
 
 
 def test_retry_after_dates() -> None:
@@ -189,7 +189,7 @@ def test_the_deadline_ends_retries_and_names_url_and_cause(run_app) -> None:
     start = time.monotonic()
     with pytest.raises(RetrieverUnavailable) as caught:
         _with_client(url, lambda client: client.search("q"), deadline_s=1.0)
-    assert 0.3 < time.monotonic() - start < 1.5
+    assert 0.3 < time.monotonic() - start < 10
     message = str(caught.value)
     assert f"{url}/retrieve" in message and "HTTP 500: trouble 500" in message and "attempts" in message
 
@@ -200,26 +200,26 @@ def test_a_hanging_server_ends_at_the_deadline(run_app) -> None:
         _with_client(
             run_app(Peer(20.0, forever=True).app), lambda client: client.search("q"), timeout_s=0.4, deadline_s=1.0
         )
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_each_waiter_of_a_query_has_its_own_deadline(run_app) -> None:
     peer = Peer(_error(500), forever=True)
 
-    async def act(client: RetrievalClient) -> list[float]:
-        async def ends_after() -> float:
-            start = time.monotonic()
+    async def act(client: RetrievalClient) -> list[tuple[float, float]]:
+        async def begin_and_end() -> tuple[float, float]:
+            begin = time.monotonic()
             with pytest.raises(RetrieverUnavailable):
                 await client.search("same")
-            return time.monotonic() - start
+            return begin, time.monotonic()
 
-        first = asyncio.ensure_future(ends_after())
+        first = asyncio.ensure_future(begin_and_end())
         await asyncio.sleep(0.9)
-        return [await ends_after(), await first]
+        return await asyncio.gather(first, begin_and_end())
 
-    late, early = _with_client(run_app(peer.app), act, deadline_s=1.2)
-    assert late > 0.5  # not cut to the 0.3 s that the first waiter had left
-    assert early < 1.8
+    early, late = _with_client(run_app(peer.app), act, deadline_s=1.2)
+    assert late[1] - late[0] > 0.5  # not cut to the 0.3 s that the first waiter had left
+    assert early[1] < late[1] - 0.1  # and the first did not wait for the second
 
 
 def test_a_server_that_is_still_loading_is_waited_for(run_app) -> None:
@@ -277,7 +277,7 @@ def test_check_names_the_url_and_the_command(run_app, free_port) -> None:
     start = time.monotonic()
     with pytest.raises(RetrieverUnavailable) as caught:
         _with_client(url, lambda client: client.check())
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 20
     assert f"{url}/retrieve" in str(caught.value) and "bash retrieval_launch.sh" in str(caught.value)
     with pytest.raises(RetrieverUnavailable, match="HTTP 404.*bash retrieval_launch.sh"):
         _with_client(run_app(FastAPI()), lambda client: client.check())

@@ -363,7 +363,7 @@ def test_a_second_signal_ends_the_service_at_once(start: Start) -> None:
         wait_until(lambda: _refused(workers))
         begin = time.monotonic()
         code, log = workers.end(signal.SIGINT)
-        assert time.monotonic() - begin < 5 and isinstance(running.exception(), requests.ConnectionError)
+        assert time.monotonic() - begin < 20 and isinstance(running.exception(), requests.ConnectionError)
     assert code == 0 and "Traceback" not in log and not folder.exists()
 
 

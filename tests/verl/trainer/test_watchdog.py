@@ -15,14 +15,14 @@ from verl.trainer.watchdog import Watchdog
 
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
-watchdog = Watchdog(0.8, lambda seconds: print(f"stalled {seconds:.1f}", flush=True))
-for _ in range(10):
+watchdog = Watchdog(2.0, lambda seconds: print(f"stalled {seconds:.1f}", flush=True))
+for _ in range(15):
     time.sleep(0.2)
     note_progress()
 print("worked", flush=True)
 if "stop" in sys.argv:
     watchdog.stop()
-    time.sleep(1.6)
+    time.sleep(3)
     print("left alone", flush=True)
     child.kill()
     sys.exit(0)
@@ -39,7 +39,7 @@ def run(*arguments: str) -> tuple[int, list[str], float]:
 def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
     status, (child, *lines), seconds = run()
     assert status == 1 and lines[0] == "worked" and lines[1].startswith("stalled ") and len(lines) == 2
-    assert float(lines[1].split()[1]) >= 0.8 and seconds < 25
+    assert float(lines[1].split()[1]) >= 2.0 and seconds < 25
     assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
 
 
