@@ -118,19 +118,19 @@ def start_retriever() -> Iterator[Callable[..., str]]:
         environment = ENV | {"CORPUS_PATH": str(corpus), "PORT": str(port)}
         server = subprocess.Popen(["bash", "retrieval_launch.sh", *arguments], cwd=ROOT, env=environment)
         servers.append(server)
-        for _ in range(600):
+        for _ in range(1200):
             assert server.poll() is None, f"the retrieval server ended with {server.returncode}"
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
                     return f"http://127.0.0.1:{port}/retrieve"
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise AssertionError("the retrieval server did not become ready within two minutes")
+        raise AssertionError("the retrieval server did not become ready within four minutes")
 
     yield start
     for server in servers:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,19 @@ ROOT = Path(__file__).resolve().parents[1]
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
 
+_HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that binds it with SO_REUSEADDR, as servers do; until it listens, connections are refused.
+
+    It stays held by a socket of this process, so that the kernel gives it to nobody else in the meantime.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _HELD.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def run(*command: str, timeout: float = 600) -> str:

@@ -113,7 +113,7 @@ class OpenAISampler:
         """Attempt until it works or the deadline would pass."""
         start, attempts = time.monotonic(), 0
         while True:
-            left_s = deadline_s - (time.monotonic() - start)
+            left_s = max(deadline_s - (time.monotonic() - start), 0.001)  # 0 would be no bound at all
             attempts += 1
             try:
                 return await self._attempt(method, path, body, left_s)

@@ -43,7 +43,10 @@ class OwnerLink:
 
     def _received(self, kind: int, number: int, payload: memoryview) -> None:
         if kind != CANCEL:
-            self._running[number] = asyncio.get_running_loop().create_task(self._answer(kind, number, payload))
+            task = asyncio.get_running_loop().create_task(self._answer(kind, number, payload))
+            self._running[number] = task
+            # not at the end of `_answer`: one that is cancelled before it began runs none of its lines
+            task.add_done_callback(lambda _: self._running.pop(number))
         elif running := self._running.get(number):
             running.cancel()
 
@@ -55,8 +58,6 @@ class OwnerLink:
         except Exception as error:  # the front end must not wait for ever
             _LOG.exception("a request of a front end failed")
             self.link.send(FAILED, number, [pack_error(SearchFailed(f"{type(error).__name__}: {error}"))])
-        finally:
-            del self._running[number]
 
     async def _do(self, kind: int, payload: memoryview) -> list[bytes]:
         """The payload of the answer, in pieces."""

@@ -151,7 +151,7 @@ def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: LocalHub) -
     hub.stalls_after = CHUNK + 1_000_000
     process = start(tmp_path, hub.url, "--what", "e5")
     partial = tmp_path / "saved" / f".part_aa.{sha256(large)[:12]}.part"
-    for _ in range(600):
+    for _ in range(6000):
         if partial.exists() and partial.stat().st_size >= CHUNK:
             break
         assert process.poll() is None

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from data_scripts import ROOT, run_script, write_lines
+from data_scripts import run_script, write_lines
 
 from search_r1.llm_agent.templates import load_template
 
@@ -106,27 +99,10 @@ def test_ids_without_a_corpus_and_no_cache_at_all(folder: Path, capsys: pytest.C
 
 
 @pytest.fixture(scope="module")
-def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def retriever(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
     folder = tmp_path_factory.mktemp("served")
     write_corpus(folder, ["0", "1", "2"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--port", str(port)]
-    command += ["--corpus_path", str(folder / "corpus.jsonl"), "--retriever_name", "bm25"]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    try:
-        for _ in range(600):
-            assert process.poll() is None
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2).close()
-                break
-            except urllib.error.URLError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/retrieve"
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
+    return start_retriever(folder / "corpus.jsonl")
 
 
 def test_what_is_not_cached_is_asked_of_a_server(folder: Path, retriever: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import threading
 import time
 
 import pytest
+from e2e_world import free_port
 from evaluation_world import ModelServer, choice
 
 from search_r1.evaluation.openai_sampler import OpenAISampler
@@ -122,9 +122,7 @@ def test_what_will_not_pass_is_an_error_at_once(reply, message, model_server, by
 
 
 def test_a_server_that_is_down_is_named_with_the_remedy(byte_tokenizer):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
 
     async def run() -> None:
         sampler = OpenAISampler(url, "m", byte_tokenizer, deadline_s=0.5)
@@ -166,12 +164,15 @@ def test_a_model_that_is_not_served_is_named(model_server, byte_tokenizer):
 
 
 def test_no_more_requests_at_once_than_allowed(model_server, byte_tokenizer):
-    lock, running, most = threading.Lock(), [0], [0]
+    lock, running, most, company = threading.Lock(), [0], [0], threading.Event()
 
     def answer(body):
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
+            if running[0] == 3:
+                company.set()
+        company.wait(20)
         time.sleep(0.05)
         with lock:
             running[0] -= 1

@@ -122,21 +122,21 @@ def test_a_run_that_was_killed_goes_on(command, tmp_path, model_server, byte_tok
     def answer(body):
         if next(number) >= 66:
             first_part.set()
-            blocked.wait(60)
+            blocked.wait(600)
         return choice(f"<answer>{asked(body, byte_tokenizer)}")
 
     model_server.answer = answer
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.Popen([sys.executable, "-m", "search_r1.evaluation", *command], cwd=ROOT, env=environment)
     try:
-        assert first_part.wait(120)
-        for _ in range(200):
+        assert first_part.wait(300)
+        for _ in range(4000):
             if (tmp_path / "out" / "parts" / "records_0.jsonl").exists():
                 break
             threading.Event().wait(0.05)
     finally:
         run.send_signal(signal.SIGKILL)
-        run.wait(20)
+        run.wait(60)
         blocked.set()
     kept = kept_parts(tmp_path)
     assert len(kept) == 64 and not (tmp_path / "out" / "results.json").exists()

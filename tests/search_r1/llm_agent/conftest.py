@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from llm_agent_world import PASSAGES, QUESTION, ROOT, TURNS
+from llm_agent_world import PASSAGES, QUESTION, TURNS
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from search_r1.llm_agent.observations import ObservationWriter
@@ -21,36 +18,12 @@ from verl.data.prompts import encode_prompt
 
 
 @pytest.fixture(scope="session")
-def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def search_url(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
     """The address of a BM25 server over `PASSAGES`."""
     corpus = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     rows = [json.dumps({"id": name, "contents": contents}) + "\n" for name, contents in PASSAGES.items()]
     corpus.write_text("".join(rows), encoding="utf-8")
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
-    log = corpus.with_suffix(".log")
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [*command, "--corpus_path", str(corpus), "--port", "0"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield _served_url(server, log)
-    finally:
-        server.terminate()
-        server.wait(timeout=20)
-
-
-def _served_url(server: subprocess.Popen[bytes], log: Path) -> str:
-    """The address that the server prints once its port is bound; it listens a moment later."""
-    for _ in range(600):
-        match = re.search(r"http://\S+/retrieve", log.read_text())
-        if match:
-            return match.group()
-        try:
-            server.wait(timeout=0.1)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"the server ended with {server.returncode}:\n{log.read_text()}")
-    raise AssertionError(f"the server did not start within a minute:\n{log.read_text()}")
+    return start_retriever(corpus)
 
 
 @pytest.fixture(scope="session")

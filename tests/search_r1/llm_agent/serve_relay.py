@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.queries += json.loads(body)["queries"]
-        self.server.door.wait(30)
+        self.server.door.wait(120)
         if self.server.refuses:
             self.send_error(403, "closed for today")
             return

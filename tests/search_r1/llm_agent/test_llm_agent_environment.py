@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 
 import pytest
+from e2e_world import free_port
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
@@ -34,8 +34,8 @@ class Script:
         return Generation(turn, (-1.0,) * len(turn), "stop")
 
 
-def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=5.0) -> SearchEnvironment:
-    client = RetrievalClient(url, topk=topk, timeout_s=2.0, deadline_s=deadline_s) if url else None
+def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=60.0) -> SearchEnvironment:
+    client = RetrievalClient(url, topk=topk, deadline_s=deadline_s) if url else None
     return SearchEnvironment(Searcher(client, topk) if client else None, tokenizer, max_obs_length, FEEDBACK)
 
 
@@ -64,9 +64,7 @@ def play(environment: SearchEnvironment, tokenizer, lines: list[str], gold="Sael
 
 
 def dead_url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}/retrieve"
+    return f"http://127.0.0.1:{free_port()}/retrieve"
 
 
 def test_two_hops_to_the_answer(search_url, byte_tokenizer):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from e2e_world import free_port
 from rich.console import Console
 from transformers import Qwen2Config
 
@@ -85,11 +85,9 @@ def test_window_of_the_model_bounds_the_episode(infer, model_folder):
 
 
 def test_unreachable_retriever_is_told_before_a_model_loads(model_folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}/retrieve"
+    url = f"http://127.0.0.1:{free_port()}/retrieve"
     command = [sys.executable, "infer.py", "--model", model_folder, "--question", "who", "--retriever_url", url]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert url in done.stderr and "retrieval_launch.sh" in done.stderr
     assert "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

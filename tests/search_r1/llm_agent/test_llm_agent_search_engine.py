@@ -36,7 +36,7 @@ def test_documents_of_any_shape(engine, contents):
 
 def test_a_plain_engine_does_not_hold_up_the_others():
     class Meeting:
-        barrier = threading.Barrier(4, timeout=10)  # passes only when four searches are inside at once
+        barrier = threading.Barrier(4, timeout=30)  # passes only when four searches are inside at once
 
         def search(self, query):
             self.barrier.wait()

@@ -52,11 +52,15 @@ def graded_line(message: str, name: str) -> Any:
 class ScriptedJudge:
     """Takes the next step of `script` for each request, then grades by `grades[answer]` (0 for others).
 
-    `by_answer[answer]` is a step that it takes each time it is asked about this answer.
+    `by_answer[answer]` is a step that it takes each time it is asked about this answer. Nothing is answered until
+    `company` requests have run at a time.
     """
 
-    def __init__(self, *script: Step, grades: Mapping[str, float] | None = None, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *script: Step, grades: Mapping[str, float] | None = None, delay_s: float = 0.0, company: int = 0
+    ) -> None:
         self.script = list(script)
+        self.company = company
         self.grades = dict(grades or {})
         self.by_answer: dict[str, Step] = {}
         self.delay_s = delay_s
@@ -81,6 +85,8 @@ class ScriptedJudge:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
+            while self.most_running < self.company:
+                await asyncio.sleep(0.005)
             if "response_format" in self.bodies[-1] and self.no_format is not None:
                 return refusal(self.no_format, "response_format is not known here")
             step = self.script.pop(0) if self.script else self.by_answer.get(answer, self.delay_s)

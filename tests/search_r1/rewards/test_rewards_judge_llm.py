@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from e2e_world import free_port
 
 from search_r1.rewards.judge import Judge
 from search_r1.rewards.reading import Reading
@@ -33,9 +33,7 @@ pytestmark = [
 def url(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("llm")
     (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_dir)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", "1024", "--max-num-seqs", "8", "--chat-template", str(folder / "chat.jinja")]

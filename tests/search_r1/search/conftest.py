@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
+from e2e_world import free_port as a_free_port
 
 _ROOT = Path(__file__).resolve().parents[3]
 _DATA = _ROOT.parent / "shared" / "data"
@@ -47,7 +48,7 @@ def write_corpus() -> Callable[[Path], Path]:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    return _free_port
+    return a_free_port
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +106,7 @@ def run_app() -> Iterator[Callable[..., str]]:
     def start(app: Any, delay_s: float = 0.0) -> str:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=60))
         thread = threading.Timer(delay_s, server.run, kwargs={"sockets": [listener]})
         thread.start()
         running.append((server, thread))
@@ -124,7 +125,7 @@ def _servers(variables: dict[str, str]) -> Iterator[Serve]:
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, module: str = "retrieval_server", **more: str) -> str:
-        port = _free_port()
+        port = a_free_port()
         command = [sys.executable, "-m", f"search_r1.search.{module}", "--port", str(port), *arguments]
         process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables | more)
         processes.append(process)
@@ -137,7 +138,7 @@ def _servers(variables: dict[str, str]) -> Iterator[Serve]:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
 
 
 def _write_rows(path: Path, rows: list[dict]) -> Path:
@@ -152,20 +153,14 @@ def _shared_data(name: str) -> Path:
     return path
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_until_ready(url: str, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def _wait_until_ready(url: str, process: subprocess.Popen[str], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:
             pytest.fail(f"the server ended with {process.returncode}: {process.communicate()[1]}")
         try:
-            requests.get(f"{url}/healthz", timeout=2).raise_for_status()
+            requests.get(f"{url}/readyz", timeout=10).raise_for_status()
             return
-        except requests.ConnectionError:
+        except requests.RequestException:  # it does not listen yet, or its first query has not run, or it is slow
             time.sleep(0.05)
     pytest.fail(f"{url} was not ready in {seconds} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,11 +35,14 @@ SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
 class Engine:
     """Answers like the engine `name`; first it plays a script of troubles: answers, or seconds to hang.
 
-    It finds nothing for the query "nothing" and refuses the query "refused" each time.
+    It finds nothing for the query "nothing" and refuses the query "refused" each time. While `door` is not set, and
+    until `company` requests have run at a time, nothing is answered.
     """
 
-    def __init__(self, name: str = "serper", *script: Response | float, delay_s: float = 0.0) -> None:
-        self.name, self.script, self.delay_s = name, list(script), delay_s
+    def __init__(self, name: str = "serper", *script: Response | float, delay_s: float = 0.0, company: int = 0) -> None:
+        self.name, self.script, self.delay_s, self.company = name, list(script), delay_s, company
+        self.door = threading.Event()
+        self.door.set()
         self.requests: list[tuple[Request, str]] = []
         self.fields: list[dict[str, Any]] = []
         self.times: list[float] = []
@@ -55,6 +59,8 @@ class Engine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
+            while not self.door.is_set() or self.most_running < self.company:
+                await asyncio.sleep(0.005)
             if query == "refused":
                 return Response("no", 400)
             step = self.script.pop(0) if self.script else self.delay_s

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -16,7 +19,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit
 from search_r1.search.service import RetrievalService, ServiceOptions
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class GatedRetriever:
@@ -73,6 +76,16 @@ class Stage:
         body = {"queries": list(queries), "topk": topk, "return_scores": True}
         return requests.post(f"{self.url}/retrieve", json=body, headers=headers, timeout=PATIENCE_S)
 
+    @contextmanager
+    def client_that_leaves(self, *queries: str) -> Iterator[None]:
+        """Asks, and hangs up at the end."""
+        gone, address = self.value("retrieval_gone_total"), urlsplit(self.url)
+        body = json.dumps({"queries": queries, "topk": 1}).encode()
+        with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as client:
+            client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            yield
+        wait_until(lambda: self.value("retrieval_gone_total") == gone + 1)
+
     def value(self, metric: str, **labels: str) -> float | None:
         return self.service.metrics.registry.get_sample_value(metric, labels)
 
@@ -97,7 +110,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def staged(run_app: Callable[..., str], corpus_file: Path, timeout_s: float = 60.0, **limits: Any) -> Iterator[Stage]:
+def staged(
+    run_app: Callable[..., str], corpus_file: Path, timeout_s: float = PATIENCE_S, **limits: Any
+) -> Iterator[Stage]:
     """A server that takes what is there at once, without a warm-up query."""
     corpus = Corpus(corpus_file)
     retriever = GatedRetriever(len(corpus))

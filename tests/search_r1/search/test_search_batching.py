@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import requests
-from search_scheduling import PATIENCE_S, GatedRetriever, Stage, scores, staged, wait_until
+from search_scheduling import GatedRetriever, Stage, scores, staged, wait_until
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import ServiceUnavailable
@@ -40,23 +37,6 @@ def _occupy(stage: Stage, clients: ThreadPoolExecutor) -> Future[requests.Respon
     busy = clients.submit(stage.ask, "busy 0")
     stage.wait_for_batches(1)
     return busy
-
-
-def _hang_up(stage: Stage, *queries: str) -> None:
-    """Ask, wait until the queries are queued, and leave."""
-    before = stage.value("retrieval_queue_queries") or 0
-    shared = stage.value("retrieval_shared_queries_total") or 0
-    address = urlsplit(stage.url)
-    body = json.dumps({"queries": queries, "topk": 1}).encode()
-    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as client:
-        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        wait_until(
-            lambda: (
-                stage.value("retrieval_queue_queries") + stage.value("retrieval_shared_queries_total")
-                == before + shared + len(queries)
-            )
-        )
-    wait_until(lambda: stage.value("retrieval_gone_total") == 1)
 
 
 def test_the_next_batch_forms_while_the_current_one_runs(stage: Stage, clients: ThreadPoolExecutor) -> None:
@@ -185,7 +165,8 @@ def test_a_deadline_that_is_no_number_is_refused(stage: Stage, value: str) -> No
 
 def test_a_client_that_left_costs_nothing(stage: Stage, clients: ThreadPoolExecutor) -> None:
     busy = _occupy(stage, clients)
-    _hang_up(stage, "gone 1", "gone 2")
+    with stage.client_that_leaves("gone 1", "gone 2"):
+        stage.wait_for_queue(2)
     stage.wait_for_queue(0)
     stage.retriever.open()
     assert scores(busy.result()) == [0.0] and scores(stage.ask("q 3")) == [3.0]
@@ -200,15 +181,11 @@ def test_a_query_that_another_waits_for_outlives_the_client_that_left(
     if not first:
         other = clients.submit(stage.ask, "both 1")
         stage.wait_for_queue(1)
-        _hang_up(stage, "both 1", "gone 2")
-    else:
-        address = urlsplit(stage.url)
-        body = json.dumps({"queries": ["both 1", "gone 2"], "topk": 1}).encode()
-        with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as client:
-            client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-            stage.wait_for_queue(2)
+    with stage.client_that_leaves("both 1", "gone 2"):
+        stage.wait_for_queue(2)
+        if first:
             other = clients.submit(stage.ask, "both 1")
-            wait_until(lambda: stage.value("retrieval_shared_queries_total") == 1)
+        wait_until(lambda: stage.value("retrieval_shared_queries_total") == 1)
     stage.wait_for_queue(1)
     stage.retriever.let_pass(2)
     assert scores(other.result()) == [1.0]
@@ -246,7 +223,7 @@ def test_closing_lets_the_batch_end_and_fails_whoever_waits(corpus_file: Path) -
         asked = [asyncio.create_task(service.search([query], 1)) for query in ("busy 0", "q 1")]
         while len(retriever.batches) < 1:
             await asyncio.sleep(0.005)
-        opening = threading.Timer(0.1, retriever.open)
+        opening = threading.Thread(target=open_once_it_closes, args=(service, retriever))
         opening.start()
         service.close()
         assert (await asked[0])[0][0] == (corpus[0], 0.0)
@@ -254,5 +231,9 @@ def test_closing_lets_the_batch_end_and_fails_whoever_waits(corpus_file: Path) -
             with pytest.raises(ServiceUnavailable, match="stopping"):
                 await late
         assert retriever.batches == [["busy 0"]]
+
+    def open_once_it_closes(service: RetrievalService, retriever: GatedRetriever) -> None:
+        wait_until(lambda: service._batcher._closing)
+        retriever.open()
 
     asyncio.run(close_while_busy())

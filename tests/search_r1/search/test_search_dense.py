@@ -274,14 +274,14 @@ def test_built_index_answers_over_http(model_dir: Path, corpus_file: Path, tmp_p
         *("--corpus_path", str(corpus_file), "--index_path", str(index), "--retriever_model", str(model_dir))
     )
     reply = requests.post(
-        f"{server}/retrieve", json={"queries": ["river morn"], "topk": 2, "return_scores": True}, timeout=30
+        f"{server}/retrieve", json={"queries": ["river morn"], "topk": 2, "return_scores": True}, timeout=120
     )
     scores = vectors @ encoder(model_dir, precision="auto").encode_queries(["river morn"])[0]
     best = np.argsort(-scores)[:2]
     (hits,) = reply.json()["result"]
     assert [hit["document"] for hit in hits] == [corpus[int(row)] for row in best]
     assert [hit["score"] for hit in hits] == pytest.approx(list(scores[best]), abs=1e-5)
-    assert requests.get(f"{server}/healthz", timeout=10).json()["retriever"] == "e5"
+    assert requests.get(f"{server}/healthz", timeout=120).json()["retriever"] == "e5"
 
 
 def test_real_encoder_finds_real_passages(wiki_mini: Path, nq_questions: list[dict], tmp_path: Path, serve) -> None:

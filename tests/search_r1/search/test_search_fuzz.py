@@ -53,7 +53,7 @@ def session() -> requests.Session:
 @_checks
 @given(body=_anything | _valid)
 def test_any_json(small_server: str, session: requests.Session, route: str, body: Any) -> None:
-    reply = session.post(f"{small_server}/{route}", data=json.dumps(body).encode(), timeout=30)
+    reply = session.post(f"{small_server}/{route}", data=json.dumps(body).encode(), timeout=120)
     if reply.status_code == 200:
         _check_shape(route, body, reply.json())
     else:
@@ -64,7 +64,7 @@ def test_any_json(small_server: str, session: requests.Session, route: str, body
 @_checks
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: f'{{"query": {text}}}'.encode()))
 def test_any_bytes(small_server: str, session: requests.Session, route: str, body: bytes) -> None:
-    reply = session.post(f"{small_server}/{route}", data=body, timeout=30)
+    reply = session.post(f"{small_server}/{route}", data=body, timeout=120)
     assert reply.status_code in _REFUSALS | {200}
 
 
@@ -72,7 +72,7 @@ def test_any_bytes(small_server: str, session: requests.Session, route: str, bod
 @given(value=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12) | st.floats().map(str))
 def test_any_deadline(small_server: str, session: requests.Session, value: str) -> None:
     headers = {"X-Deadline-Ms": value.strip()}
-    reply = session.post(f"{small_server}/retrieve", json={"query": "Morn"}, headers=headers, timeout=30)
+    reply = session.post(f"{small_server}/retrieve", json={"query": "Morn"}, headers=headers, timeout=120)
     assert reply.status_code in {200, 422, 504}
 
 

@@ -212,5 +212,5 @@ def test_builder_makes_bm25_too(corpus_file: Path, tmp_path: Path, serve) -> Non
     server = serve(
         *("--corpus_path", str(corpus_file), "--index_path", str(tmp_path / "bm25"), "--retriever_name", "bm25")
     )
-    reply = requests.post(f"{server}/retrieve", json={"queries": ["capital"]}, timeout=30)
+    reply = requests.post(f"{server}/retrieve", json={"queries": ["capital"]}, timeout=120)
     assert [hit["id"] for hit in reply.json()["result"][0]] == ["p50"]

@@ -29,7 +29,7 @@ def run_server(server_environment: dict[str, str]) -> Callable[..., subprocess.C
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "search_r1.search.retrieval_server", *arguments]
-        return subprocess.run(command, cwd=_ROOT, env=server_environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=_ROOT, env=server_environment, capture_output=True, text=True, timeout=120)
 
     return run
 
@@ -57,11 +57,11 @@ def ask(launch, wait_until_ready, free_port) -> Callable[..., list[dict]]:
         process = launch("--port", url.rpartition(":")[2], *arguments, **variables)
         try:
             wait_until_ready(url, process)
-            reply = requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=30)
+            reply = requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=120)
             return reply.json()["result"][0]
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
 
     return find
 
@@ -74,11 +74,11 @@ def test_launch_script_serves_and_stops_cleanly(
     process = launch("--topk", "1", CORPUS_PATH=str(corpus_file), PORT=str(port))
     try:
         wait_until_ready(f"http://127.0.0.1:{port}", process)
-        reply = requests.post(f"http://127.0.0.1:{port}/retrieve", json={"queries": ["river Morn"]}, timeout=10)
+        reply = requests.post(f"http://127.0.0.1:{port}/retrieve", json={"queries": ["river Morn"]}, timeout=60)
         assert [hit["id"] for hit in reply.json()["result"][0]] == ["p20"]  # --topk 1 overrides TOPK
     finally:
         process.send_signal(stop)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"serving 5 passages by bm25 on http://127.0.0.1:{port}/retrieve" in log
     assert "Traceback" not in log
@@ -88,7 +88,7 @@ def test_launch_script_serves_and_stops_cleanly(
 
 def test_launch_script_without_a_corpus_says_what_to_do(launch, tmp_path: Path) -> None:
     process = launch(CORPUS_PATH=str(tmp_path / "none.jsonl"))
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 1
     assert log.startswith(f"error: corpus file {tmp_path}/none.jsonl does not exist; set CORPUS_PATH")
 
@@ -102,7 +102,7 @@ def test_published_bm25_script_from_a_folder_that_has_a_search_r1_too(
     settings = {"corpus_file": corpus_file.name, "save_dir": "made", "retriever_name": "bm25"}
     arguments = ("--bm25_k1", "1.2", "--bm25_b", "0.75")
     build = launch(*arguments, script="search_r1/search/build_index.sh", cwd=tmp_path, **settings)
-    assert build.wait(timeout=60) == 0, build.communicate()[1]
+    assert build.wait(timeout=120) == 0, build.communicate()[1]
     manifest = json.loads((tmp_path / "made" / "bm25" / "manifest.json").read_text())
     assert (manifest["k1"], manifest["b"]) == (1.2, 0.75)
     corpus_file.rename(tmp_path / "made" / "wiki-18.jsonl")
@@ -117,7 +117,7 @@ def test_published_dense_scripts_build_and_serve(ask, launch, corpus_file: Path,
     (tmp_path / "wiki-18.jsonl").write_bytes(corpus_file.read_bytes())
     settings = {"corpus_file": "wiki-18.jsonl", "save_dir": ".", "retriever_model": "model"}
     build = launch("--faiss_type", "HNSW64", script="search_r1/search/build_index.sh", cwd=tmp_path, **settings)
-    assert build.wait(timeout=120) == 0, build.communicate()[1]
+    assert build.wait(timeout=300) == 0, build.communicate()[1]
     made = json.loads((tmp_path / "e5_HNSW64.index.json").read_text())
     assert (made["pooling"], made["max_length"], made["faiss_type"]) == ("mean", 256, "HNSW64")
     assert (tmp_path / "emb_e5.memmap").stat().st_size == 5 * 32 * 4
@@ -171,7 +171,7 @@ def test_published_scripts_of_online_engines(ask, run_app) -> None:
 )
 def test_a_missing_file_is_one_line(launch, script: str, variables: dict[str, str], message: str) -> None:
     process = launch(script=script, **{"file_path": "no"} | variables)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 1
     assert log.startswith("error: ") and message in log and log.count("\n") == 1
 
@@ -216,4 +216,4 @@ def test_bm25_loads_no_torch(server_environment, corpus_file: Path) -> None:
         f"load_retriever(BackendOptions('bm25'), Corpus({str(corpus_file)!r})); "
         "assert not {'torch', 'ray', 'verl', 'transformers'} & set(sys.modules), 'heavy import'"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=server_environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=server_environment, check=True, timeout=120)

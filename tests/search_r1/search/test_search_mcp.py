@@ -302,7 +302,7 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, serve
 
     bm25 = ("--corpus_path", str(corpus_path), "--retriever_name", "bm25")
     url = serve(*bm25, "--mcp", "--auth_token", TOKEN)
-    assert requests.post(f"{url}/mcp", json={}, timeout=10).status_code == 401
+    assert requests.post(f"{url}/mcp", json={}, timeout=PATIENCE_S).status_code == 401
     with pytest.raises(ExceptionGroup) as refused:
         over_http(url, search("Osk"))
     assert refused.group_contains(MCPError, match="Server returned an error response")
@@ -310,7 +310,7 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, serve
     assert "HTTP 401" in error_of(over_stdio(url, search("Osk"), server_environment))
     with_token = server_environment | {"RETRIEVAL_AUTH_TOKEN": TOKEN}
     assert over_stdio(url, search("Osk"), with_token).content[0].text + "\n" == format_passage(1, TARSIA)
-    metrics = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10).text
+    metrics = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).text
     assert 'retrieval_requests_total{route="/mcp",status="200"}' in metrics
 
 
@@ -327,17 +327,17 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, serve
 def test_any_name_of_the_server_but_no_foreign_web_page(words: str, headers: dict, status: int) -> None:
     accept = {"Accept": "application/json, text/event-stream"}
     body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    assert requests.post(f"{words}/mcp", json=body, headers=accept | headers, timeout=10).status_code == status
+    assert requests.post(f"{words}/mcp", json=body, headers=accept | headers, timeout=PATIENCE_S).status_code == status
 
 
 @needs_mcp
 def test_there_is_no_stream_to_hold_open(words: str) -> None:
-    reply = requests.get(f"{words}/mcp", headers={"Accept": "text/event-stream"}, timeout=10)
+    reply = requests.get(f"{words}/mcp", headers={"Accept": "text/event-stream"}, timeout=PATIENCE_S)
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
 
 
 def test_without_the_flag_there_is_no_tool(small_server: str) -> None:
-    assert requests.post(f"{small_server}/mcp", json={}, timeout=10).status_code == 404
+    assert requests.post(f"{small_server}/mcp", json={}, timeout=PATIENCE_S).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_built_and_served(build: Build, serve: Any, corpus_file: Path, tmp_path:
     server = serve(*_serving(corpus_file, model, tmp_path / "db"))
     queries = ["river morn", "the capital of tarsia"]
     asked = {"queries": queries, "return_scores": True, "topk": 5}
-    result = requests.post(f"{server}/retrieve", json=asked, timeout=30).json()["result"]
+    result = requests.post(f"{server}/retrieve", json=asked, timeout=120).json()["result"]
     passages = list(Corpus(corpus_file))
     for hits, query in zip(result, encoder(model).encode_queries(queries), strict=True):
         exact = vectors @ query

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def gated(run_app, model_dir: Path) -> Iterator[Callable[..., Stage]]:
     def start(**limits: Any) -> Stage:
         model = GatedCrossEncoder(_options(model_dir))
         reranker = Reranker(model, RerankLimits(**{"max_wait_ms": 0.0} | limits))
-        options = AppOptions(topk=3, timeout_s=60.0)
+        options = AppOptions(topk=3, timeout_s=PATIENCE_S)
         app = create_app_of(reranker, rerank_router(reranker, options), options, reranker.metrics)
         made.append(Stage(run_app(app), model, reranker))
         return made[-1]
@@ -320,7 +321,7 @@ def test_a_pair_without_a_finite_score_fails_its_request_alone(model_dir: Path, 
     gated.open()
 
     async def both() -> list[Any]:
-        reranker = Reranker(gated, RerankLimits(max_wait_ms=200))
+        reranker = Reranker(gated, RerankLimits(max_batch=2, max_wait_ms=1000 * PATIENCE_S))
         document = [[json.dumps(_document("Osk")).encode()]]
         asked = [reranker.rerank([query], document, 1) for query in ("a volcano", "a city")]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -386,12 +387,16 @@ def test_a_full_queue_is_503_and_who_leaves_makes_room(gated: Callable[..., Stag
     with ThreadPoolExecutor(4) as pool:
         busy = pool.submit(_ask, stage, _QUERIES[0], "Album")
         wait_until(lambda: len(stage.model.batches) == 1)
-        leaving = pool.submit(_ask, stage, _QUERIES[1], "Osk", "Lune", headers={"X-Deadline-Ms": "400"})
+        leaving = HTTPConnection(stage.url.removeprefix("http://"), timeout=PATIENCE_S)
+        asked = {"queries": [_QUERIES[1]], "documents": [[_document("Osk"), _document("Lune")]]}
+        leaving.request("POST", "/rerank", json.dumps(asked))
         wait_until(lambda: stage.value("rerank_queue_pairs") == 2)
         refused = _ask(stage, _QUERIES[2], "Osk", "Lune")
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
         assert "2 pairs are queued and the limit is 3" in refused.json()["detail"]
-        assert leaving.result().status_code == 504
+        leaving.close()
+        wait_until(lambda: stage.value("rerank_queue_pairs") == 0)
+        assert _ask(stage, _QUERIES[1], "Osk", "Lune", headers={"X-Deadline-Ms": "50"}).status_code == 504
         assert stage.value("rerank_queue_pairs") == 0
         staying = pool.submit(_ask, stage, _QUERIES[2], "Osk", "Lune")
         wait_until(lambda: stage.value("rerank_queue_pairs") == 2)

@@ -79,8 +79,8 @@ def test_without_a_cache_every_query_is_run(run_app, corpus_file: Path) -> None:
 
 def test_an_answer_that_nobody_waited_for_any_more_is_kept(run_app, corpus_file: Path) -> None:
     with staged(run_app, corpus_file) as stage:
-        assert stage.ask("q 1", headers={"X-Deadline-Ms": "50"}).status_code == 504
-        stage.wait_for_batches(1)
+        with stage.client_that_leaves("q 1"):
+            stage.wait_for_batches(1)
         stage.retriever.open()
         wait_until(lambda: stage.value("retrieval_batch_queries_count") == 1)
         assert scores(stage.ask("q 1")) == [1.0]
@@ -309,9 +309,10 @@ def test_many_large_uploads_are_refused_until_one_of_them_ends(
             slow.sendall(head.encode() + b" " * held)
             wait_until(lambda: deadline.Bodies.total == held)
             body = b" " * 50_000 + b'{"queries": ["1"]}'
-            refused = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=10)
+            refused = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=PATIENCE_S)
             assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
             assert "100000 bytes" in refused.json()["detail"]
         wait_until(lambda: deadline.Bodies.total == 0)
-        assert requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=10).status_code == 200
+        answered = requests.post(f"http://{address[0]}:{address[1]}/retrieve", data=body, timeout=PATIENCE_S)
+        assert answered.status_code == 200
     assert deadline.Bodies.total == 0
