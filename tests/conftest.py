@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-from e2e_world import ENV, ROOT, free_port, run
+from e2e_world import ENV, ROOT, free_port, run, wait_until_up
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # an example is slow on a busy machine
+# An example, or making one up, is slow on a busy machine.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
 
@@ -118,19 +116,13 @@ def start_retriever() -> Iterator[Callable[..., str]]:
         environment = ENV | {"CORPUS_PATH": str(corpus), "PORT": str(port)}
         server = subprocess.Popen(["bash", "retrieval_launch.sh", *arguments], cwd=ROOT, env=environment)
         servers.append(server)
-        for _ in range(1200):
-            assert server.poll() is None, f"the retrieval server ended with {server.returncode}"
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
-                    return f"http://127.0.0.1:{port}/retrieve"
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise AssertionError("the retrieval server did not become ready within four minutes")
+        wait_until_up(server, f"http://127.0.0.1:{port}/readyz")
+        return f"http://127.0.0.1:{port}/retrieve"
 
     yield start
     for server in servers:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=120)
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ done
 """
 CURL = """\
 #!/usr/bin/env bash
-for _ in {1..200}; do grep -qs search_r1.search.retrieval_server "$CALLS" && exit 0; sleep 0.05; done
+for _ in {1..1200}; do grep -qs search_r1.search.retrieval_server "$CALLS" && exit 0; sleep 0.05; done
 exit 1
 """
 DF = "#!/usr/bin/env bash\necho Filesystem; echo disk 0 0 999999999 0% /\n"
@@ -147,7 +147,9 @@ class Checkout:
         self._calls.write_bytes(b"")
         paths = os.pathsep.join([str(self._programs), os.environ["PATH"]])
         variables = {"PATH": paths, "CALLS": str(self._calls)} | command.variables
-        done = subprocess.run(command.words, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command.words, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, f"{command.line} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return list(self._read_calls(command.where))
 

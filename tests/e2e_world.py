@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of the processes that start the first Ray on a machine at the same time each would write a token for all to read.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
-
-_HELD: list[socket.socket] = []
+_held_ports: list[socket.socket] = []
 
 
 def free_port() -> int:
     """A port for a server that binds it with SO_REUSEADDR, as servers do; until it listens, connections are refused.
 
-    It stays held by a socket of this process, so that the kernel gives it to nobody else in the meantime.
+    It stays bound by this process, so that the kernel gives it to nobody else in the meantime.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _HELD.append(holder)
+    _held_ports.append(holder)
     return int(holder.getsockname()[1])
 
 
-def run(*command: str, timeout: float = 600) -> str:
+def wait_until_up(server: subprocess.Popen[bytes], url: str) -> None:
+    """Until `url` answers; on a busy machine a server takes minutes to load."""
+    deadline = time.monotonic() + 600
+    while True:
+        assert server.poll() is None, f"the server of {url} ended with {server.returncode}"
+        try:
+            urllib.request.urlopen(url, timeout=10).close()
+            return
+        except OSError as error:
+            assert time.monotonic() < deadline, f"{url} is not there after ten minutes: {error}"
+            time.sleep(0.1)
+
+
+def run(*command: str, timeout: float = 1800) -> str:
     """Run a Python module or script of the project; its output, or an assertion error that shows it."""
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout, check=False

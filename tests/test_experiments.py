@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -269,14 +270,14 @@ def test_a_dry_run_starts_nothing(
 
 
 def test_no_more_jobs_run_at_a_time_than_allowed(tmp_path: Path) -> None:
-    """Each job counts the files of those that run: its own and, of three, one other at most."""
-    here = tmp_path / "running"
-    here.mkdir()
-    script = f"touch {here}/$0; sleep 0.3; ls {here} | wc -l; sleep 0.1; rm {here}/$0"
-    jobs = [Job(name, ["bash", "-c", script, name], tmp_path / f"{name}.log") for name in "abc"]
+    """Each of three waits for another (at most a minute, if there is none) before it ends."""
+    diary = tmp_path / "diary"
+    meet = f"for _ in {{1..600}}; do (( $(grep -c begin {diary}) > 1 )) && break; sleep 0.1; done"
+    script = f"echo begin >>{diary}; {meet}; sleep 0.3; echo end >>{diary}"
+    jobs = [Job(name, ["bash", "-c", script], tmp_path / f"{name}.log") for name in "abc"]
     assert run_all(jobs, at_once=2) == []
-    counts = [int((tmp_path / f"{name}.log").read_text()) for name in "abc"]
-    assert max(counts) == 2
+    running = list(accumulate(1 if line == "begin" else -1 for line in diary.read_text().splitlines()))
+    assert max(running) == 2 and running[-1] == 0
 
 
 @pytest.fixture
@@ -287,21 +288,23 @@ def heeds_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_ends_what_runs_and_starts_no_more(tmp_path: Path, heeds_ctrl_c: None) -> None:
-    script = f"echo $$ >{tmp_path}/$0; exec sleep 60"
+def test_ctrl_c_ends_what_runs_and_starts_no_more(
+    tmp_path: Path, heeds_ctrl_c: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        """Where `run_all` waits for its jobs; Ctrl-C comes once the first one runs."""
+        while not (tmp_path / "a").exists() or not (tmp_path / "a").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("processes.time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
+    script = f"echo $$ >{tmp_path}/$0; exec sleep 600"
     jobs = [Job(name, ["bash", "-c", script, name], tmp_path / f"{name}.log") for name in "ab"]
-    threading.Thread(target=interrupt_when, args=(tmp_path / "a",)).start()
     with pytest.raises(KeyboardInterrupt):
         run_all(jobs, at_once=1)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "a").read_text()), 0)
     assert not (tmp_path / "b").exists()
-
-
-def interrupt_when(path: Path) -> None:
-    while not path.exists() or not path.read_text():
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_the_server_answers_and_goes(tmp_path: Path) -> None:
@@ -310,7 +313,7 @@ def test_the_server_answers_and_goes(tmp_path: Path) -> None:
     with retrieval_server(corpus, tmp_path / "log") as url:
         body = json.dumps({"queries": ["Osk town"]}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             assert json.load(reply)["result"][0][0]["id"] == "town"
     with pytest.raises(OSError):
         urllib.request.urlopen(request, timeout=10)

@@ -26,7 +26,7 @@ SETTINGS = {
 def run(script: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS} | settings
     command = ["bash", str(ROOT / script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def composed(script: str, *arguments: str, **settings: str) -> dict:
@@ -176,8 +176,9 @@ def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None
 
 
 def test_relative_data_folder_is_the_callers(prompts: Path) -> None:
-    result = run("train_grpo.sh", "no.such.key=1", cwd=prompts.parent, DATA_DIR=prompts.name, EXPERIMENT_NAME="unused")
-    (ROOT / "unused.log").unlink(missing_ok=True)
+    name = f"test_scripts_{os.getpid()}"
+    result = run("train_grpo.sh", "no.such.key=1", cwd=prompts.parent, DATA_DIR=prompts.name, EXPERIMENT_NAME=name)
+    (ROOT / f"{name}.log").unlink(missing_ok=True)
     assert result.returncode == 2
     assert "no.such.key" in result.stdout
     assert "does not exist" not in result.stderr

@@ -57,7 +57,7 @@ def test_exit_status(
         env=os.environ | variables | {"REPORT": report, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert done.returncode == status, done.stdout + done.stderr
     assert said in done.stdout + done.stderr

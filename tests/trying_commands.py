@@ -11,11 +11,8 @@ import json
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +21,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from documented_commands import ROOT, Checkout, Command
+from e2e_world import free_port, wait_until_up
 
 import infer
 from search_r1.evaluation.command_line import method_config
@@ -229,32 +227,15 @@ def server(command: Command, checkout: Checkout) -> Iterator[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(arguments, cwd=checkout.folder, env=environment)
     try:
-        wait_until_healthy(process, f"http://127.0.0.1:{port}")
+        wait_until_up(process, f"http://127.0.0.1:{port}/healthz")
         yield f"http://127.0.0.1:{port}/retrieve"
     finally:
         process.terminate()
-        process.wait(timeout=20)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
-    for _ in range(600):
-        assert process.poll() is None, f"the server ended with {process.returncode}"
-        try:
-            urllib.request.urlopen(f"{url}/healthz", timeout=2).close()
-            return
-        except urllib.error.URLError:
-            time.sleep(0.1)
-    raise AssertionError(f"{url} was not ready within a minute")
+        process.wait(timeout=120)
 
 
 def post(url: str, request: object) -> dict:
-    with urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=10) as reply:
+    with urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=60) as reply:
         return json.load(reply)
 
 

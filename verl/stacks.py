@@ -43,9 +43,10 @@ def collect_stacks(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for process, (memory, size) in asked.items():
         with contextlib.suppress(psutil.Error, OSError):
-            while memory.stat().st_size == size and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(0.05)  # it may still be writing
+            before = size
+            while (now := memory.stat().st_size) > before or (now == size and time.monotonic() < deadline):
+                before = now  # once it grows, until it grows no more
+                time.sleep(0.2)
             if text := memory.read_bytes()[size:]:
                 path = folder / f"{_title(process)}-{process.pid}.txt"
                 path.write_bytes(text)

@@ -67,13 +67,17 @@ def run_all(jobs: Sequence[Job], at_once: int) -> list[Job]:
 @contextmanager
 def retrieval_server(corpus: Path, log: Path) -> Iterator[str]:
     """Yields the URL of a server for the passages in `corpus`, on a free port. Raises RuntimeError if none starts."""
-    port = _free_port()
-    process = _start(["bash", str(ROOT / "retrieval_launch.sh")], log, {"CORPUS_PATH": str(corpus), "PORT": str(port)})
-    try:
-        _wait_until_healthy(process, f"http://127.0.0.1:{port}/healthz", log)
-        yield f"http://127.0.0.1:{port}/retrieve"
-    finally:
-        _end([process])
+    with socket.socket() as held:  # for a server that reuses addresses the port is free, for others it is taken
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        variables = {"CORPUS_PATH": str(corpus), "PORT": str(port)}
+        process = _start(["bash", str(ROOT / "retrieval_launch.sh")], log, variables)
+        try:
+            _wait_until_healthy(process, f"http://127.0.0.1:{port}/healthz", log)
+            yield f"http://127.0.0.1:{port}/retrieve"
+        finally:
+            _end([process])
 
 
 def _start(command: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -110,9 +114,3 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
     raise RuntimeError(f"the retrieval server did not start, see {log}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

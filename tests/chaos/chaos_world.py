@@ -41,8 +41,9 @@ def lines_about(*queries: str, answer: str = "x") -> list[str]:
 
 
 def make_environment(
-    url: str, tokenizer: Any, timeout_s: float = 0.5, deadline_s: float = 4.0, max_batch: int = 1
+    url: str, tokenizer: Any, timeout_s: float = 30.0, deadline_s: float = 60.0, max_batch: int = 1
 ) -> SearchEnvironment:
+    """Its times are those of a client that never gives up on a server that is only slow."""
     client = RetrievalClient(url, topk=1, timeout_s=timeout_s, deadline_s=deadline_s, max_batch=max_batch)
     return SearchEnvironment(Searcher(client, 1), tokenizer, 300, "That was no action.")
 

@@ -71,7 +71,7 @@ class FaultProxy:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def __enter__(self) -> FaultProxy:
         return self

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from e2e_world import metrics_by_step
 from safetensors.torch import load_file
@@ -41,6 +42,18 @@ class KilledRun:
     def wait_until(self, phase: str, after_step: int) -> None:
         """Until the state of `after_step` is there and some worker's title (or a file in state/) has `phase` in it."""
         self.running.wait_until(lambda: self.state(after_step).is_dir() and self._is_in(phase), timeout_s=900)
+
+    def stop_in(self, phase: str, after_step: int) -> list[psutil.Process]:
+        """As `wait_until`; the workers in `phase`, stopped there (SIGSTOP)."""
+        while True:
+            self.wait_until(phase, after_step)
+            found = self.running.processes(phase)
+            for process in found:
+                process.suspend()
+            if found and all(phase in " ".join(process.cmdline()) for process in found):
+                return found
+            for process in found:  # one was faster
+                process.resume()
 
     def kill_driver(self) -> float:
         """SIGKILL; returns after how many seconds the last process of the run had ended."""

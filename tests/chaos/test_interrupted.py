@@ -36,7 +36,7 @@ class Interrupted:
             self.process.wait_until(lambda: any(self.states.glob(".*.writing/actor/__0_0.distcp")))
             (self.worker,) = self.process.processes("ray::ActorWorker")
             self.worker.suspend()
-            time.sleep(0.5)  # for the driver to go on
+            time.sleep(2)  # for the driver to go on
             if written := [path.name for path in self.states.glob(".*.writing")]:
                 break
             self.worker.resume()  # it was faster
@@ -91,12 +91,12 @@ def test_a_state_that_does_not_get_finished(interrupted: Interrupted) -> None:
     began = time.monotonic()
     assert_ended(interrupted, saved=False)
     assert LOST in interrupted.process.said
-    assert INTERRUPT_WAIT_S - 1 < time.monotonic() - began < INTERRUPT_WAIT_S + 30
+    assert INTERRUPT_WAIT_S - 1 < time.monotonic() - began < INTERRUPT_WAIT_S + 60
     print(f"ended {time.monotonic() - began:.1f} s after the signal")
 
 
 def assert_ended(interrupted: Interrupted, saved: bool) -> None:
-    assert interrupted.process.end(60) == 130, interrupted.process.said[-6000:]
+    assert interrupted.process.end(120) == 130, interrupted.process.said[-6000:]
     said = interrupted.process.said
     assert said.splitlines()[-1] == "interrupted: earlier checkpoints are intact" and "Traceback" not in said
     newest = interrupted.step if saved else interrupted.step - 1

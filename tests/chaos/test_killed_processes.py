@@ -47,9 +47,11 @@ def test_engines_come_back_and_the_run_ends_as_if_nothing_had_happened(
 ) -> None:
     run = make_run()
     running = run.start()
-    run.wait_until(ROLLOUT, after_step=1)
+    (worker,) = run.stop_in(ROLLOUT, after_step=1)
     (process,) = running.processes(victim)
     process.kill()
+    if process != worker:
+        worker.resume()
     assert running.end() == 0, running.said[-6000:]
     assert running.said.count("The engines are started anew") == 1
     assert_same_runs(straight, run, STEPS)
@@ -67,8 +69,10 @@ def test_a_dead_actor_worker_ends_the_run_which_can_go_on(
 ) -> None:
     run = make_run(workers=workers)
     run.start()
-    run.wait_until(UPDATE, after_step=1)
-    run.running.processes(UPDATE)[-1].kill()
+    *others, victim = run.stop_in(UPDATE, after_step=1)
+    victim.kill()
+    for worker in others:
+        worker.resume()
     seconds = assert_ends(run, "ActorWorker.update: a worker process ended")
     print(f"actor worker, 1 of {workers}: ended after {seconds:.1f} s")
     run.finish()
@@ -93,8 +97,7 @@ def test_a_worker_that_hangs_is_an_error_after_its_deadline_with_everyones_stack
     deadline_s = 90
     run = make_run(f"trainer.step_timeout_s={deadline_s}")
     run.start()
-    run.wait_until(UPDATE, after_step=1)
-    run.running.processes(UPDATE)[0].send_signal(signal.SIGSTOP)
+    run.stop_in(UPDATE, after_step=1)
     seconds = assert_ends(run, f"ActorWorker.update: no answer within {deadline_s} s", deadline_s)
     print(f"hanging actor worker: ended {seconds - deadline_s:.1f} s after the deadline")
     stacks = {path.name: path.read_text() for path in (run.folder / "stacks").iterdir()}
@@ -120,16 +123,16 @@ def test_a_dead_retrieval_server_ends_the_run(
 
 
 def test_a_dead_driver_leaves_nothing_behind(make_run: Callable[..., KilledRun]) -> None:
-    before = set(Path("/dev/shm").glob("verl-weights-*"))
     run = make_run()
     run.start()
     run.wait_until(ROLLOUT, after_step=1)
-    assert set(Path("/dev/shm").glob("verl-weights-*")) - before
+    open_files = psutil.Process(run.running.process.pid).open_files()
+    (lock,) = [Path(file.path) for file in open_files if file.path.startswith("/dev/shm/verl-weights-")]
     print(f"driver: the last process ended after {run.kill_driver():.1f} s")
     saved_state.verify(run.state(1))
     assert f"the run goes on from {run.state(1)}" in run.running.said
     run.finish()
-    assert not set(Path("/dev/shm").glob("verl-weights-*")) - before  # the next run takes away what was left in memory
+    assert not lock.parent.exists()  # the next run takes away what was left in memory
 
 
 def assert_ends(run: KilledRun, message: str | None, deadline_s: float = 0.0) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -12,14 +11,14 @@ from fault_proxy import FINAL, PASSING, FaultProxy, Kind, Request, healthy, scri
 
 from verl.protocol import Source, Status, Trajectory
 
-SCRIPT = lines_about("river Ildra", "river Sonne", answer="Sonneburg")
+FIRST, SECOND = "river Ildra", "river Sonne"
+SCRIPT = lines_about(FIRST, SECOND, answer="Sonneburg")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(library_url: str, byte_tokenizer: Any) -> Trajectory:
     """The episode without a proxy."""
-    patient = make_environment(library_url, byte_tokenizer, timeout_s=30.0, deadline_s=60.0)
-    (trajectory,) = play(patient, byte_tokenizer, [SCRIPT])
+    (trajectory,) = play(make_environment(library_url, byte_tokenizer), byte_tokenizer, [SCRIPT])
     assert trajectory.status is Status.ANSWERED and trajectory.num_searches == 2
     return trajectory
 
@@ -38,12 +37,16 @@ def test_what_passes_leaves_no_trace(
     kind: Kind, library_url: str, byte_tokenizer: Any, undisturbed: Trajectory
 ) -> None:
     """The first two requests meet the fault, the third asks the first query again; then the second query."""
+    timeout_s = 1.0 if kind == "silence" else 30.0
     with FaultProxy(library_url, scripted(kind, kind), delay_s=0.2) as proxy:
-        (trajectory,) = play(make_environment(proxy.url, byte_tokenizer), byte_tokenizer, [SCRIPT])
+        (trajectory,) = play(make_environment(proxy.url, byte_tokenizer, timeout_s), byte_tokenizer, [SCRIPT])
     assert_same(trajectory, undisturbed)
-    assert proxy.count(kind) == 2
     # a delay within the time of an attempt is an answer like any other
-    assert proxy.count("none") == (0 if kind == "delay" else 2)
+    met, well = ([FIRST, SECOND], []) if kind == "delay" else ([FIRST, FIRST], [FIRST, SECOND])
+    asked = [request.queries[0] for _, request in proxy.seen]
+    if kind == "silence":  # a slow machine is silent for longer than that now and then
+        asked = asked[:2] + list(dict.fromkeys(asked[2:]))
+    assert asked == met + well and proxy.count(kind) == 2
 
 
 @pytest.mark.parametrize("kind", FINAL)
@@ -73,11 +76,11 @@ def test_one_spoilt_answer_to_many_searches_fails_none(
 def test_what_does_not_pass_fails_the_episode_at_its_deadline(
     kind: Kind, library_url: str, byte_tokenizer: Any
 ) -> None:
-    with FaultProxy(library_url, lambda request: "none" if request.number == 1 else kind) as proxy:
-        environment = make_environment(proxy.url, byte_tokenizer, timeout_s=0.3, deadline_s=1.5)
+    with FaultProxy(library_url, lambda request: kind if SECOND in request.queries else "none") as proxy:
+        environment = make_environment(proxy.url, byte_tokenizer, timeout_s=1.0, deadline_s=4.0)
         started = time.monotonic()
         (trajectory,) = play(environment, byte_tokenizer, [SCRIPT])
-        assert time.monotonic() - started < 1.5 + 10
+        assert time.monotonic() - started < 4.0 + 20
         assert_failed(trajectory, byte_tokenizer, f"retriever {proxy.url} is not available")
     assert proxy.count(kind) >= 2, "it was tried once only"
 
@@ -135,10 +138,10 @@ def test_an_outage_longer_than_the_deadline_fails_what_waits_then_it_goes_on(
 ) -> None:
     """All four episodes wait for the server at once and fail at the same time; the next ones are whole again."""
     with FaultProxy(library_url, lambda request: "reset") as proxy:
-        environment = make_environment(proxy.url, byte_tokenizer, deadline_s=1.0)
+        environment = make_environment(proxy.url, byte_tokenizer, deadline_s=4.0)
         started = time.monotonic()
         failed = play(environment, byte_tokenizer, [SCRIPT, lines_about("Tavik"), lines_about("Morra"), SCRIPT])
-        assert time.monotonic() - started < 1.0 + 10
+        assert time.monotonic() - started < 4.0 + 20
         proxy.rule = healthy
         (after,) = play(environment, byte_tokenizer, [SCRIPT])
     for trajectory in failed:
@@ -149,9 +152,15 @@ def test_an_outage_longer_than_the_deadline_fails_what_waits_then_it_goes_on(
 
 def test_a_server_that_dies_for_ever(library_url: str, byte_tokenizer: Any) -> None:
     """While a request waits for it: the connection is reset, later ones are refused."""
-    with FaultProxy(library_url, scripted("none", "silence")) as proxy:
-        threading.Timer(0.3, proxy.die).start()
-        environment = make_environment(proxy.url, byte_tokenizer, timeout_s=5.0, deadline_s=1.5)
+
+    def rule(request: Request) -> Kind:
+        if FIRST in request.queries:
+            return "none"
+        proxy.die()  # as soon as the request has begun to wait
+        return "silence"
+
+    with FaultProxy(library_url, rule) as proxy:
+        environment = make_environment(proxy.url, byte_tokenizer, deadline_s=4.0)
         (trajectory,) = play(environment, byte_tokenizer, [SCRIPT])
         assert_failed(trajectory, byte_tokenizer, f"retriever {proxy.url} is not available")
     assert "Connect call failed" in (trajectory.failure or "")

@@ -87,7 +87,7 @@ class Episodes:
             lines_about(f"river {RIVERS[group]}", query_of(group, sample), answer="xy"[1 - REWARDS[group][sample]])
             for group, sample in slots
         ]
-        found = play(make_environment(self.url, self.tokenizer, deadline_s=20), self.tokenizer, scripts)
+        found = play(make_environment(self.url, self.tokenizer), self.tokenizer, scripts)
         failed = sum(trajectory.status is Status.FAILED for trajectory in found)
         self.stats = {"env/failed_ratio": failed / len(found), "env/redraws": 0.0}
         return [replace(t, group_id=f"g{group}") for t, (group, _) in zip(found, slots, strict=True)]

@@ -44,7 +44,7 @@ class TrainingProcess:
             assert time.monotonic() < deadline, f"waited for {timeout_s} s\n{self.said[-6000:]}"
             time.sleep(0.002)
 
-    def end(self, timeout_s: float = 600, others_s: float = 20) -> int:
+    def end(self, timeout_s: float = 600, others_s: float = 60) -> int:
         """The exit status, when it has ended, and at most `others_s` later all that it started."""
         try:
             status = self.process.wait(timeout_s)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from e2e_world import ENV, ROOT, free_port, run
+from e2e_world import ENV, ROOT, free_port, run, wait_until_up
 
 from search_r1.rewards.metrics import exact_match
 from verl.tracking.trajectory_store import read_trajectories
@@ -38,15 +35,15 @@ SERVER_LIMITS = ("--max-model-len", "1024", "--max-num-batched-tokens", "4096", 
 
 
 @pytest.fixture(scope="module")
-def model_server(policy: Path) -> Iterator[str]:
-    """vLLM's own server with the policy, starting."""
+def model_server(policy: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Address and process of vLLM's own server with the policy, starting."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy)]
     address = ("--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port))
     server = subprocess.Popen([*command, *address, *SERVER_FLAGS, *SERVER_LIMITS], cwd=ROOT, env=ENV | SERVER_ENV)
-    yield f"http://127.0.0.1:{port}"
+    yield f"http://127.0.0.1:{port}", server
     server.terminate()
-    server.wait(timeout=60)
+    server.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def questions(tinywiki: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def validated(
-    model_server: str, questions: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+    model_server: object, questions: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What `+trainer.val_only=true` stored, while the model server starts."""
     folder = tmp_path_factory.mktemp("val_only")
@@ -95,28 +92,19 @@ def evaluated(folder: Path, *arguments: str) -> tuple[list[dict], list[dict], di
     return records, read_trajectories(folder / "trajectories.parquet"), results
 
 
-def wait_until_up(url: str) -> None:
-    for _ in range(900):
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise AssertionError("the model server did not start within three minutes")
-
-
 def test_three_ways_give_the_same_answers_question_by_question(
     validated: list[dict[str, Any]],
     taught: Path,
-    model_server: str,
+    model_server: tuple[str, subprocess.Popen[bytes]],
     policy: Path,
     tinywiki_url: str,
     tmp_path: Path,
 ) -> None:
     data = ("--data", str(taught), "--retriever_url", tinywiki_url)
     records, played, results = evaluated(tmp_path / "engine", "--model", str(policy), *data)
-    wait_until_up(model_server)
-    server = ("--server", model_server, "--served_model", "policy", "--tokenizer", str(policy))
+    url, process = model_server
+    wait_until_up(process, f"{url}/health")
+    server = ("--server", url, "--served_model", "policy", "--tokenizer", str(policy))
     served_records, served, served_results = evaluated(tmp_path / "server", *server, *data)
 
     assert [row["ids"] for row in played] == [row["ids"] for row in validated]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from e2e_world import ENV, ROOT
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 NOTEBOOKS = ROOT / "notebooks"
 
@@ -19,7 +21,11 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> str
         monkeypatch.setitem(os.environ, key, value)
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, kernel_name="python3", timeout=600, resources=resources).execute()
+    patience = {"timeout": 1800, "startup_timeout": 300, "iopub_timeout": 300}
+    with tempfile.TemporaryDirectory() as sockets:
+        # A port that is chosen here would be free only until another program is given it; files are not.
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        NotebookClient(notebook, kernel_name="python3", resources=resources, config=config, **patience).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "\n".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_published_command_on_real_text(
     questions: Path, policy: Path, start_retriever: Callable[..., str], tmp_path: Path
 ) -> None:
     url = start_retriever(DATA / "wiki-mini.jsonl.gz")
-    environment = ENV | {"DATA_DIR": str(questions), "BASE_MODEL": str(policy), "EXPERIMENT_NAME": "real_text"}
+    name = f"real_text_{os.getpid()}"
+    environment = ENV | {"DATA_DIR": str(questions), "BASE_MODEL": str(policy), "EXPERIMENT_NAME": name}
     overrides = {
         "retriever.url": url,
         "data.train_batch_size": 8,
@@ -48,8 +50,8 @@ def test_published_command_on_real_text(
         "trainer.default_local_dir": tmp_path / "run",
     }
     command = ["bash", "train_grpo_ema_pg.sh", *(f"{key}={value}" for key, value in overrides.items())]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    (ROOT / "real_text.log").unlink(missing_ok=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    (ROOT / f"{name}.log").unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     rows = read_trajectories(tmp_path / "run" / "trajectories" / "train_step_1.parquet")
     assert len(rows) == 16 and all(row["status"] != "failed" for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 
@@ -55,13 +56,13 @@ def script(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path):
     """Runs a train script on TinyWiki as a user would: settings from the environment, overrides behind it."""
 
     def start(name: str, *overrides: str) -> Run:
-        experiment = f"e2e_{name.removesuffix('.sh')}"
+        experiment = f"e2e_{name.removesuffix('.sh')}_{os.getpid()}"
         environment = ENV | {"BASE_MODEL": str(policy), "EXPERIMENT_NAME": experiment, "DATA_DIR": str(tinywiki)}
         settings = (*WORLD, f"retriever.url={tinywiki_url}", f"trainer.default_local_dir={tmp_path / 'run'}")
         try:
             done = subprocess.run(
                 ["bash", name, *settings, *overrides],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False,
             )  # fmt: skip
         finally:
             (ROOT / f"{experiment}.log").unlink(missing_ok=True)

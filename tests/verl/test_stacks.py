@@ -17,18 +17,22 @@ STUCK = """
 import threading, time
 from verl.stacks import offer_stacks
 offer_stacks()
+entered = threading.Event()
 def second_thread():
-    time.sleep(60)
+    entered.set()
+    time.sleep(600)
 def main_thread():
     print("ready", flush=True)
     sum(range(10**12))  # a native call that never gives the interpreter's lock away
 threading.Thread(target=second_thread, daemon=True).start()
+entered.wait()
 main_thread()
 """
 
 
-def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path) -> None:
-    silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.stacks.ANSWER_S", 60.0)
+    silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
     try:
         assert stuck.stdout is not None and stuck.stdout.readline() == b"ready\n"

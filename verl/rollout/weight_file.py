@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from verl.errors import NumericalError, WeightSyncError
 
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
 LOCK = "owner.lock"
 FILE_PATTERN = "weights-*.safetensors"
@@ -44,13 +45,13 @@ class WeightFolder:
     An owner that was killed leaves it behind, and memory with it: the next owner removes folders whose lock is free.
     """
 
-    def __init__(self) -> None:
-        parent = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
+    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
         self._parent = parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
         self._remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self._parent))
-        self._lock = (self.path / LOCK).open("w")
+        hidden = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=self._parent))
+        self._lock = (hidden / LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = hidden.rename(self._parent / hidden.name[1:])  # others see it only now that its lock is taken
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -31,9 +31,10 @@ class RankWorker:
 
     def rendezvous(self) -> str:
         """Address of a free port on this worker's node, for `join`."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        self._held_port = socket.socket()  # until it is collected nobody else is given the port; a store may share it
+        self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held_port.bind(("", 0))
+        port = self._held_port.getsockname()[1]
         host = "127.0.0.1" if self.config.trainer.nnodes == 1 else socket.gethostbyname(socket.gethostname())
         return f"tcp://{host}:{port}"
 

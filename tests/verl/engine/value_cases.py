@@ -138,8 +138,8 @@ def evaluate(worker: CriticWorker, path: str, folder: Path) -> dict[str, Any]:
 
 def run_two_workers(path: str, folder: Path) -> list[dict[str, Any]]:
     """The results of two critic workers, each in a process of its own, which meet where the first one says."""
-    address = CriticWorker(value_config(path, folder), 10, 0, 2).rendezvous()
-    torch.multiprocessing.spawn(_worker, (path, str(folder), address), 2)
+    host = CriticWorker(value_config(path, folder), 10, 0, 2)  # keeps the port
+    torch.multiprocessing.spawn(_worker, (path, str(folder), host.rendezvous()), 2)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(2)]
 
 

@@ -205,11 +205,15 @@ def test_pieces_of_a_stream_are_the_turn(session: Any, prompts: list[list[int]])
     async def stream_all() -> list[list[Generation]]:
         return await asyncio.gather(*(pieces_of(ids, sampling) for ids, sampling in zip(prompts, how, strict=False)))
 
-    streamed = session.run(stream_all())
-    assert [join_pieces(pieces) for pieces in streamed] == session.run(sample_all(session.engine, prompts[:6], how))
-    for pieces in streamed:
-        assert len(pieces) > 5
-        assert [piece.finish_reason for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
+    whole = session.run(sample_all(session.engine, prompts[:6], how))
+    for _ in range(30):
+        streamed = session.run(stream_all())
+        assert [join_pieces(pieces) for pieces in streamed] == whole
+        for pieces in streamed:
+            assert [piece.finish_reason for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
+        if all(len(pieces) > 5 for pieces in streamed):
+            return
+    raise AssertionError("too few pieces, again and again")  # a reader that is slow gets some of them joined
 
 
 @pytest.mark.parametrize("leave", ["close", "cancel"])
@@ -217,8 +221,10 @@ def test_a_stream_that_is_left_is_aborted(session: Any, prompts: list[list[int]]
     endless = Sampling(max_tokens=400, ignore_eos=True)
 
     async def start_and_leave() -> tuple[int, int]:
-        stream = session.engine.stream(prompts[0], endless)
-        await anext(stream)
+        finished = "not begun"
+        while finished:  # for a reader that is slow the first piece is the whole turn
+            stream = session.engine.stream(prompts[0], endless)
+            finished = (await anext(stream)).finish_reason
         running = session.engine.num_running
         if leave == "close":
             await stream.aclose()

@@ -262,7 +262,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def assert_gone(process: psutil.Process) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"still running: {process}"
         time.sleep(0.1)

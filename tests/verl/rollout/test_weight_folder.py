@@ -9,9 +9,9 @@ from pathlib import Path
 from verl.rollout.weight_file import WeightFolder
 
 OWNER = """
-import os, signal
+import os, pathlib, signal, sys
 from verl.rollout.weight_file import WeightFolder
-folder = WeightFolder()
+folder = WeightFolder(pathlib.Path(sys.argv[1]))
 (folder.path / "weights-1.safetensors").write_bytes(b"1")
 print(folder.path, flush=True)
 if input() == "die":
@@ -19,26 +19,28 @@ if input() == "die":
 """
 
 
-def start_owner() -> tuple[subprocess.Popen[str], Path]:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start_owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     return owner, Path(owner.stdout.readline().strip())
 
 
-def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not() -> None:
-    (killed, abandoned), (living, used) = start_owner(), start_owner()
+def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    """In a folder of its own: any other owner on this machine would remove what was abandoned."""
+    (killed, abandoned), (living, used) = start_owner(tmp_path), start_owner(tmp_path)
     killed.communicate("die\n")
     assert (abandoned / "weights-1.safetensors").is_file()  # nobody could remove it
-    mine = WeightFolder()
+    mine = WeightFolder(tmp_path)
     try:
         assert not abandoned.exists()
         assert (used / "weights-1.safetensors").is_file() and mine.path.is_dir() and mine.path != used
-        other = WeightFolder()
+        other = WeightFolder(tmp_path)
         assert mine.path.is_dir()
         other.remove()
         assert not other.path.exists() and mine.path.is_dir()
     finally:
         mine.remove()
         living.communicate("end\n")
-    WeightFolder().remove()
-    assert not used.exists()
+    WeightFolder(tmp_path).remove()
+    assert list(tmp_path.iterdir()) == []

@@ -16,9 +16,9 @@ import pathlib, subprocess, sys
 from verl.trainer.janitor import Janitor
 
 janitor = Janitor(pathlib.Path(sys.argv[1]))
-watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 janitor.watch()
-later = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+later = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(watched.pid, later.pid, janitor._process.pid, flush=True)
 if input() == "stop":
     janitor.stop()
@@ -42,7 +42,7 @@ def test_only_what_was_watched_is_ended_and_only_after_a_death(stopped: bool, tm
             assert driver.stdout.readline() == "stopped\n" and not janitor.is_running()
         driver.kill()
         driver.wait()
-        gone, _ = psutil.wait_procs([watched, janitor], timeout=20 if not stopped else 7)
+        gone, _ = psutil.wait_procs([watched, janitor], timeout=60 if not stopped else 7)
         assert (watched in gone) is not stopped and not janitor.is_running()
         assert later.is_running()
     finally:

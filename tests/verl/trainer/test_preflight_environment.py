@@ -85,7 +85,7 @@ def test_a_retriever_that_fails_at_the_question(
 ) -> None:
     """It is well until it is asked something real."""
     with FaultProxy(osk_url, lambda request: kind if QUESTION in request.queries else "none") as proxy:
-        quick = ("retriever.timeout_s=0.3", "retriever.deadline_s=0.6")
+        quick = ("retriever.timeout_s=1", "retriever.deadline_s=3")
         found = asked(make_config(f"retriever.url={proxy.url}", *quick), byte_tokenizer)
     assert proxy.count(kind) > 0 and found.level == "FAIL"
     assert proxy.url in found.found

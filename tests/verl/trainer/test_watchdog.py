@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import psutil
 
@@ -13,36 +12,35 @@ import subprocess, sys, time
 from verl.single_controller.progress import note_progress
 from verl.trainer.watchdog import Watchdog
 
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
-watchdog = Watchdog(2.0, lambda seconds: print(f"stalled {seconds:.1f}", flush=True))
-for _ in range(15):
-    time.sleep(0.2)
-    note_progress()
-print("worked", flush=True)
+watchdog = Watchdog(4.0, lambda seconds: print(f"stalled {seconds:.1f}", flush=True))
 if "stop" in sys.argv:
     watchdog.stop()
-    time.sleep(3)
+    time.sleep(6)
     print("left alone", flush=True)
     child.kill()
     sys.exit(0)
-time.sleep(30)
+for _ in range(30):
+    time.sleep(0.2)
+    note_progress()
+print("worked", flush=True)
+time.sleep(600)
 """
 
 
-def run(*arguments: str) -> tuple[int, list[str], float]:
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", DRIVER, *arguments], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout.splitlines(), time.monotonic() - start
+def run(*arguments: str) -> tuple[int, list[str]]:
+    done = subprocess.run([sys.executable, "-c", DRIVER, *arguments], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout.splitlines()
 
 
 def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
-    status, (child, *lines), seconds = run()
+    status, (child, *lines) = run()
     assert status == 1 and lines[0] == "worked" and lines[1].startswith("stalled ") and len(lines) == 2
-    assert float(lines[1].split()[1]) >= 2.0 and seconds < 25
+    assert 4.0 <= float(lines[1].split()[1]) < 4.0 + 20
     assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_stopped_watchdog_leaves_the_driver_alone() -> None:
-    status, lines, _ = run("stop")
-    assert status == 0 and lines[1:] == ["worked", "left alone"]
+    status, lines = run("stop")
+    assert status == 0 and lines[1:] == ["left alone"]
