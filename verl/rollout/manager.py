@@ -108,19 +108,25 @@ class RolloutManager:
 
     def _surviving(self, call: Callable[[], None]) -> None:
         """Call it; when an engine has died, start all anew with the weights that they had, and call it again."""
+        died = False
         while True:
             try:
+                if died:
+                    self._start_anew()
                 return call()
             except (EngineDied, WorkerDied) as error:
                 if not self._restarts_left:
                     raise
+                died = True
                 self._restarts_left -= 1
                 log.warning("%s. The engines are started anew, at most %d times more", error, self._restarts_left)
-                self.shutdown()
-                self._start()
-                self._wait_until_started()
-                if self._publish is not None:
-                    self._give(self._publish)
+
+    def _start_anew(self) -> None:
+        self.shutdown()
+        self._start()
+        self._wait_until_started()
+        if self._publish is not None:
+            self._give(self._publish)
 
     def _give(self, publish: PublishWeights) -> None:
         handle = publish()

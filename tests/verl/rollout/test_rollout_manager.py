@@ -200,7 +200,7 @@ def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     publish = partial(publish_weights, [(k, v * 1.5) for k, v in model.named_parameters()], 3, weight_dir)
     before = engine_processes()
-    manager = RolloutManager(config_of(tiny_model_dir), POOL)
+    manager = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.max_restarts=3"), POOL)
     try:
         manager.load_weights(publish)
         expected = manager.collect(prompts, n=2, step=2)
@@ -210,14 +210,14 @@ def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
         assert sampled(again) == sampled(expected) and [t.weight_version for t in again] == [3] * 8
         (engine,) = engine_processes() - before
         worker = engine.parent()
-        with killed_with_requests_open(worker, engine):
+        with killed_with_requests_open(worker, engine), next_worker_killed_as_it_starts():
             again = manager.collect(prompts, n=2, step=2)
-        assert sampled(again) == sampled(expected)
+        assert sampled(again) == sampled(expected) and [t.weight_version for t in again] == [3] * 8
         assert_gone(engine)  # it ends with its worker
         (engine,) = engine_processes() - before
         engine.kill()
         with pytest.raises(EngineDied, match="has died"):
-            manager.collect(prompts, n=2, step=2)  # the third time is once too often
+            manager.collect(prompts, n=2, step=2)  # the fourth time is once too often
     finally:
         manager.shutdown()
 
@@ -241,6 +241,27 @@ def killed_with_requests_open(process: psutil.Process, engine: psutil.Process) -
         killer.join()
 
 
+@contextlib.contextmanager
+def next_worker_killed_as_it_starts() -> Iterator[None]:
+    before, done = processes_of("RolloutWorker"), threading.Event()
+
+    def kill() -> None:
+        while not done.wait(0.02):
+            for process in processes_of("RolloutWorker.start") - before:
+                process.kill()
+                return
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        none_came = killer.is_alive()
+        done.set()
+        killer.join()
+    assert not none_came
+
+
 def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any, tiny_model_dir: Path) -> None:
     manager = RolloutManager(config_of(tiny_model_dir, "agent.environment=no.such.Place"), POOL)
     try:
@@ -251,7 +272,11 @@ def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any,
 
 
 def engine_processes() -> set[psutil.Process]:
-    return {process for process in psutil.Process().children(recursive=True) if "EngineCore" in _title(process)}
+    return processes_of("EngineCore")
+
+
+def processes_of(title: str) -> set[psutil.Process]:
+    return {process for process in psutil.Process().children(recursive=True) if title in _title(process)}
 
 
 def _title(process: psutil.Process) -> str:
