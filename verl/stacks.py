@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -22,9 +23,14 @@ _NAME = "verl-stacks"
 
 
 def offer_stacks() -> None:
-    """Answer `collect_stacks` from now on."""
+    """Answer `collect_stacks` from now on. A second call changes nothing."""
     if hasattr(os, "memfd_create"):
-        faulthandler.register(SIGNAL, os.memfd_create(f"{_NAME}-{os.getpid()}"), all_threads=True)
+        faulthandler.register(SIGNAL, _own_memory(os.getpid()), all_threads=True)
+
+
+@functools.cache
+def _own_memory(pid: int) -> int:
+    return os.memfd_create(f"{_NAME}-{pid}")
 
 
 def collect_stacks(folder: Path) -> list[Path]:

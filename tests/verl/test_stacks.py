@@ -17,6 +17,7 @@ STUCK = """
 import threading, time
 from verl.stacks import offer_stacks
 offer_stacks()
+offer_stacks()
 entered = threading.Event()
 def second_thread():
     entered.set()
