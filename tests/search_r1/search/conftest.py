@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
-from e2e_world import free_port as a_free_port
+from e2e_world import free_port
 
 _ROOT = Path(__file__).resolve().parents[3]
 _DATA = _ROOT.parent / "shared" / "data"
@@ -44,11 +44,6 @@ def corpus_file(tmp_path: Path) -> Path:
 def write_corpus() -> Callable[[Path], Path]:
     """Writes `ROWS` to the path given."""
     return lambda path: _write_rows(path, ROWS)
-
-
-@pytest.fixture(scope="session")
-def free_port() -> Callable[[], int]:
-    return a_free_port
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +120,7 @@ def _servers(variables: dict[str, str]) -> Iterator[Serve]:
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, module: str = "retrieval_server", **more: str) -> str:
-        port = a_free_port()
+        port = free_port()
         command = [sys.executable, "-m", f"search_r1.search.{module}", "--port", str(port), *arguments]
         process = subprocess.Popen(command, cwd=_ROOT, text=True, stderr=subprocess.PIPE, env=variables | more)
         processes.append(process)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from e2e_world import free_port
 from fastapi import FastAPI, Request, Response
 
 from search_r1.search import routing
@@ -296,7 +297,7 @@ def test_a_malformed_answer_is_an_error_not_an_empty_result(run_app, body: bytes
     assert len(peer.requests) == 1
 
 
-def test_check_names_the_url_and_the_command(run_app, free_port) -> None:
+def test_check_names_the_url_and_the_command(run_app) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()
     with pytest.raises(RetrieverUnavailable) as caught:
@@ -330,7 +331,7 @@ def test_close_ends_waiting_searches_and_the_client_works_again(run_app) -> None
     asyncio.run(again())
 
 
-def test_two_loops_at_once_are_refused(free_port) -> None:
+def test_two_loops_at_once_are_refused() -> None:
     client = RetrievalClient(f"http://127.0.0.1:{free_port()}/retrieve")
 
     async def outer() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 from documented_commands import Checkout, parse
+from e2e_world import free_port
 from search_encoders import encoder, save_bert
 from search_engines import Engine
 
@@ -49,7 +50,7 @@ def launch(server_environment: dict[str, str]) -> Callable[..., subprocess.Popen
 
 
 @pytest.fixture
-def ask(launch, wait_until_ready, free_port) -> Callable[..., list[dict]]:
+def ask(launch, wait_until_ready) -> Callable[..., list[dict]]:
     """What the server of a launch script finds: `ask(query, *arguments, script=..., **variables)`."""
 
     def find(query: str, *arguments: str, **variables: Any) -> list[dict]:
@@ -68,7 +69,7 @@ def ask(launch, wait_until_ready, free_port) -> Callable[..., list[dict]]:
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_launch_script_serves_and_stops_cleanly(
-    launch, wait_until_ready, free_port, corpus_file: Path, stop: signal.Signals
+    launch, wait_until_ready, corpus_file: Path, stop: signal.Signals
 ) -> None:
     port = free_port()
     process = launch("--topk", "1", CORPUS_PATH=str(corpus_file), PORT=str(port))

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
+from e2e_world import free_port
 from search_scheduling import PATIENCE_S, GatedRetriever, Stage, wait_until
 
 from search_r1.llm_agent.observations import format_passage
@@ -290,7 +291,7 @@ def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: s
 
 
 @needs_mcp
-def test_a_server_that_is_not_there_is_a_tool_error(free_port, server_environment: dict[str, str]) -> None:
+def test_a_server_that_is_not_there_is_a_tool_error(server_environment: dict[str, str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     message = error_of(over_stdio(url, search("q"), server_environment, "auto", "--timeout_s", "0.5"))
     assert message.startswith(f"retriever {url}/retrieve is not available") and "retrieval_launch.sh" in message

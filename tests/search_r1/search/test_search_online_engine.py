@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_world import free_port
 from fastapi import Response
 from search_engines import SHAPES, Engine
 
@@ -141,7 +142,7 @@ def test_attempts_are_counted(run_app) -> None:
     assert len(engine.asked) == 3
 
 
-def test_a_slow_engine_is_asked_again_and_a_silent_one_is_unavailable(run_app, free_port) -> None:
+def test_a_slow_engine_is_asked_again_and_a_silent_one_is_unavailable(run_app) -> None:
     engine = Engine("serper", 60.0)
     assert len(_search(run_app(engine.app), ["lune"], timeout_s=3.0, deadline_s=50.0)[0]) == 3
     assert len(engine.asked) >= 2  # more where the second one is slow too

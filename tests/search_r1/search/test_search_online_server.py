@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import requests
+from e2e_world import free_port
 from fastapi import Response
 from search_engines import Engine
 
@@ -86,7 +87,7 @@ async def _search_both(server: str, bad: str, good: str) -> tuple[int, str]:
     return error.status, found[0]["url"]
 
 
-def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, free_port, tmp_path: Path) -> None:
+def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, tmp_path: Path) -> None:
     engine = Engine("tavily")
     cache = ("--retriever_name", "tavily", "--online_cache", str(tmp_path / "new" / "tavily.sqlite"))
     recording = serve(*cache, "--online_endpoint", f"{run_app(engine.app)}/engine", TAVILY_API_KEY=KEY)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
+from e2e_world import free_port
 from fastapi import FastAPI
 from search_scheduling import PATIENCE_S, GatedRetriever, scores, staged, wait_until
 
@@ -218,7 +219,7 @@ def test_a_token_guards_everything_but_two_probes(run_app, corpus_file: Path) ->
 
 
 def test_the_token_may_come_from_the_environment_and_is_not_logged(
-    server_environment: dict[str, str], wait_until_ready, free_port: Callable[[], int], corpus_file: Path
+    server_environment: dict[str, str], wait_until_ready, corpus_file: Path
 ) -> None:
     port = free_port()
     command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
@@ -260,7 +261,7 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_what_is_new(corpus_fil
 
 
 def test_sigterm_waits_for_a_request_that_is_still_being_sent(
-    server_environment: dict[str, str], wait_until_ready, free_port: Callable[[], int], corpus_file: Path
+    server_environment: dict[str, str], wait_until_ready, corpus_file: Path
 ) -> None:
     port = free_port()
     command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]

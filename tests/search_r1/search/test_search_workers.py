@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from e2e_world import free_port
 from search_scheduling import PATIENCE_S, wait_until
 
 from search_r1.search import errors
@@ -100,7 +101,7 @@ Start = Callable[..., Workers]
 
 
 @contextmanager
-def _running(environment: dict[str, str], free_port: Callable[[], int], corpus: Path) -> Iterator[Start]:
+def _running(environment: dict[str, str], corpus: Path) -> Iterator[Start]:
     """`start(*command)` runs a program of several processes; its temporary files are in a folder of their own."""
     started: list[Workers] = []
     folder = corpus.parent
@@ -153,21 +154,20 @@ def _reached(workers: Workers) -> set[int]:
 
 
 @pytest.fixture
-def start(server_environment: dict[str, str], free_port: Callable[[], int], corpus_file: Path) -> Iterator[Start]:
-    with _running(server_environment, free_port, corpus_file) as start:
+def start(server_environment: dict[str, str], corpus_file: Path) -> Iterator[Start]:
+    with _running(server_environment, corpus_file) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def held(
     server_environment: dict[str, str],
-    free_port: Callable[[], int],
     write_corpus: Callable[[Path], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Workers]:
     """Two front ends; five queries may wait."""
     corpus = write_corpus(tmp_path_factory.mktemp("held") / "corpus.jsonl")
-    with _running(server_environment, free_port, corpus) as start:
+    with _running(server_environment, corpus) as start:
         yield start(str(_STAGE), "--max_queue", "5")
 
 
@@ -404,9 +404,7 @@ def test_bad_arguments_and_a_port_in_use_are_one_line(
 
 
 @pytest.mark.parametrize("chosen_by_kernel", [True, False])
-def test_a_shared_address_is_shared_only_by_its_own_sockets(
-    free_port: Callable[[], int], chosen_by_kernel: bool
-) -> None:
+def test_a_shared_address_is_shared_only_by_its_own_sockets(chosen_by_kernel: bool) -> None:
     first = bind("127.0.0.1", 0 if chosen_by_kernel else free_port())
     port = first.getsockname()[1]
     with first, bind("127.0.0.1", port) as loading, bind("127.0.0.1", port) as alone:
