@@ -4,13 +4,11 @@
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash train_grpo.sh trainer.total_training_steps=20
 # Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
 set -euo pipefail
-CALLED_FROM=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
 
 DATA_DIR_DEFAULT=data/nq_search
 BASE_MODEL_DEFAULT=Qwen/Qwen2.5-3B
 EXPERIMENT_NAME_DEFAULT=nq_search-grpo-qwen2.5-3b
-source scripts/train_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/train_common.sh"
 check_settings "$@"
 
 train \

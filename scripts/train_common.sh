@@ -1,5 +1,6 @@
 # Shared by train_*.sh, which source it: settings from the environment, checks before anything starts, and the run itself.
-# Expects CALLED_FROM, EXPERIMENT_NAME_DEFAULT, DATA_DIR_DEFAULT and BASE_MODEL_DEFAULT.
+# Expects EXPERIMENT_NAME_DEFAULT, DATA_DIR_DEFAULT and BASE_MODEL_DEFAULT. The run, its log, and modules of one's own (a
+# reward, an environment) are in the folder that the script is called from.
 #   DATA_DIR           folder with train.parquet and test.parquet
 #   TRAIN_DATA_DIR, TEST_DATA_DIR   where the two are in different folders
 #   BASE_MODEL         a Hugging Face name, or a folder with a saved model (an actor/global_step_N, say)
@@ -9,8 +10,12 @@
 #                      says whether these settings would start and fit
 #   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
 
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# This checkout's packages, whatever lies in the caller's folder; then the caller's modules.
+export PYTHONPATH=$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+
 # A relative path means the caller's folder first, then the repository.
-locate() { if [[ $1 != /* && -e $CALLED_FROM/$1 ]]; then echo "$CALLED_FROM/$1"; else echo "$1"; fi; }
+locate() { if [[ ! -e $1 && -e $ROOT/$1 ]]; then echo "$ROOT/$1"; else echo "$1"; fi; }
 
 DATA_DIR=$(locate "${DATA_DIR:-$DATA_DIR_DEFAULT}")
 TRAIN_DATA_DIR=$(locate "${TRAIN_DATA_DIR:-$DATA_DIR}")
@@ -22,7 +27,7 @@ N_GPUS=${N_GPUS:-8}
 TRAINER=${TRAINER:-verl.trainer.main_ppo}
 
 PYTHON=python3
-if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+if [[ -x $ROOT/.venv/bin/python ]]; then PYTHON=$ROOT/.venv/bin/python; fi
 
 fail() { echo "error: $*" >&2; exit 2; } # as the trainer does for a wrong setting
 

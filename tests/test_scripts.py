@@ -175,13 +175,25 @@ def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None
         log.unlink(missing_ok=True)
 
 
-def test_relative_data_folder_is_the_callers(prompts: Path) -> None:
-    name = f"test_scripts_{os.getpid()}"
-    result = run("train_grpo.sh", "no.such.key=1", cwd=prompts.parent, DATA_DIR=prompts.name, EXPERIMENT_NAME=name)
-    (ROOT / f"{name}.log").unlink(missing_ok=True)
-    assert result.returncode == 2
-    assert "no.such.key" in result.stdout
-    assert "does not exist" not in result.stderr
+def test_paths_and_modules_are_those_of_the_callers_folder(prompts: Path) -> None:
+    """Except `verl`, which is this checkout's whatever else has that name there."""
+    (prompts / "mine").mkdir()
+    for package in ("verl", "my_rewards"):
+        (prompts / "mine" / f"{package}.py").write_text("raise SystemExit('mine: ' + __name__)")
+    arguments = (
+        "train_grpo.sh",
+        "reward.function=my_rewards.Score",
+        "trainer.default_local_dir=run",
+        "trainer.logger=[]",
+    )
+    settings = {
+        "DATA_DIR": "..",
+        "EXPERIMENT_NAME": "mine",
+        "BASE_MODEL": str(ROOT / "tests/verl/trainer/shapes/Llama-3.2-3B"),
+    }
+    result = run(*arguments, cwd=prompts / "mine", **settings)
+    assert "mine: my_rewards" in result.stdout, "the data folder was found, and the module"
+    assert (prompts / "mine" / "mine.log").is_file()
 
 
 def test_unknown_option_of_setup_is_an_error() -> None:

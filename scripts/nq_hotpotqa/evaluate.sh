@@ -5,13 +5,11 @@
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash scripts/nq_hotpotqa/evaluate.sh max_turns=2
 # Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
 set -euo pipefail
-CALLED_FROM=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 DATA_DIR_DEFAULT=data/nq_hotpotqa_train
 BASE_MODEL_DEFAULT=PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo
 EXPERIMENT_NAME_DEFAULT=evaluate-nq_hotpotqa
-source scripts/train_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../train_common.sh"
 # Nothing is trained on: there need not be a train.parquet.
 test_file="$TEST_DATA_DIR/test.parquet"
 check_settings data.train_files="$test_file" "$@"
