@@ -98,8 +98,7 @@ def _read(name: str | None, path: Path) -> Iterator[tuple[str, Question]]:
 def _question_file(name: str, path: Path) -> Iterator[tuple[str, Question]]:
     split = path.name.partition(".")[0]
     for row in read_questions(path, split, _NoBadRows()):
-        metadata = json.loads(row.metadata) if row.metadata else None
-        yield str(path), Question(name, row.id, tuple(row.golden_answers), row.question, _stratum(metadata))
+        yield str(path), Question(name, row.id, tuple(row.golden_answers), row.question, _stratum(row.metadata))
 
 
 class _NoBadRows(BadRows):
@@ -117,7 +116,7 @@ def _prompt_rows(name: str | None, path: Path) -> Iterator[tuple[str, Question]]
         answers = _answers([target] if isinstance(target, str) else target, place, "reward_model.ground_truth.target")
         text = row.get("question") or extra.get("question")
         identifier = row.get("id") or extra.get("id") or f"{extra.get('split', path.stem)}_{extra.get('index', index)}"
-        stratum = _stratum(row.get("metadata"))
+        stratum = _stratum(row.get("metadata"), extra)
         yield place, Question(name or row["data_source"], str(identifier), answers, text, stratum, row["prompt"])
 
 
@@ -128,8 +127,24 @@ def _answers(value: Any, place: str, column: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _stratum(metadata: Any) -> str:
-    """`type` and `level`, which say what kind of question it is and how hard."""
-    if not isinstance(metadata, dict):
-        return ""
-    return "/".join(str(metadata[name]) for name in ("type", "level") if metadata.get(name) is not None)
+def _stratum(*described: Any) -> str:
+    """What the first of `described` that says anything says: the kind of question, how hard it is, how many hops.
+
+    Each is an object, or JSON text of one (the column `metadata` of a prompt file); anything else says nothing.
+    """
+    for values in map(_as_object, described):
+        parts = [str(values[name]) for name in ("type", "level") if values.get(name) is not None]
+        if values.get("hops") is not None:
+            parts.append(f"hops {values['hops']}")
+        if parts:
+            return "/".join(parts)
+    return ""
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}

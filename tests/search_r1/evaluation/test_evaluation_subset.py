@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from search_r1.data.qa.build import PromptBuilder, Source
 from search_r1.evaluation.questions import Question, load_questions
 from search_r1.evaluation.subset import shares, stratified_subset
+from search_r1.llm_agent.templates import load_template
 from verl.errors import ConfigError, DataError
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "qa"
@@ -106,6 +108,36 @@ def test_rows_of_a_prompt_file_keep_their_prompt(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([made | {"id": "q1", "question": "Who?"}]), tmp_path / "p.parquet")
     [question] = load_questions([str(tmp_path / "p.parquet")], None)
     assert (question.id, question.text) == ("q1", "Who?")
+
+
+def test_a_prompt_file_has_the_strata_of_the_file_it_was_made_of(tmp_path: Path) -> None:
+    """The metadata of a prompt file is JSON text; its subset is that of the JSON lines, to the question."""
+    kinds = [{"type": "bridge", "level": level} for level in ("easy", "hard")] + [{"type": "comparison"}, {"hops": 4}]
+    rows = [row(f"q{i}", metadata=kinds[min(i % 7, 3)] if i % 5 else {}) for i in range(200)]
+    path = write(tmp_path / "hotpotqa/dev.jsonl", *rows)
+    builder = PromptBuilder(load_template("search_r1"))
+    builder.write(tmp_path / "test.parquet", [Source("hotpotqa", "dev", path)], "test")
+    lines, prompts = load_questions([f"hotpotqa={path}"], None), load_questions([str(tmp_path / "test.parquet")], None)
+    assert [question.stratum for question in prompts] == [question.stratum for question in lines]
+    assert {question.stratum for question in prompts} == {"bridge/easy", "bridge/hard", "comparison", "hops 4", ""}
+    taken = stratified_subset(prompts, 40)
+    assert [question.key for question in taken] == [question.key for question in stratified_subset(lines, 40)]
+    whole, part = (Counter(question.stratum for question in some) for some in (prompts, taken))
+    assert all(abs(part[kind] - whole[kind] / 5) < 1 for kind in whole)
+
+
+def test_hops_in_extra_info_are_strata_and_other_metadata_says_nothing(tmp_path: Path) -> None:
+    """TinyWiki says them in `extra_info`."""
+    made = {
+        "data_source": "tinywiki",
+        "prompt": [{"role": "user", "content": "Who?"}],
+        "reward_model": {"ground_truth": {"target": ["x"]}},
+        "metadata": "from the archive",
+    }
+    infos = [{"split": "test", "index": i, "hops": 1 + i % 2} for i in range(4)]
+    pq.write_table(pa.Table.from_pylist([made | {"extra_info": info} for info in infos]), tmp_path / "p.parquet")
+    strata = [question.stratum for question in load_questions([str(tmp_path / "p.parquet")], None)]
+    assert strata == ["hops 1", "hops 2"] * 2
 
 
 def test_places_go_to_the_largest_remainders() -> None:
