@@ -33,7 +33,7 @@ $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" $
 say "warm start: language modelling, then imitation of a clumsy explorer -> $run_dir/sft"
 $python -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.seed="$seed"
-policy=$(ls -d "$run_dir"/sft/global_step_* | sort -V | tail -n 1)
+policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -54,7 +54,7 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
   actor_rollout_ref.model.path="$policy" retriever.url="$url" trainer.seed="$seed" \
   trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" "$@"
 rl_seconds=$((SECONDS - rl_started))
-trained=$(ls -d "$run_dir"/rl/actor/global_step_* | sort -V | tail -n 1)
+trained=$($python -m verl.trainer.last_checkpoint "$run_dir/rl")
 
 say "one question, answered by infer.py with the trained policy"
 question=$($python -m search_r1.evaluation.example_question "$run_dir/data/test.parquet")

@@ -107,6 +107,7 @@ case "$*" in
   "-m venv "*) mkdir -p "$3/bin"; for tool in python ruff lint-imports; do cp "$0" "$3/bin/$tool"; done ;;
   "-m search_r1.data.tinywiki --output_dir "*) mkdir -p "$4"; touch "$4/corpus.jsonl" ;;
   *"import socket"*) echo 8001 ;;
+  "-m verl.trainer.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do
   case "$argument" in trainer.default_local_dir=*) mkdir -p "${argument#*=}/"{,actor/}global_step_1 ;; esac

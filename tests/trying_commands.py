@@ -251,6 +251,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),
+    (r"python -m verl\.trainer\.last_checkpoint", accepts_options),
     (r"python infer\.py", composes_answering),
     (r"python -m search_r1\.serve", composes_serving),
     (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),

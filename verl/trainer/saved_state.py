@@ -99,8 +99,13 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 def saved(run_dir: Path) -> Iterator[Path]:
     """The folders of a run, by step."""
-    paths = (run_dir / FOLDER).glob(f"{PREFIX}*")
-    yield from sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
+    yield from step_folders(run_dir / FOLDER)
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """`global_step_N` in `folder`, by step: of states, or of a role's models."""
+    paths = folder.glob(f"{PREFIX}*")
+    return sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
 def where_to_go_on(run_dir: Path) -> str:
