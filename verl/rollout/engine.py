@@ -9,7 +9,9 @@ import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vllm is imported
+from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
+
+quiet_libraries()  # vllm reads its settings when it is imported
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
@@ -229,7 +231,8 @@ def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float
 
 def _engine_variables(on_cpu: bool, ranks: int, num_threads: int | None, eager: bool) -> dict[str, str]:
     """Environment of the engine's process."""
-    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    quiet = ENGINE_VARIABLES | (CPU_ENGINE_VARIABLES if on_cpu else {})
+    variables = {name: value for name, value in quiet.items() if name not in os.environ}
     if not on_cpu:
         return variables
     threads = num_threads or max(1, len(os.sched_getaffinity(0)) - 1)

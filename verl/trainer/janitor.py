@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from verl.trainer.logs import log_to_stderr
+from verl.startup import log_to_stderr
 from verl.trainer.saved_state import where_to_go_on
 
 GRACE_S = 5.0  # most end by themselves

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
+from verl.startup import log_to_stderr
 from verl.trainer.exit_status import exit_status
-from verl.trainer.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from verl.config import Config

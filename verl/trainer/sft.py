@@ -20,9 +20,9 @@ from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError
+from verl.startup import log_to_stderr
 from verl.storage import append, whole_file
 from verl.trainer.exit_status import exit_status
-from verl.trainer.logs import log_to_stderr
 
 if TYPE_CHECKING:
     import torch
