@@ -4,8 +4,8 @@
     with phase("starting Ray"):
         ray.init(...)
 
-writes `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while a long
-phase lasts. Standard output stays free for what the program was asked for.
+writes `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while
+a long phase lasts. Standard output stays free for what the program was asked for.
 """
 
 from __future__ import annotations
