@@ -1,16 +1,16 @@
 """What the actor minimises, per token:
 
-loss = w policy_loss(l, l_old, A) - entropy_coeff H + kl_loss_coef KL / (s + 1e-6) + llds_coef LLDS
+loss = w policy_loss(l, l_old, A) - entropy_coeff H + kl_loss_coef KL / d + llds_coef LLDS
 
-`w` corrects for the sampler's own probabilities (`tokens["correction"]`, else 1); the divisor is there only when the
-advantages were scaled by the batch std s (`rows["adv_batch_std"]`).
+`w` corrects for the sampler's own probabilities (`tokens["correction"]`, else 1). `d` is what the advantages were
+divided by when they were scaled by the batch's std s (`rows["adv_batch_std"]`): s + 1e-6, or 1 where s is 0; else 1.
 """
 
 from __future__ import annotations
 
 import torch
 
-from verl.algorithms.advantages import EPSILON
+from verl.algorithms.advantages import batch_divisor
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.likelihood import llds
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
@@ -80,7 +80,7 @@ def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:
     if "adv_batch_std" not in batch.rows:
         return 1.0
     std_N = batch.rows["adv_batch_std"].repeat_interleave(batch.lengths_B)[inputs.token_N]
-    return std_N.to(inputs.label_N.device) + EPSILON
+    return batch_divisor(std_N).to(inputs.label_N.device)
 
 
 def _gate_units(batch: TrainBatch, inputs: ModelInput, gate: str) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Estimator:
         if found.return_T is not None:
             batch.tokens["returns"] = found.return_T
         if found.batch_std is not None:
-            batch.rows["adv_batch_std"] = found.batch_std.expand(len(batch))
+            batch.rows["adv_batch_std"] = found.batch_std.float().expand(len(batch))
             metrics["actor/adv_batch_std"] = float(found.batch_std)
         return metrics
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
 
+from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
 from verl.engine.batching import selected_tokens
 from verl.engine.mini_batches import mini_batches
 from verl.errors import ConfigError, NumericalError
@@ -109,6 +110,23 @@ def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: 
     del batch.rows["adv_batch_std"]
     plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))).gradients(batch)
     assert relative_error(halved, plain) < 1e-5
+
+
+def test_equal_rewards_leave_the_kl_as_it_is(model_path: str, run_dir: Path) -> None:
+    """There is no deviation to divide by: the KL keeps its weight, as if nothing had been scaled."""
+    batch = make_batch(8)  # groups of two
+    mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
+    given = AdvantageInput(torch.zeros(len(mask_T)), mask_T, row_T, batch.rows["group"])
+    last_B = batch.lengths_B.cumsum(0) - 1  # rows end with a policy token
+    given.reward_T[last_B] = 0.8
+    found = ADVANTAGES["grpo"](given, AdvantageSettings(scale="batch_std"))
+    assert found.batch_std is not None and float(found.batch_std) == 0
+    batch.tokens["advantages"] = found.advantage_T
+    plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)).gradients(batch)
+    batch.rows["adv_batch_std"] = found.batch_std.float().expand(len(batch))
+    engine = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1))
+    assert relative_error(engine.gradients(batch), plain) < 1e-6
+    assert engine.update(batch)["actor/pg_loss"] == 0
 
 
 def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -> None:

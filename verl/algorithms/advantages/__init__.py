@@ -19,5 +19,6 @@ from verl.algorithms.advantages import reinforce_plus_plus_baseline as reinforce
 from verl.algorithms.advantages import remax as remax
 from verl.algorithms.advantages import rloo as rloo
 from verl.algorithms.advantages.inputs import ADVANTAGES, EPSILON, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.scaling import batch_divisor as batch_divisor
 
-__all__ = ["ADVANTAGES", "EPSILON", "AdvantageInput", "AdvantageSettings", "Advantages"]
+__all__ = ["ADVANTAGES", "EPSILON", "AdvantageInput", "AdvantageSettings", "Advantages", "batch_divisor"]

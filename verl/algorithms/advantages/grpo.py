@@ -6,9 +6,10 @@ For a trajectory i of group g (the trajectories of one prompt) with reward R_i, 
     scale "none":       A_i =  R_i - mu_g
     scale "batch_std":  A_i = (R_i - mu_g) / (s + 1e-6),  s = unbiased std over the batch of (R_j - mu_g(j))
 
-A group of one has no mean to compare with: mu_g = 0 and sigma_g = 1, so its advantage is its reward.
+A batch of equal rewards (s = 0) is divided by 1. A group of one has no mean to compare with: mu_g = 0 and
+sigma_g = 1, so its advantage is its reward.
 Sources: GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2; "none" is Dr. GRPO (arXiv 2503.20783);
-"batch_std" is EMA-PG (arXiv 2602.04417), which also divides the KL loss by s + 1e-6.
+"batch_std" is EMA-PG (arXiv 2602.04417), which divides the KL loss by the same.
 """
 
 from __future__ import annotations

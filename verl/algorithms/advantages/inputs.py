@@ -95,14 +95,14 @@ class AdvantageSettings:
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns, in the reward's dtype."""
+    """What an estimator returns; tokens have the reward's dtype."""
 
     advantage_T: Tensor
     """[T]: 0 outside `mask_T` (gae with a chain: outside `chain_T`)."""
     return_T: Tensor | None = None
     """[T], 0 outside the same tokens: rewards to come (gae: the critic's target). None: the estimator works on rows."""
     batch_std: Tensor | None = None
-    """Scalar: the deviation that the scale "batch_std" divided by, before `EPSILON` is added."""
+    """Scalar float64: the deviation of the scale "batch_std"; `scaling.batch_divisor` says what it divided by."""
 
 
 ADVANTAGES: Registry[Callable[[AdvantageInput, AdvantageSettings], Advantages]] = Registry("advantage estimator")

@@ -4,7 +4,8 @@
     scale "batch_std":          A_i = (R_i - mu) / (s + 1e-6)
 
 with mu the mean and s the unbiased std of R over all trajectories of the batch. "group_std" divides by nothing, because
-there is no group here. A batch of one trajectory has nothing to compare with: mu = 0.
+there is no group here; equal rewards (s = 0) are divided by 1. A batch of one trajectory has nothing to compare with:
+mu = 0.
 Source: Williams (1992), "Simple statistical gradient-following algorithms", reinforcement baseline.
 """
 

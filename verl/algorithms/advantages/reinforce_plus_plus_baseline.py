@@ -19,5 +19,5 @@ from verl.algorithms.advantages.scaling import whitened
 def reinforce_plus_plus_baseline(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus its group's mean, whitened over policy tokens; reads no setting."""
     rows = policy_rows(given)
-    centred_B = centred(rows.reward_B, rows.group_B)
-    return Advantages(scattered(whitened(centred_B[rows.row_N]), given.mask_T))
+    whitened_N = whitened(centred(rows.reward_B, rows.group_B)[rows.row_N])
+    return Advantages(scattered(whitened_N.to(given.reward_T.dtype), given.mask_T))

@@ -14,9 +14,9 @@ class PolicyRows(NamedTuple):
     """The rows that have policy tokens, numbered anew from 0; the other rows take no part in any comparison."""
 
     reward_B: Tensor
-    """[B] float: R_i, the sum of the row's token rewards over its policy tokens."""
+    """[B] float64: R_i, the sum of the row's token rewards over its policy tokens."""
     length_B: Tensor
-    """[B] in the reward's dtype: number of policy tokens, at least 1."""
+    """[B] float64: number of policy tokens, at least 1."""
     group_B: Tensor
     """[B] int64."""
     row_N: Tensor
@@ -24,8 +24,11 @@ class PolicyRows(NamedTuple):
 
 
 def policy_rows(given: AdvantageInput) -> PolicyRows:
-    """Sum `given.reward_T` over the policy tokens of each row that has any."""
-    reward_N = given.reward_T[given.mask_T]
+    """Sum `given.reward_T` over the policy tokens of each row that has any.
+
+    In float64: what a mean of float32 rewards loses to rounding would be divided by a std that is no larger.
+    """
+    reward_N = given.reward_T[given.mask_T].double()
     row_B, row_N, length_B = torch.unique_consecutive(
         given.row_T[given.mask_T], return_inverse=True, return_counts=True
     )
@@ -39,5 +42,5 @@ def scattered(value_N: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def spread(value_B: Tensor, rows: PolicyRows, given: AdvantageInput) -> Tensor:
-    """[T]: each row's value at all its policy tokens, 0 elsewhere."""
-    return scattered(value_B[rows.row_N], given.mask_T)
+    """[T] in the reward's dtype: each row's value at all its policy tokens, 0 elsewhere."""
+    return scattered(value_B.to(given.reward_T.dtype)[rows.row_N], given.mask_T)

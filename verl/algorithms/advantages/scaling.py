@@ -19,18 +19,31 @@ def over_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def over_batch_std(centred_B: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] and scalar: c_i / (s + 1e-6) and s, the unbiased std over all rows. ValueError for fewer than two rows."""
+    """[B] and scalar: c_i / `batch_divisor(s)` and s, the unbiased std over all rows.
+
+    Raises ValueError for fewer than two rows.
+    """
     if len(centred_B) < 2:
         raise ValueError(
             f"the std over a batch needs at least two trajectories with policy tokens, not {len(centred_B)}: "
             'take more of them, or the scale "none"'
         )
     batch_std = centred_B.std()
-    return centred_B / (batch_std + EPSILON), batch_std
+    return centred_B / batch_divisor(batch_std), batch_std
+
+
+def batch_divisor(batch_std: Tensor) -> Tensor:
+    """What the std `batch_std` of a batch divides its advantages, and its KL loss, by: s + 1e-6, or 1 where s is 0.
+
+    Without a deviation there is no scale to take out: the advantages are 0 whatever divides them, and the KL would be
+    multiplied by a million.
+    """
+    return torch.where(batch_std > 0, batch_std + EPSILON, 1.0)
 
 
 def whitened(value_N: Tensor) -> Tensor:
-    """[N]: (x - mean) / sqrt(var + 1e-8), var unbiased; a single value becomes 0."""
+    """[N]: (x - mean) / sqrt(var + 1e-8), var unbiased; a single value becomes 0, and so do equal ones, exactly."""
     if len(value_N) < 2:
         return torch.zeros_like(value_N)
-    return (value_N - value_N.mean()) * (value_N.var() + WHITENING_EPSILON).rsqrt()
+    above_N = value_N.double() - value_N.min()
+    return ((above_N - above_N.mean()) * (above_N.var() + WHITENING_EPSILON).rsqrt()).to(value_N.dtype)
