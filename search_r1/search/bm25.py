@@ -21,6 +21,7 @@ from search_r1.search.errors import IndexMismatchError
 from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
 from search_r1.search.postings import Postings
 from search_r1.search.retriever import Hit
+from search_r1.search.targets import check_folder, replace_folder
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
 _MANIFEST = "manifest.json"
@@ -61,9 +62,18 @@ class Bm25Retriever:
         except (OSError, ValueError, KeyError) as error:
             raise IndexMismatchError(f"BM25 index {folder} is not readable: {error}; build it again") from error
 
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise `TargetTakenError` when `save` would not write to `folder`: something else lies there."""
+        check_folder(folder, _MANIFEST)
+
     def save(self, folder: str | Path) -> None:
-        """Write the index folder, replacing an earlier one only when the new one is complete."""
-        folder = Path(folder)
+        """Write the index folder, replacing an earlier index only when the new one is complete.
+
+        Raises `TargetTakenError` when `folder` has something else in it.
+        """
+        folder = Path(folder).resolve()  # through a link: the index lies where it points to
+        self.check_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
@@ -71,9 +81,7 @@ class Bm25Retriever:
             parameters = {"k1": self._index.k1, "b": self._index.b, "num_rows": len(self)}
             write_manifest(staging / _MANIFEST, _expected(self._corpus_digest) | parameters)
             staging.chmod(0o755)
-            if folder.exists():
-                shutil.rmtree(folder)
-            staging.rename(folder)
+            replace_folder(staging, folder, _MANIFEST)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

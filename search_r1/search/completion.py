@@ -18,6 +18,7 @@ from search_r1.search.errors import CorpusError
 from search_r1.search.gold_passages import GoldPassage, read_metadata, read_passages
 from search_r1.search.jsonl import read_lines
 from search_r1.search.questions import read_questions
+from search_r1.search.targets import check_not_read
 
 
 class MissingPassages:
@@ -91,8 +92,7 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
     measured before and after. One pass over the corpus, in memory for the gold passages only. Raises `CorpusError`;
     `output` is then what it was before.
     """
-    if output.exists() and output.samefile(corpus):
-        raise CorpusError(f"{output} is the corpus itself; write the completed one to another --output")
+    check_not_read("--output", output, [corpus, *passages, *questions])
     missing, sources = _read_gold(passages, questions)
     sets = {str(file): read_questions(file) for file in questions}
     matcher = matcher_of(question for rows in sets.values() for question in rows)

@@ -18,6 +18,7 @@ from search_r1.search.audit import audit, write_details
 from search_r1.search.completion import complete
 from search_r1.search.errors import SearchError
 from search_r1.search.manifest import write_manifest
+from search_r1.search.targets import check_not_read
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> None:
+    for option, path in (("--output", arguments.output), ("--details", arguments.details)):
+        check_not_read(option, path, [arguments.corpus_path, *arguments.questions])
     done = audit(arguments.corpus_path, arguments.questions, arguments.url, arguments.k)
     if arguments.output:
         write_manifest(arguments.output, done.report)
@@ -78,8 +81,9 @@ def _audit(arguments: argparse.Namespace) -> None:
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    report = complete(arguments.corpus_path, arguments.add, arguments.questions, arguments.output)
     path = arguments.report or arguments.output.with_name(arguments.output.name + ".report.json")
+    check_not_read("--report", path, [arguments.corpus_path, *arguments.add, *arguments.questions])
+    report = complete(arguments.corpus_path, arguments.add, arguments.questions, arguments.output)
     write_manifest(path, report)
     print(f"{report['rows_added']} passages added to {report['rows_before']}: {arguments.output}; report: {path}")
     print("\n".join(table(report["sources"])))

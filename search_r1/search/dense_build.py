@@ -15,7 +15,8 @@ from search_r1.search.encoder import Encoder, EncoderOptions
 from search_r1.search.errors import EncoderError, ServerError
 from search_r1.search.faiss_build import build_index
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
-from search_r1.search.qdrant_backend import connect, store_vectors
+from search_r1.search.qdrant_backend import check_collection, connect, store_vectors
+from search_r1.search.targets import check_file
 from search_r1.search.vectors import VectorFile
 
 
@@ -23,8 +24,9 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     """Encode `corpus` as `index_builder` was asked to, and say where the index is. Raises a `SearchError`."""
     if not arguments.model_path:
         raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
-    # a database that is not there is better known before the corpus is encoded
+    # a database that is not there, and a target that is taken, are better known before the corpus is encoded
     client = connect(arguments.qdrant_location) if arguments.qdrant_location else None
+    _check_targets(arguments, client, folder)
     encoder = Encoder(_encoder_options(arguments, arguments.model_path))
     fields = _fields(arguments, encoder, corpus)
     vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
@@ -34,18 +36,50 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
         store_vectors(client, arguments.qdrant_collection, vectors, fields)
         client.close()
         target = f"the collection {arguments.qdrant_collection} at {arguments.qdrant_location}"
-    if arguments.embedding_path is None and not arguments.save_embedding:
-        discard(vectors.path)
+    if arguments.embedding_path is None:
+        _keep_or_discard(vectors.path, arguments.save_embedding)
     return target
 
 
+def _check_targets(arguments: argparse.Namespace, client: Any | None, folder: Path) -> None:
+    if client is None:
+        check_file(_index_file(arguments, folder))
+    else:
+        check_collection(client, arguments.qdrant_collection)
+    if arguments.embedding_path is None:
+        check_file(_embedding_file(arguments, folder))
+
+
+def _index_file(arguments: argparse.Namespace, folder: Path) -> Path:
+    return folder / f"{arguments.retrieval_method}_{arguments.faiss_type}.index"
+
+
+def _embedding_file(arguments: argparse.Namespace, folder: Path) -> Path:
+    return folder / f"emb_{arguments.retrieval_method}.memmap"
+
+
+def _keep_or_discard(path: Path, save: bool) -> None:
+    """Vectors that an earlier run was asked to keep are kept."""
+    fields = read_manifest(manifest_path(path)) or {}
+    if save:
+        write_manifest(manifest_path(path), fields | {"kept": True})
+    elif not fields.get("kept"):
+        discard(path)
+
+
 def _write_faiss(arguments: argparse.Namespace, vectors: VectorFile, fields: dict[str, Any], folder: Path) -> str:
-    target = folder / f"{arguments.retrieval_method}_{arguments.faiss_type}.index"
-    manifest_path(target).unlink(missing_ok=True)  # never a new index beside an old manifest
+    target = _index_file(arguments, folder)
+    new = target.with_name(f".{target.name}.new")
     faiss.omp_set_num_threads(arguments.num_threads)
-    build_index(vectors, arguments.faiss_type, target, arguments.faiss_gpu, arguments.train_rows)
-    size = {"num_rows": len(vectors), "bytes": target.stat().st_size}
-    write_manifest(manifest_path(target), fields | {"faiss_type": arguments.faiss_type} | size)
+    try:
+        build_index(vectors, arguments.faiss_type, new, arguments.faiss_gpu, arguments.train_rows)
+        made = fields | {"faiss_type": arguments.faiss_type}
+        # in between the manifest fits neither index, and still says that the file is of this builder
+        write_manifest(manifest_path(target), made | {"num_rows": 0, "bytes": 0})
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+    write_manifest(manifest_path(target), made | {"num_rows": len(vectors), "bytes": target.stat().st_size})
     return str(target)
 
 
@@ -81,7 +115,7 @@ def _vectors(
     if arguments.embedding_path is not None:
         return _reused(arguments.embedding_path, encoder, corpus, fields)
     job = EmbeddingJob(
-        path=folder / f"emb_{arguments.retrieval_method}.memmap",
+        path=_embedding_file(arguments, folder),
         corpus_path=corpus.path,
         options=_encoder_options(arguments, arguments.model_path),
         fields=fields,

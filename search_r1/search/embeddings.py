@@ -21,6 +21,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, EncoderOptions
 from search_r1.search.errors import EncoderError
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
+from search_r1.search.targets import check_file
 from search_r1.search.vectors import VectorFile
 
 _BATCHES_A_BLOCK = 16
@@ -45,8 +46,10 @@ def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> Vector
     """Write what is still missing and return the vectors.
 
     Progress is saved every 16 batches. With several processes each loads an encoder of its own, on the GPUs in turn.
-    Raises `IndexMismatchError` when the file is of another corpus, encoder, precision or length.
+    Raises `IndexMismatchError` when the file is of another corpus, encoder, precision or length, and
+    `TargetTakenError` when it has no manifest: then it is somebody else's.
     """
+    check_file(job.path)
     done = rows_done(job.path, job.fields)
     step = job.batch_size * _BATCHES_A_BLOCK
     blocks = [(start, min(start + step, len(corpus))) for start in range(done, len(corpus), step)]
@@ -71,16 +74,16 @@ def rows_done(path: Path, fields: dict[str, Any]) -> int:
 
 
 def discard(path: Path) -> None:
-    """Remove the vectors and their manifest."""
-    manifest_path(path).unlink(missing_ok=True)
+    """Remove the vectors and their manifest, which goes last: without it they would be a stranger's."""
     path.unlink(missing_ok=True)
+    manifest_path(path).unlink(missing_ok=True)
 
 
 def _reserve(job: EmbeddingJob, num_bytes: int, done: int) -> None:
-    """A file of the final size; the manifest of an earlier one goes first, so that the two never disagree."""
+    """A file of the final size; its manifest is there before it, so that the two never disagree."""
     if done == 0:
-        discard(job.path)
         write_manifest(manifest_path(job.path), job.fields | {"rows_done": 0})
+        job.path.unlink(missing_ok=True)
     with job.path.open("ab") as file:
         file.truncate(num_bytes)
 

@@ -13,6 +13,10 @@ class IndexMismatchError(SearchError):
     """An index that is missing, unreadable, or was built from another corpus, encoder or analyzer."""
 
 
+class TargetTakenError(SearchError):
+    """Where something is to be written lies what no builder of this service wrote; it is never replaced."""
+
+
 class EncoderError(SearchError):
     """An encoder or a cross-encoder that cannot be loaded, is not supported, or gives non-finite values."""
 

@@ -6,7 +6,8 @@
 writes `{save_dir}/{method}_{faiss_type}.index` and its manifest (`.json`); `--save_embedding` keeps the vectors in
 `{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run goes on where it stopped when
 started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. With `--qdrant_location` the vectors go
-to a Qdrant collection instead of a FAISS index.
+to a Qdrant collection instead of a FAISS index. An earlier index of the same name is replaced; what no builder wrote is
+refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save_embedding", action="store_true", help="keep the vectors")
     parser.add_argument("--faiss_gpu", action="store_true", help="build on all GPUs")
     parser.add_argument("--qdrant_location", help="write to Qdrant at http://host:6333, or in a folder")
-    parser.add_argument("--qdrant_collection", help="its collection; one of that name is replaced")
+    parser.add_argument("--qdrant_collection", help="its collection; an earlier one of ours is replaced")
     parser.add_argument("--bm25_k1", type=float, default=0.9, help="of BM25: how soon more of a term adds little")
     parser.add_argument("--bm25_b", type=float, default=0.4, help="of BM25: weight of the length of a passage, 0 to 1")
     parser.add_argument("--num_threads", type=int, default=os.cpu_count() or 1, help="of all processes together")
@@ -74,6 +75,7 @@ def build(arguments: argparse.Namespace) -> str:
     folder = Path(arguments.save_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.retrieval_method == "bm25":
+        Bm25Retriever.check_folder(folder / "bm25")  # better known before the long work
         Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
         return str(folder / "bm25")
     prepare_libraries(arguments.num_threads)

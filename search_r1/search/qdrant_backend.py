@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from search_r1.search.address import without_credentials
-from search_r1.search.errors import EncoderError, IndexMismatchError, SearchError, ServerError
+from search_r1.search.errors import EncoderError, IndexMismatchError, SearchError, ServerError, TargetTakenError
 from search_r1.search.retriever import Hit
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from search_r1.search.corpus import Corpus
     from search_r1.search.vectors import VectorFile
 
+_EVERY_COLLECTION = {"corpus", "num_rows"}  # in the metadata of all that `store_vectors` writes
 _UPLOAD_ROWS = 512  # about 4 MB of JSON at 768 values a vector; Qdrant takes 32 MB a request
 
 
@@ -111,11 +112,13 @@ def connect(location: str) -> Any:
 
 
 def store_vectors(client: Any, collection: str, vectors: VectorFile, fields: dict[str, Any]) -> None:
-    """Write `vectors` to a new collection, replacing one of that name; `fields` say what they were made from.
+    """Write `vectors` to a new collection, replacing an earlier one of ours; `fields` say what they were made from.
 
-    Raises `EncoderError` on a vector with NaN or Inf, and `ServerError` when the database fails.
+    Raises `EncoderError` on a vector with NaN or Inf, `ServerError` when the database fails, and `TargetTakenError` as
+    `check_collection`.
     """
     models = _library().models
+    check_collection(client, collection)
     try:
         if client.collection_exists(collection):
             client.delete_collection(collection)
@@ -136,19 +139,35 @@ def store_vectors(client: Any, collection: str, vectors: VectorFile, fields: dic
         raise ServerError(f"Qdrant did not take the vectors: {error}; is the database running?") from error
 
 
+def check_collection(client: Any, collection: str) -> None:
+    """Raise `TargetTakenError` when there is a collection of this name that `store_vectors` did not write."""
+    found = _metadata(client, collection)
+    if found is not None and not found.keys() >= _EVERY_COLLECTION:
+        raise TargetTakenError(
+            f"the Qdrant collection {collection!r} was not written by the index builder and is not replaced; pass "
+            "another --qdrant_collection, or delete it yourself"
+        )
+
+
 def read_fields(client: Any, collection: str) -> dict[str, Any]:
     """What `store_vectors` was told, and `num_rows`. Raises `IndexMismatchError` when there is no such collection."""
-    try:
-        exists = client.collection_exists(collection)
-        found = client.get_collection(collection).config.metadata if exists else None
-    except Exception as error:  # see `search`
-        raise ServerError(f"Qdrant did not answer: {error}; is the database running?") from error
-    if not found or "num_rows" not in found or "corpus" not in found:
+    found = _metadata(client, collection)
+    if found is None or not found.keys() >= _EVERY_COLLECTION:
         raise IndexMismatchError(
             f"Qdrant has no collection {collection!r} of this service; write it: "
             "python -m search_r1.search.index_builder --qdrant_location ... --qdrant_collection ..."
         )
-    return dict(found)
+    return found
+
+
+def _metadata(client: Any, collection: str) -> dict[str, Any] | None:
+    """{} when it has none, None when there is no such collection."""
+    try:
+        if not client.collection_exists(collection):
+            return None
+        return dict(client.get_collection(collection).config.metadata or {})
+    except Exception as error:  # see `search`
+        raise ServerError(f"Qdrant did not answer: {error}; is the database running?") from error
 
 
 def _hits(points: list[Any]) -> list[Hit]:
