@@ -49,7 +49,6 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.methods.registry import METHODS
     from search_r1.evaluation.questions import load_questions
     from search_r1.evaluation.retriever_info import serves
-    from search_r1.evaluation.runner import unfinished
     from search_r1.evaluation.store import Store
     from search_r1.evaluation.subset import stratified_subset
 
@@ -62,31 +61,41 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     served = asyncio.run(serves(config.retriever)) if METHODS[args.method].retrieves else None
     settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
     store = Store(args.output_dir, settings, args.restart)
-    if unfinished(questions, store):
-        asyncio.run(play(args, config, questions, store))
+    asyncio.run(run(args, config, questions, store))
     return conclude(args, config, questions, store, settings)
 
 
+async def run(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
+    """Ask what is left of the model, then of the judge. A judge that refuses its key is known before the model is."""
+    from search_r1.evaluation.judge_flags import make_judge
+    from search_r1.evaluation.judging import judge_answers, unjudged
+    from search_r1.evaluation.runner import unfinished
+
+    keys = [question.key for question in questions]
+    left = unfinished(questions, store)
+    judge = make_judge(args) if left or unjudged(keys, store) else None
+    if judge is not None:
+        await judge.check()
+    if left:
+        await play(args, config, questions, store)
+    if judge is not None:
+        await judge_answers(judge, keys, store, args.max_redraws)
+
+
 async def play(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
-    """Ask what is left."""
+    """Ask the model what is left."""
     from search_r1.evaluation.methods.registry import METHODS, make_method
     from search_r1.evaluation.records import Measurer
     from search_r1.evaluation.runner import Pace, Runner
     from search_r1.llm_agent.search_engine import Searcher
-    from search_r1.rewards.component import make_component
 
     recipe = METHODS[args.method]
-    judge = None
-    if args.judge_url is not None:
-        judge = make_component("search_r1.rewards.judge.Judge", {"url": args.judge_url, "model": args.judge_model})
-        if hasattr(judge, "check"):
-            await judge.check()
     searcher = Searcher.from_config(config.retriever) if recipe.needs_context else None
     try:
         async with _open(args, config) as agent:
             method = make_method(args.method, agent, config, searcher, own_prompts=args.template is None)
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
-            measurer = Measurer(agent.tokenizer, agent.template.grammar, recipe.retrieves, judge, is_exact)
+            measurer = Measurer(agent.tokenizer, agent.template.grammar, recipe.retrieves, is_exact)
             pace = Pace(args.concurrency, args.max_redraws)
             await Runner(method, measurer, store, agent.tokenizer.decode, pace, args.seed).run(questions)
     finally:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from search_r1.evaluation.judge_flags import add_judge_flags, check_judge_flags, judge_settings
 from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
 from search_r1.evaluation.served_agent import Server
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
@@ -33,8 +34,7 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
         parser.error("give --model DIR, or --server URL with --served_model NAME")
     if args.server is not None and (args.served_model is None or args.tokenizer is None):
         parser.error("--server needs --served_model NAME and --tokenizer DIR")
-    if (args.judge_url is None) != (args.judge_model is None):
-        parser.error("--judge_url and --judge_model go together")
+    check_judge_flags(parser, args)
     return args
 
 
@@ -51,8 +51,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--subset", type=_positive, help="a fixed stratified part of each set, of this size (default: all questions)")
     add("--subset_seed", type=int, default=0, help="another part (default: %(default)s)")
     add("--corpus_path", type=Path, help="jsonl(.gz) of the retriever's passages: adds the coverage audit")
-    add("--judge_url", help="OpenAI-compatible endpoint whose model judges the answers")
-    add("--judge_model", help="name of the judge at that endpoint")
+    add_judge_flags(parser)
     add("--concurrency", type=_positive, default=64, help="questions at once (default: %(default)s)")
     add("--max_redraws", type=_natural, default=2, help="further attempts at a failed question (default: %(default)s)")
     add("--allow_failed", action="store_true", help="exit with status 0 although questions failed")
@@ -86,7 +85,7 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
         "max_response_length": config.data.max_response_length,
         "max_obs_length": config.data.max_obs_length,
         "subset": None if args.subset is None else {"size": args.subset, "seed": args.subset_seed},
-        "judge": None if args.judge_url is None else {"url": args.judge_url, "model": args.judge_model},
+        "judge": judge_settings(args),
     }
     for name in ("max_tokens", "stop", "ignore_eos"):  # set for each turn
         del settings["sampling"][name]

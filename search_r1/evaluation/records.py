@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.methods.base import CONTEXT
-from search_r1.rewards.component import BatchedComponent, Component
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
 from search_r1.rewards.reading import Reading, read_trajectory
 from search_r1.search.answers import AnswerMatcher, answer_tokens
 from search_r1.search.questions import searched_answers
-from verl.errors import RewardUnavailable
 from verl.protocol import Status, Trajectory
 
 if TYPE_CHECKING:
@@ -40,6 +38,8 @@ METRICS = {
 class Record:
     """One question, once asked. A metric that does not apply is None; those of a FAILED episode all are.
 
+    `failure` says why there is no episode, or no verdict on its answer.
+
     `retrieval_recall` is 1 when a gold answer stands in a passage that the model was shown; it does not apply to
     questions whose answers prove nothing (yes, no), and to methods without retrieval. `exact_ids`: all token ids are
     those that were sampled.
@@ -60,8 +60,14 @@ class Record:
         return f"{self.set_name}/{self.id}"
 
     @property
+    def played(self) -> bool:
+        """Whether there is an episode that came to its end; else the question has to be asked again."""
+        return self.status != Status.FAILED.value
+
+    @property
     def failed(self) -> bool:
-        return self.status == Status.FAILED.value
+        """Whether it is left out of all means: it was not played, or its answer could not be judged."""
+        return self.failure is not None or not self.played
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +82,7 @@ class Scored:
 
 
 class Measurer:
-    """Makes records. `judge` scores an answer in [0, 1]; `retrieves` says whether the method shows passages.
+    """Makes records. `retrieves` says whether the method shows passages.
 
     `is_exact` is asked whether the token ids so far are those that were sampled.
     """
@@ -86,36 +92,21 @@ class Measurer:
         tokenizer: PreTrainedTokenizerBase,
         grammar: Grammar,
         retrieves: bool,
-        judge: Component | BatchedComponent | None = None,
         is_exact: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._tokenizer, self._grammar, self._retrieves, self._judge = tokenizer, grammar, retrieves, judge
+        self._tokenizer, self._grammar, self._retrieves = tokenizer, grammar, retrieves
         self._is_exact = is_exact
 
-    async def measure(self, episodes: Sequence[Scored]) -> list[Record]:
-        """Also sets reward (EM) and components of the trajectories. One that cannot be judged becomes FAILED."""
-        readings = [read_trajectory(episode.trajectory, self._tokenizer, self._grammar) for episode in episodes]
-        played = [index for index, episode in enumerate(episodes) if episode.trajectory.status is not Status.FAILED]
-        verdicts = dict(zip(played, await self._judged([readings[index] for index in played]), strict=True))
-        return [
-            self._record(episode, reading, verdicts.get(index))
-            for index, (episode, reading) in enumerate(zip(episodes, readings, strict=True))
-        ]
+    def measure(self, episodes: Sequence[Scored]) -> list[Record]:
+        """Also sets reward (EM) and components of the trajectories."""
+        return [self._record(episode) for episode in episodes]
 
-    async def _judged(self, readings: Sequence[Reading]) -> Sequence[float | RewardUnavailable | None]:
-        if self._judge is None:
-            return [None] * len(readings)
-        if isinstance(self._judge, BatchedComponent):
-            return await self._judge.measure(readings)
-        return [float(self._judge(reading)) for reading in readings]
-
-    def _record(self, episode: Scored, reading: Reading, verdict: float | RewardUnavailable | None) -> Record:
+    def _record(self, episode: Scored) -> Record:
         trajectory = episode.trajectory
-        if isinstance(verdict, RewardUnavailable):
-            trajectory.status, trajectory.failure, verdict = Status.FAILED, str(verdict), None
+        reading = read_trajectory(trajectory, self._tokenizer, self._grammar)
         metrics: dict[str, float | None] = dict.fromkeys(METRICS)
         if trajectory.status is not Status.FAILED:
-            metrics = self._metrics(episode, reading, verdict)
+            metrics = self._metrics(episode, reading)
             trajectory.reward = metrics["em"]
             trajectory.reward_components = {name: value for name, value in metrics.items() if value is not None}
         set_name = trajectory.prompt.data_source
@@ -131,7 +122,7 @@ class Measurer:
             metrics=metrics,
         )
 
-    def _metrics(self, episode: Scored, reading: Reading, verdict: float | None) -> dict[str, float | None]:
+    def _metrics(self, episode: Scored, reading: Reading) -> dict[str, float | None]:
         trajectory, answer, golden = episode.trajectory, reading.answer, reading.targets
         context = trajectory.prompt.row.get(CONTEXT)
         shown = reading.passages if context is None else (context, *reading.passages)
@@ -139,7 +130,7 @@ class Measurer:
             "em": float(answer is not None and exact_match(answer, golden)),
             "f1": 0.0 if answer is None else token_f1(answer, golden),
             "cover_em": float(answer is not None and cover_match(answer, golden)),
-            "judge": verdict,
+            "judge": None,  # asked for by `judging`, when all have answered
             "searches": float(trajectory.num_searches + (context is not None)),
             "retrieval_recall": recall(shown, golden) if self._retrieves else None,
             "policy_tokens": float(trajectory.num_policy_tokens),

@@ -34,9 +34,9 @@ class Pace:
 
 
 def unfinished(questions: Sequence[Question], store: Store) -> list[Question]:
-    """Those without a record, or with a failed one."""
+    """Those without an episode that came to its end."""
     records = store.records()
-    return [question for question in questions if question.key not in records or records[question.key].failed]
+    return [question for question in questions if question.key not in records or not records[question.key].played]
 
 
 class Runner:
@@ -60,12 +60,12 @@ class Runner:
                     self._done.append(await finished)
                     bar.update()
                     if len(self._done) >= self._pace.part_size:
-                        await self._keep()
+                        self._keep()
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                await self._keep()
+                self._keep()
 
     async def _play(self, question: Question) -> Scored:
         async with self._places:
@@ -84,8 +84,8 @@ class Runner:
         name = f"{self._seed}/{question.key}/{attempt}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
-    async def _keep(self) -> None:
+    def _keep(self) -> None:
         episodes, self._done = self._done, []
         if episodes:
-            records = await self._measurer.measure(episodes)
+            records = self._measurer.measure(episodes)
             self._store.add(records, [episode.trajectory for episode in episodes], self._decode)

@@ -2,7 +2,7 @@
 
     settings.json                    what the numbers depend on
     parts/records_N.jsonl            finished questions, with their trajectories in
-    parts/trajectories/test_step_N.parquet
+    parts/trajectories/test_step_N.parquet, or records of an earlier part with their verdicts
 
 A part appears whole: its records are written last, under another name first. So a run that is killed loses at most the
 questions of the parts that it had not finished.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,25 @@ class Store:
 
     def add(self, records: Sequence[Record], trajectories: Sequence[Trajectory], decode: Decode) -> None:
         """Write one more part."""
-        number = max(self._numbers(), default=-1) + 1
+        number = self._next_number()
         write_trajectories(self._parts, "test", number, trajectories, decode)
         self._write_lines(self._records_path(number), records)
+
+    def add_verdicts(self, records: Sequence[Record]) -> None:
+        """Write one more part: records that are there already, judged since."""
+        self._write_lines(self._records_path(self._next_number()), records)
 
     def finish(self, keys: Sequence[str]) -> None:
         """Write `records.jsonl` and `trajectories.parquet`: each question of `keys` once, in that order."""
         found = self.records()
         self._write_lines(self.folder / RECORDS, [found[key] for key in keys if key in found])
-        tables = [pq.read_table(trajectories_path(self._parts, "test", number)) for number in self._numbers()]
+        paths = [trajectories_path(self._parts, "test", number) for number in self._numbers()]
+        tables = [pq.read_table(path) for path in paths if path.exists()]
         if not tables:
             return
         table = pa.concat_tables(tables)
         latest = {key: row for row, key in enumerate(table.column("group_id").to_pylist())}
-        table = table.take([latest[key] for key in keys if key in latest])
+        table = _with_metrics(table.take([latest[key] for key in keys if key in latest]), found)
         temporary = self.folder / f".{TRAJECTORIES}.{os.getpid()}.tmp"
         pq.write_table(table, temporary, compression="zstd")
         os.replace(temporary, self.folder / TRAJECTORIES)
@@ -85,6 +90,9 @@ class Store:
                 f"anew by --restart, which throws away what is there"
             )
 
+    def _next_number(self) -> int:
+        return max(self._numbers(), default=-1) + 1
+
     def _numbers(self) -> list[int]:
         return sorted(int(path.stem.removeprefix("records_")) for path in self._parts.glob("records_*.jsonl"))
 
@@ -93,6 +101,15 @@ class Store:
 
     def _write_lines(self, path: Path, records: Sequence[Record]) -> None:
         _replace(path, "".join(json.dumps(record.to_json(), ensure_ascii=False) + "\n" for record in records))
+
+
+def _with_metrics(table: pa.Table, records: Mapping[str, Record]) -> pa.Table:
+    """The trajectories with all that was measured on them: a verdict comes after the episode was stored."""
+    rows = (records[key].metrics for key in table.column("group_id").to_pylist())
+    components = [[(name, value) for name, value in metrics.items() if value is not None] for metrics in rows]
+    place = table.schema.get_field_index("reward_components")
+    field = table.schema.field(place)
+    return table.set_column(place, field, pa.array(components, type=field.type))
 
 
 def _read_records(path: Path) -> list[Record]:

@@ -34,6 +34,10 @@ _ADVICE = {
     404: "check that url is the base of the API (http://host:port/v1) and that it serves this model",
 }
 
+_NO_KEY = (
+    "no key was sent: name the environment variable that holds it by api_key_env (evaluation: --judge_api_key_env)"
+)
+
 
 class _WithStatus(Exception):
     """`status` is that of the HTTP answer, 0 without one."""
@@ -187,7 +191,7 @@ class ChatEndpoint:
             raise _Trouble(said, status, retry_after_s(response.headers.get("Retry-After")))
         if status in _BLAMES_THE_REQUEST:
             raise RequestRefused(f"the judge {self._who} refused a request with {said}", status)
-        advice = _ADVICE.get(status, "check url")
+        advice = _NO_KEY if status == 401 and self._key is None else _ADVICE.get(status, "check url")
         raise ConfigError(f"the judge {self._who} refused with {said}; {advice}")
 
     @property

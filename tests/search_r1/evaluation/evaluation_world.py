@@ -25,11 +25,14 @@ def choice(text: str, finish: str = "stop", **further: Any) -> Answer:
 class ModelServer:
     """`answer(body)` makes the reply to each POST; `requests` are the bodies that came. It serves the model `m`.
 
-    `judge(body)` replies to chat completions."""
+    `judge(body)` replies to chat completions, and where `judge_key` is set only to requests that bear it; the refusal
+    repeats what was sent.
+    """
 
     def __init__(self) -> None:
         self.answer: Callable[[dict[str, Any]], Answer] = lambda body: choice("")
         self.judge: Callable[[dict[str, Any]], Answer] = lambda body: (404, {})
+        self.judge_key: str | None = None
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.models: list[dict[str, Any]] = [{"id": "m", "max_model_len": 700}]
@@ -53,7 +56,11 @@ class ModelServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/v1/chat/completions":
-                    self._send(*world.judge(body))
+                    sent = self.headers["Authorization"]
+                    if world.judge_key is not None and sent != f"Bearer {world.judge_key}":
+                        self._send(401, {"error": {"message": f"no such key: {sent}"}})
+                    else:
+                        self._send(*world.judge(body))
                     return
                 assert self.path == "/v1/completions"
                 world.requests.append(body)

@@ -1,0 +1,83 @@
+"""The flags of an evaluation's judge, which are the options of the reward component `judge`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from search_r1.rewards.rubric import load_rubric, shipped_rubrics
+
+if TYPE_CHECKING:
+    from search_r1.rewards.judge import Judge
+
+_FLAGS = ("url", "model", "rubric", "api_key_env", "cache")
+_CHANGE_NO_VERDICT = {"api_key_env", "cache", "concurrency", "timeout_s", "deadline_s", "retries"}
+
+
+def add_judge_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--judge_url", help="base of an OpenAI-compatible API (http://host:port/v1) whose model judges the answers")
+    add("--judge_model", help="name of the judge at that endpoint")
+    rubrics = ", ".join(shipped_rubrics())
+    add("--judge_rubric", help=f"how it grades: {rubrics}, or the path of a text file (default: correctness)")
+    add("--judge_api_key_env", metavar="NAME", help="environment variable that holds the judge's API key")
+    add("--judge_cache", metavar="FILE", help="SQLite file of verdicts, which several evaluations may share")
+    add(
+        *("--judge_option", "--judge_options"),
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_option,
+        metavar="NAME=VALUE",
+        help="further options of docs/judge.md, as JSON or text: max_tokens=1024 concurrency=8",
+    )
+
+
+def check_judge_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with status 2 for flags that make no sense together."""
+    if bool(args.judge_url) != bool(args.judge_model):
+        parser.error("--judge_url and --judge_model go together")
+    if not args.judge_url and (args.judge_option or any(getattr(args, f"judge_{name}") for name in _FLAGS)):
+        parser.error("the flags of a judge need --judge_url and --judge_model")
+    for name, _ in args.judge_option:
+        if name in _FLAGS:
+            parser.error(f"--judge_option {name}: give it as --judge_{name}")
+
+
+def make_judge(args: argparse.Namespace) -> Judge | None:
+    """None without `--judge_url`. Raises `ConfigError` for an option that cannot be used, or without the key."""
+    from search_r1.rewards.component import make_component
+    from search_r1.rewards.judge import Judge
+
+    if not args.judge_url:
+        return None
+    judge = make_component(f"{Judge.__module__}.{Judge.__qualname__}", _options(args))
+    assert isinstance(judge, Judge)
+    return judge
+
+
+def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What its verdicts depend on. Raises `ConfigError` for a rubric that cannot be used."""
+    if not args.judge_url:
+        return None
+    options = {name: value for name, value in _options(args).items() if name not in _CHANGE_NO_VERDICT}
+    rubric = load_rubric(options.get("rubric", "correctness"))
+    fingerprint = hashlib.sha256(rubric.text.encode()).hexdigest()[:16]
+    return options | {"rubric": {"name": rubric.name, "fingerprint": fingerprint}}
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, f"judge_{name}") for name in _FLAGS}
+    return {name: value for name, value in given.items() if value is not None} | dict(args.judge_option)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
