@@ -37,7 +37,12 @@ class ActorConfig:
     """The policy update. Batch sizes count trajectories over all workers."""
 
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
-    ppo_mini_batch_size: int = setting(256, "Trajectories per optimiser step, over all workers.", ge=1)
+    ppo_mini_batch_size: int = setting(
+        256,
+        "Trajectories per optimiser step, over all workers: those of a step are cut evenly into as many mini-batches "
+        "as come nearest to it.",
+        ge=1,
+    )
     ppo_micro_batch_size: int = setting(
         64, "Most trajectories per forward and backward pass, over all workers (no influence on the result).", ge=1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from verl.config.algorithm import GROUP_ESTIMATORS
+from verl.config.counts import trajectories_per_step
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
 from verl.config.rollout import ValKwargs
@@ -28,12 +29,6 @@ def raise_problems(problems: list[str]) -> None:
     """Raise a ConfigError with the problems, one a line, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def trajectories_per_step(config: Config) -> int:
-    """Trajectories sampled in one RL step, all of them successful."""
-    rollout = config.actor_rollout_ref.rollout
-    return config.data.train_batch_size * (rollout.n_agent if config.do_search else rollout.n)
 
 
 def has_kl_in_reward(config: Config) -> bool:

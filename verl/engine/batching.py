@@ -103,6 +103,11 @@ def selected_tokens(batch: TrainBatch) -> torch.Tensor:
     return mask_T.nonzero().squeeze(-1)
 
 
+def trained_rows(batch: TrainBatch) -> list[int]:
+    """The rows that have a token to train on, in order; a mini-batch is counted in these."""
+    return batch.row_of_token_T[selected_tokens(batch)].unique().tolist()
+
+
 def model_input(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInput:
     """Tensors of one micro-batch: right-padded rows, or (`packed`) one row of all tokens with restarting positions.
 

@@ -7,15 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from verl.config.counts import num_mini_batches
 from verl.engine.batching import Budget
 
 
-def mini_batches(num_rows: int, size: int, epochs: int, shuffle: bool, seed: int, step: int) -> Iterator[list[int]]:
-    """Row numbers of each mini-batch: `epochs` passes, in order or shuffled anew each pass from `seed` and `step`."""
+def mini_batches(
+    rows: Sequence[int], size: int, epochs: int, shuffle: bool, seed: int, step: int
+) -> Iterator[list[int]]:
+    """The row numbers of each mini-batch: `epochs` passes, in order or shuffled anew each pass from `seed` and `step`.
+
+    A pass is cut evenly into as many as come nearest to `size` rows each: 2050 rows of 256 are two mini-batches of 257
+    and six of 256. A ninth of 2 rows, normalised by its own tokens, would move the weights as far as the others do.
+    Nothing but the arguments decides, so all ranks, however many they are, get the same cut.
+    """
     generator = torch.Generator().manual_seed(hash((seed, step)) % 2**63)
-    for _ in range(epochs):
-        order = torch.randperm(num_rows, generator=generator) if shuffle else torch.arange(num_rows)
-        yield from (part.tolist() for part in order.split(size))
+    all_rows = torch.as_tensor(rows, dtype=torch.int64)
+    for _ in range(epochs if len(all_rows) else 0):
+        order = all_rows[torch.randperm(len(all_rows), generator=generator)] if shuffle else all_rows
+        yield from (part.tolist() for part in order.tensor_split(num_mini_batches(len(all_rows), size)))
 
 
 def mean_of(results: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import RankValues, plan, split_rows
+from verl.engine.batching import RankValues, plan, split_rows, trained_rows
 from verl.engine.device import set_threads
 from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
@@ -107,7 +107,7 @@ class PolicyEngine(TrainedEngine):
         return RankValues(own, TrainBatch(batch.lengths_B, found).select(own).tokens)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, one AdamW step for each.
+        """One RL step: `ppo_epochs` passes over `mini_batches` of `ppo_mini_batch_size` rows, one AdamW step for each.
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
         (`kl_objective`). Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
@@ -116,11 +116,12 @@ class PolicyEngine(TrainedEngine):
         actor = self.role.actor
         lr = self.set_lr_of_step()
         results = []
+        rows = trained_rows(batch)
         parts = mini_batches(
-            len(batch), actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
+            rows, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
         )
-        for rows in parts:
-            means = self.learner.learn(batch.select(rows), self.objective, self.step)
+        for part in parts:
+            means = self.learner.learn(batch.select(part), self.objective, self.step)
             if means:
                 results.append(means)
         self._release()

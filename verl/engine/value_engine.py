@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from verl.algorithms.value_loss import value_loss
 from verl.config import Config
-from verl.engine.batching import ModelInput, RankValues, flat_positions, model_input, plan, split_rows, values_at
+from verl.engine.batching import (
+    ModelInput,
+    RankValues,
+    flat_positions,
+    model_input,
+    plan,
+    split_rows,
+    trained_rows,
+    values_at,
+)
 from verl.engine.device import set_threads
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded_critic
@@ -78,7 +87,7 @@ class ValueEngine(TrainedEngine):
         return RankValues(own, {"value": value_T[flat_positions(batch.lengths_B, own)]})
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One RL step: `ppo_epochs` passes over mini-batches of `ppo_mini_batch_size` rows, one AdamW step for each.
+        """One RL step: `ppo_epochs` passes over `mini_batches` of `ppo_mini_batch_size` rows, one AdamW step for each.
 
         Needs `values` (from before the update) and `returns` in `batch.tokens`, [T] float32. Returns `critic/vf_loss`,
         `vf_clipfrac`, `vpred_mean` and `grad_norm`, means over the mini-batches of token means over all ranks, and
@@ -87,7 +96,7 @@ class ValueEngine(TrainedEngine):
         critic = self.critic
         lr = self.set_lr_of_step()
         cut = mini_batches(
-            len(batch), critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.seed, self.step
+            trained_rows(batch), critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.seed, self.step
         )
         steps = [self.learner.learn(batch.select(rows), self.loss, self.step) for rows in cut]
         reshard(self.model)

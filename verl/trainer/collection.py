@@ -8,7 +8,7 @@ import torch
 
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
-from verl.config.validate import trajectories_per_step
+from verl.config.counts import trajectories_per_step
 from verl.data.prompts import PromptSource
 from verl.protocol import Prompt, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager

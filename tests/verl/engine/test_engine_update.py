@@ -133,7 +133,7 @@ def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -
     batch = make_batch(7)
     settings = [f"{ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true"]
     metrics = make_engine(model_path, run_dir, *settings).update(batch)
-    assert metrics["actor/num_updates"] == 6.0  # ceil(7 / 3) mini-batches, twice
+    assert metrics["actor/num_updates"] == 4.0  # mini-batches of 4 and 3 rows, twice
     log_p_TV = log_softmax_rows(full_logits(model_path, batch)[1], 1.0)
     log_p_T = log_p_TV.gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
     metrics = make_engine(model_path, run_dir).update(batch)
@@ -148,10 +148,18 @@ def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -
 
 
 def test_shuffle_is_seeded_and_given_order_is_kept() -> None:
-    assert list(mini_batches(6, 4, epochs=2, shuffle=False, seed=0, step=0)) == [[0, 1, 2, 3], [4, 5]] * 2
-    first, again, later = (list(mini_batches(50, 4, 1, shuffle=True, seed=3, step=step)) for step in (0, 0, 1))
-    assert first == again != list(mini_batches(50, 4, 1, shuffle=False, seed=3, step=0))
-    assert sorted(row for part in first for row in part) == list(range(50)) and later != first
+    assert (
+        list(mini_batches([2, 3, 5, 7, 8, 9], 4, epochs=2, shuffle=False, seed=0, step=0))
+        == [
+            [2, 3, 5],
+            [7, 8, 9],
+        ]
+        * 2
+    )
+    rows = range(50)
+    first, again, later = (list(mini_batches(rows, 4, 1, shuffle=True, seed=3, step=step)) for step in (0, 0, 1))
+    assert first == again != list(mini_batches(rows, 4, 1, shuffle=False, seed=3, step=0))
+    assert sorted(row for part in first for row in part) == list(rows) and later != first
 
 
 def test_update_moves_weights_at_the_scheduled_rate(model_path: str, run_dir: Path) -> None:

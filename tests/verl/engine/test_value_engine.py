@@ -213,7 +213,7 @@ def test_mini_batches_epochs_and_order(critic_path: str, run_dir: Path) -> None:
 
     plain = trained()
     steps = {int(state["step"]) for state in plain.learner.optimizer.state.values()}
-    assert steps == {6}  # 2 epochs of 3 + 3 + 1 rows
+    assert steps == {4}  # 2 epochs of 4 + 3 rows
     shuffled, again, other_seed = (
         weights(trained("critic.shuffle=true", f"trainer.seed={seed}")) for seed in (3, 3, 4)
     )

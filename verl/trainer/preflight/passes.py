@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verl.config import Config
+from verl.config.counts import largest_mini_batch, trajectories_per_step
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.head import CHUNKS, SMALLEST_CHUNK
 from verl.engine.kl_objective import topk_of
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import FLOAT32, Place, num_trajectories, window_of
+from verl.trainer.preflight.quantities import FLOAT32, Place, window_of
 from verl.trainer.preflight.shape import ModelShape
 
 # Allocated per byte that is used, of short-lived tensors.
@@ -31,7 +32,7 @@ def log_probs(config: Config, models: Models, place: Place) -> dict[str, float]:
         budget = role.rollout.log_prob_max_token_len_per_gpu
     else:
         budget = max(1, role.rollout.log_prob_micro_batch_size // place.workers) * window_of(config)
-    tokens = min(budget, _rank_tokens(config, num_trajectories(config), place))
+    tokens = min(budget, _rank_tokens(config, trajectories_per_step(config), place))
     widest = 4 * policy.hidden + 2 * policy.query_width + 3 * policy.mlp  # of one layer: nothing is kept
     parts = {
         "forward": float(place.value_bytes * tokens * widest),
@@ -46,7 +47,7 @@ def policy_update(config: Config, models: Models, place: Place) -> dict[str, flo
     """What an update of the policy needs besides what is resident."""
     role = config.actor_rollout_ref
     actor, policy = role.actor, models.policy
-    tokens = min(_pass_tokens(config, actor, place), _rank_tokens(config, actor.ppo_mini_batch_size, place))
+    tokens = min(_pass_tokens(config, actor, place), _mini_batch_tokens(config, actor.ppo_mini_batch_size, place))
     parts = _backward(policy, role.model.enable_gradient_checkpointing, actor.fsdp_config, tokens, place)
     parts["head"] = _head(policy, actor.head_chunk_tokens, tokens, place, copies=3, backward=True)
     if actor.use_kl_loss and topk_of(actor):
@@ -61,7 +62,7 @@ def policy_update(config: Config, models: Models, place: Place) -> dict[str, flo
 def critic_update(config: Config, critic: ModelShape, place: Place) -> dict[str, float]:
     """What an update of the critic needs besides what is resident."""
     settings = config.critic
-    tokens = min(_pass_tokens(config, settings, place), _rank_tokens(config, settings.ppo_mini_batch_size, place))
+    tokens = min(_pass_tokens(config, settings, place), _mini_batch_tokens(config, settings.ppo_mini_batch_size, place))
     model = settings.model
     return _backward(critic, model.enable_gradient_checkpointing, model.fsdp_config, tokens, place)
 
@@ -110,8 +111,12 @@ def _pass_tokens(config: Config, settings: object, place: Place) -> int:
     return max(1, by_tokens["ppo_micro_batch_size"] // place.workers) * window_of(config)
 
 
+def _mini_batch_tokens(config: Config, size: int, place: Place) -> int:
+    return _rank_tokens(config, largest_mini_batch(trajectories_per_step(config), size), place)
+
+
 def _rank_tokens(config: Config, rows: int, place: Place) -> int:
-    return -(-min(rows, num_trajectories(config)) // place.workers) * window_of(config)
+    return -(-rows // place.workers) * window_of(config)
 
 
 def _gathered(shape: ModelShape, place: Place) -> float:

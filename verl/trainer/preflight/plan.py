@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config import Config
+from verl.config.counts import trajectories_per_step
 from verl.trainer.preflight.advice import peak, three_settings
 from verl.trainer.preflight.finding import Finding, judge
 from verl.trainer.preflight.memory import estimate
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import GIB, Place, num_trajectories, window_of
+from verl.trainer.preflight.quantities import GIB, Place, window_of
 from verl.trainer.preflight.sampler import kv_cache_tokens
 from verl.trainer.preflight.step_time import step_time
 
@@ -38,6 +39,6 @@ def table(config: Config, models: Models, place: Place) -> str:
         lines.append(f"{phase.name}: {phase.total / GIB:.2f} GiB a {'GPU' if place.on_gpu else 'worker'}")
         lines += [f"  {size / GIB:8.2f}  {name}" for name, size in phase.parts.items() if size >= GIB / 200]
     time = step_time(config, models, place)
-    lines.append(f"a step: {num_trajectories(config)} trajectories, about {time.tokens} tokens")
+    lines.append(f"a step: {trajectories_per_step(config)} trajectories, about {time.tokens} tokens")
     lines.append(f"  rollout {time.rollout_s:.0f} s, log-probs and updates {time.training_s:.0f} s: rough estimates")
     return "\n".join([*lines, f"  assumed: {time.assumed}"])

@@ -24,12 +24,6 @@ class Place:
         return 2 if self.on_gpu else FLOAT32
 
 
-def num_trajectories(config: Config) -> int:
-    """Of a step."""
-    rollout = config.actor_rollout_ref.rollout
-    return config.data.train_batch_size * (rollout.n_agent if config.do_search else rollout.n)
-
-
 def window_of(config: Config) -> int:
     """No sequence is longer, in tokens."""
     rollout = config.actor_rollout_ref.rollout

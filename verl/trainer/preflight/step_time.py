@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from verl.config import Config
+from verl.config.counts import trajectories_per_step
 from verl.config.validate import has_kl_in_reward
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import Place, num_trajectories, window_of
+from verl.trainer.preflight.quantities import Place, window_of
 
 # Sustained, a device: operations a second in training, bytes a second in decoding.
 GPU_FLOPS, GPU_BYTES, CPU_FLOPS, CPU_BYTES = 150e12, 1.5e12, 2e10, 5e9
@@ -25,7 +26,7 @@ def step_time(config: Config, models: Models, place: Place) -> StepTime:
     """Operations a token and parameter: 2 forward, 4 backward, 2 again with gradient checkpointing."""
     flops, bandwidth = (GPU_FLOPS, GPU_BYTES) if place.on_gpu else (CPU_FLOPS, CPU_BYTES)
     role, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    window, rows = window_of(config), num_trajectories(config)
+    window, rows = window_of(config), trajectories_per_step(config)
     tokens = int(rows * window * FILLED)
     epochs = 0 if config.trainer.val_only else role.actor.ppo_epochs
     per_token = epochs * (8 if role.model.enable_gradient_checkpointing else 6) * models.policy.num_params
