@@ -1,11 +1,17 @@
-"""Finding a class by the dotted name that the config gives: how the search agent plugs into the engine."""
+"""Code of others, found by the dotted name that the config gives: how the search agent plugs into the engine."""
 
 from __future__ import annotations
 
 import importlib
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any
 
+import verl
 from verl.errors import ConfigError
+
+_NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<", str(verl.__path__[0]))
 
 
 def load_by_name(dotted_name: str, key: str) -> Any:
@@ -17,3 +23,16 @@ def load_by_name(dotted_name: str, key: str) -> Any:
         raise ConfigError(
             f"{key}={dotted_name}: {error}; give the dotted name of a class that can be imported"
         ) from error
+
+
+def dotted_name(thing: Any) -> str:
+    """Of a class or function, or of the class of an object."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def in_words(error: BaseException) -> str:
+    """An error that code of others raised, with the last line of theirs: `KeyError: 'x' (my_rewards.py:12)`."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -21,6 +21,10 @@ class RewardUnavailable(VerlError):
     """The reward of a trajectory could not be had (a judge is down): it is masked and counted, never scored 0."""
 
 
+class RewardError(VerlError):
+    """A reward raised an error, or gave something that is no finite number: its code has to be changed."""
+
+
 class RolloutError(VerlError):
     """Sampling failed, or too many trajectories of a step failed."""
 

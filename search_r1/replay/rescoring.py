@@ -11,7 +11,7 @@ import pyarrow as pa
 from search_r1.replay.stored import Stored
 from verl.errors import RewardUnavailable
 from verl.protocol import Status, Trajectory
-from verl.trainer.scoring import Reward, score_trajectories
+from verl.trainer.scoring import BatchReward, Reward, score_trajectories
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class Rescored:
     num_unavailable: int
 
 
-def rescore(stored: Stored, rule: Reward, tokenizer: PreTrainedTokenizerBase) -> Rescored:
+def rescore(stored: Stored, rule: Reward | BatchReward, tokenizer: PreTrainedTokenizerBase) -> Rescored:
     """Score every trajectory that did not fail, as training does. Changes `stored.trajectories` in place.
 
     Raises RewardUnavailable when no trajectory could be scored, and what the rule raises.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.templates import load_template
 from search_r1.rewards.reading import Reading, read_trajectory
-from verl.by_name import load_by_name
-from verl.errors import ConfigError, NumericalError, RewardUnavailable
+from verl.by_name import in_words, load_by_name
+from verl.errors import ConfigError, RewardError, RewardUnavailable, VerlError
 from verl.event_loop import run_to_end
 from verl.protocol import Trajectory
+from verl.score import Score, read_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 Value = float | RewardUnavailable
-Score = tuple[float, dict[str, float]]
 C = TypeVar("C", bound=Callable[..., Any])
 
 COMPONENTS: dict[str, Callable[..., Component | BatchedComponent]] = {}
@@ -125,31 +124,46 @@ class ComponentReward(ABC):
         return self.score_readings(readings)
 
     def score_readings(self, readings: Sequence[Reading]) -> list[Score | RewardUnavailable]:
-        """`score_all` of what was read. Raises `NumericalError` for a value that is NaN or infinite."""
+        """`score_all` of what was read. Raises `RewardError` for a component that raises or gives no finite number."""
         batched = {name: part for name, part in self.components.items() if isinstance(part, BatchedComponent)}
         columns: dict[str, Sequence[Value]] = {
-            name: [float(part(reading)) for reading in readings]
+            name: [_call(name, part, reading) for reading in readings]
             for name, part in self.components.items()
             if not isinstance(part, BatchedComponent)
         }
         if batched and readings:
             columns |= run_to_end(_measure(batched, readings))
-        return [self._score({name: columns[name][i] for name in self.components}) for i in range(len(readings))]
+        rows = [{name: columns[name][i] for name in self.components} for i in range(len(readings))]
+        return [self._score(row, reading) for row, reading in zip(rows, readings, strict=True)]
 
-    def _score(self, values: Mapping[str, Value]) -> Score | RewardUnavailable:
+    def _score(self, values: Mapping[str, Value], reading: Reading) -> Score | RewardUnavailable:
         numbers: dict[str, float] = {}
         for name, value in values.items():
             if not isinstance(value, RewardUnavailable):
-                numbers[name] = _finite(name, value)
+                numbers[name] = _finite(name, value, reading)
             elif name not in self.logged_only:
                 return value
         return self.combine(numbers), numbers
 
 
-def _finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise NumericalError(f"reward component {name} is {value}: a component has to give a finite number")
-    return float(value)
+def _call(name: str, part: Component, reading: Reading) -> Value:
+    try:
+        return part(reading)
+    except RewardUnavailable as error:
+        return error
+    except VerlError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"reward component {name} raised {in_words(error)}; for question {reading.question!r}"
+        ) from error
+
+
+def _finite(name: str, value: Any, reading: Reading) -> float:
+    try:
+        return read_number(value)
+    except ValueError as error:
+        raise RewardError(f"reward component {name} {error}; for question {reading.question!r}") from error
 
 
 async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Reading]) -> dict[str, Sequence[Value]]:

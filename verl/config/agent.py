@@ -32,10 +32,12 @@ class AgentConfig:
 class RewardConfig:
     """The rule that scores a trajectory."""
 
-    function: str = setting("search_r1.rewards.exact_match.ExactMatchReward", "Dotted name of the reward class.")
-    kwargs: dict[str, Any] = setting({}, "Keyword arguments of the reward class.")
+    function: str = setting(
+        "search_r1.rewards.exact_match.ExactMatchReward", "Dotted name of the reward, a class or a function."
+    )
+    kwargs: dict[str, Any] = setting({}, "Keyword arguments of the reward.")
     val_kwargs: dict[str, Any] | None = setting(
-        None, "Keyword arguments of the reward class in validation; null: those of training."
+        None, "Keyword arguments of the reward in validation; null: those of training."
     )
 
 

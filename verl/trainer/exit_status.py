@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from verl.errors import ConfigError, DataError, TrainingCollapsed, VerlError
+from verl.errors import ConfigError, DataError, RewardError, TrainingCollapsed, VerlError
 from verl.tracking.secrets import mask_text
 
-NEEDS_A_PERSON = (ConfigError, DataError, TrainingCollapsed)
+NEEDS_A_PERSON = (ConfigError, DataError, RewardError, TrainingCollapsed)
 
 
 def exit_status(run: Callable[[], None], when_interrupted: str) -> int:

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
-from verl.by_name import load_by_name
+from verl.by_name import dotted_name, in_words, load_by_name
 from verl.config import Config
-from verl.errors import ConfigError, RewardUnavailable, RolloutError
-from verl.protocol import Status, Trajectory
+from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
+from verl.protocol import Prompt, Status, Trajectory
+from verl.score import read_score
+from verl.tracking.trajectory_rows import question_of
+from verl.trainer.function_reward import FunctionReward
 
 log = logging.getLogger(__name__)
 
-Score = tuple[float, dict[str, float]]
 
-
+@runtime_checkable
 class Reward(Protocol):
-    """A rule: (reward, components) of a trajectory. Its class is made with `reward.kwargs` as keyword arguments.
+    """A rule: the score of a trajectory, in any form that `verl.score.read_score` takes.
 
-    Three methods are optional. `from_config(config, **kwargs)`, a classmethod, makes it instead of the constructor.
-    `score_all(trajectories, tokenizer)` scores many at once; what could not be scored is a `RewardUnavailable` in its
-    place (`score` raises it). `check()` raises a `VerlError` when a service behind the rule does not work.
+    Its class is made with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
+    **kwargs)`, a classmethod, makes it instead of the constructor. `check()` raises a `VerlError` when a service behind
+    the rule does not work.
     """
 
-    def score(self, trajectory: Trajectory, tokenizer: Any) -> Score: ...
+    def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
+        """Raises `RewardUnavailable` where it cannot be had: the trajectory is masked then."""
+        ...
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A rule that scores many at once."""
+
+    def score_all(self, trajectories: Sequence[Trajectory], tokenizer: Any) -> Any:
+        """As many scores. What could not be scored is a `RewardUnavailable` in its place."""
+        ...
 
 
 class Scorer:
@@ -49,6 +63,13 @@ class Scorer:
             if hasattr(rule, "check"):
                 rule.check()
 
+    def try_on(self, trajectories: Sequence[Trajectory], tokenizer: Any, validate: bool) -> None:
+        """Score trajectories that were made up for it. Raises RewardUnavailable when one could not be scored."""
+        score_trajectories(self._rule(validate), trajectories, tokenizer)
+        failure = next((t.failure for t in trajectories if t.status is Status.FAILED), None)
+        if failure is not None:
+            raise RewardUnavailable(f"reward {name_of(self._rule(validate))}: {failure}")
+
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         """Reward every trajectory that did not fail, and return these.
 
@@ -56,7 +77,7 @@ class Scorer:
         have failed, or when more than `agent.max_failed_ratio` could not be scored.
         """
         finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
-        scored = score_trajectories(self.validation if validate else self.train, finished, self.tokenizer)
+        scored = score_trajectories(self._rule(validate), finished, self.tokenizer)
         unavailable = len(finished) - len(scored)
         self.stats = {"reward/unavailable_ratio": unavailable / max(1, len(finished))}
         failure = next((trajectory.failure for trajectory in trajectories if trajectory.status is Status.FAILED), None)
@@ -71,36 +92,92 @@ class Scorer:
             )
         return scored
 
+    def _rule(self, validate: bool) -> Reward | BatchReward:
+        return self.validation if validate else self.train
 
-def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward:
+
+def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | BatchReward:
     """The rule of a dotted name. Raises ConfigError when there is none, or it does not take the arguments."""
     rule = load_by_name(name, "reward.function")
     try:
-        reward: Reward = rule.from_config(config, **kwargs) if hasattr(rule, "from_config") else rule(**kwargs)
-    except (TypeError, ValueError) as error:
+        if callable(rule) and not isinstance(rule, type):
+            return FunctionReward(rule, kwargs)
+        reward: Any = rule.from_config(config, **kwargs) if hasattr(rule, "from_config") else rule(**kwargs)
+    except (TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"reward.function={name} with {kwargs}: {error}") from error
+    if not isinstance(reward, Reward | BatchReward):
+        raise ConfigError(f"reward.function={name}: {dotted_name(reward)} has no method score(trajectory, tokenizer)")
     return reward
 
 
-def score_trajectories(rule: Reward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Trajectory]:
-    """Set reward and components of each; returns those that have them, the others are FAILED."""
-    for trajectory, score in zip(trajectories, _scores(rule, trajectories, tokenizer), strict=True):
-        if isinstance(score, RewardUnavailable):
-            trajectory.status, trajectory.failure = Status.FAILED, str(score)
-        else:
-            trajectory.reward, trajectory.reward_components = score
+def name_of(rule: Reward | BatchReward) -> str:
+    """The dotted name by which a config finds it."""
+    return dotted_name(rule.function if isinstance(rule, FunctionReward) else rule)
+
+
+def score_trajectories(
+    rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any
+) -> list[Trajectory]:
+    """Set reward and components of each; returns those that have them, the others are FAILED.
+
+    Raises RewardError, naming the rule and the row, when the rule raises or gives something that is no score.
+    """
+    for trajectory, given in zip(trajectories, _ask(rule, trajectories, tokenizer), strict=True):
+        if isinstance(given, RewardUnavailable):
+            trajectory.status, trajectory.failure = Status.FAILED, str(given)
+            continue
+        try:
+            trajectory.reward, trajectory.reward_components = read_score(given)
+        except ValueError as error:
+            raise RewardError(f"reward {name_of(rule)} {error}; for {_place(trajectory.prompt)}") from error
     return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
 
 
-def _scores(rule: Reward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Score | RewardUnavailable]:
-    if hasattr(rule, "score_all"):
-        scores: list[Score | RewardUnavailable] = rule.score_all(trajectories, tokenizer)
-        return scores
-    return [_score(rule, trajectory, tokenizer) for trajectory in trajectories]
-
-
-def _score(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Score | RewardUnavailable:
+def _ask(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
+    """For each a score in some form, or a RewardUnavailable."""
+    if not isinstance(rule, BatchReward):
+        return [_ask_one(rule, trajectory, tokenizer) for trajectory in trajectories]
+    if not trajectories:
+        return []
     try:
-        return rule.score(trajectory, tokenizer)
+        with _errors_told(rule, f"{len(trajectories)} trajectories, the first of {_place(trajectories[0].prompt)}"):
+            given = rule.score_all(trajectories, tokenizer)
+    except RewardUnavailable as error:
+        return [error] * len(trajectories)
+    try:
+        scores = list(given)
+    except TypeError as error:
+        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is no list of scores") from error
+    if len(scores) != len(trajectories):
+        raise RewardError(f"reward {name_of(rule)} gave {len(scores)} scores for {len(trajectories)} trajectories")
+    return scores
+
+
+def _ask_one(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Any:
+    try:
+        with _errors_told(rule, _place(trajectory.prompt)):
+            return rule.score(trajectory, tokenizer)
     except RewardUnavailable as error:
         return error
+
+
+@contextmanager
+def _errors_told(rule: Reward | BatchReward, of: str) -> Iterator[None]:
+    """An error of the rule's own code names it and what it was asked about."""
+    try:
+        yield
+    except VerlError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"reward {name_of(rule)} raised {in_words(error)}; for {of}. Where a service did not answer, raise "
+            "verl.errors.RewardUnavailable, which masks the trajectory"
+        ) from error
+
+
+def _place(prompt: Prompt) -> str:
+    """The row, as far as it can be told."""
+    index, question = (prompt.row.get("extra_info") or {}).get("index"), question_of(prompt.row)
+    parts = [f"data_source {prompt.data_source!r}"]
+    parts += [] if index is None else [f"index {index}"]
+    return ", ".join(parts + ([] if question is None else [f"question {question!r}"]))

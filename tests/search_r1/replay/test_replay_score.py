@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ class Judge:
 class NeverThere(Judge):
     def _score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
         return RewardUnavailable("the judge is down")
+
+
+def never_a_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return math.nan
+
+
+def words(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return float(len(solution_str.split()))
 
 
 class CountsLetters:
@@ -116,6 +125,11 @@ def test_a_rule_of_ones_own(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path:
     assert read_trajectories(output)[0]["reward"] == 3.0
 
 
+def test_a_function_of_ones_own(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    files = [store(tmp_path, [trajectory(byte_tokenizer, turns=("one two", "three"))], byte_tokenizer)]
+    assert read_trajectories(score(tmp_path, tiny_model_dir, files, f"{__name__}.words"))[0]["reward"] == 3.0
+
+
 def test_what_cannot_be_scored_is_failed_and_counted(
     byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +159,7 @@ def test_columns_that_were_added_are_kept(byte_tokenizer: Any, tiny_model_dir: P
         (["--reward", EXACT_MATCH, "--kwargs", "{gone: 1}"], "gone"),
         (["--reward", EXACT_MATCH, "--template", "gone"], "gone"),
         (["--reward", EXACT_MATCH, "--tokenizer", "/gone"], "no tokenizer at --tokenizer /gone"),
+        (["--reward", f"{__name__}.never_a_number"], "never_a_number gave nan"),
         (["--reward", f"{__name__}.NeverThere"], "none of 1 trajectories could be scored: the judge is down"),
     ],
 )

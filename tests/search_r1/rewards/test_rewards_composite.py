@@ -13,7 +13,7 @@ from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.reading import Reading
 from verl.config import load_config
 from verl.config.command_line import load_config_from_argv
-from verl.errors import ConfigError, NumericalError, RewardUnavailable
+from verl.errors import ConfigError, RewardError, RewardUnavailable
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.scoring import make_reward, score_trajectories
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_had_masks_a_trajectory_unless_it_is_only_logged(byte_tok
 
 @pytest.mark.parametrize("weight", [1, 0])
 def test_a_value_that_is_no_number(byte_tokenizer, weight):
-    with pytest.raises(NumericalError, match=r"Infinite is inf"):
+    with pytest.raises(RewardError, match=r"Infinite gave inf, .* for question 'where\?'"):
         CompositeReward({own("Infinite"): weight}).score(play(byte_tokenizer, [PARTLY]), byte_tokenizer)
 
 

@@ -10,6 +10,7 @@ from verl.errors import (
     DataError,
     EnvironmentUnavailable,
     NumericalError,
+    RewardError,
     TrainingCollapsed,
     WorkerError,
 )
@@ -24,7 +25,7 @@ def status_of(error: BaseException | None) -> int:
     return exit_status(run, when_interrupted="all is kept")
 
 
-@pytest.mark.parametrize("kind", [ConfigError, DataError, TrainingCollapsed])
+@pytest.mark.parametrize("kind", [ConfigError, DataError, RewardError, TrainingCollapsed])
 def test_what_a_person_has_to_change_is_2(kind: type[Exception]) -> None:
     assert status_of(kind("x")) == 2
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import numpy as np
+import pytest
+import torch
+
+from verl.agent.text import encode_text
 from verl.config import load_config
-from verl.errors import ConfigError, RewardUnavailable, RolloutError
-from verl.protocol import Prompt, Status, Trajectory
+from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.trainer.scoring import Scorer
 
 
@@ -82,3 +87,138 @@ def test_a_rule_may_read_the_config():
 def test_arguments_it_does_not_take():
     with pytest.raises(ConfigError, match="no_such"):
         scorer(Length, "reward.kwargs={no_such: 1}")
+
+
+class Gives:
+    """Gives what it is asked for."""
+
+    value = None
+
+    def score(self, trajectory, tokenizer):
+        return self.value
+
+
+class GivesAtOnce:
+    value = None
+
+    def score_all(self, trajectories, tokenizer):
+        return self.value
+
+
+class Raises:
+    def score(self, trajectory, tokenizer):
+        return trajectory.prompt.row["no_such_column"]
+
+
+def asked_for(value: object) -> list[Trajectory]:
+    Gives.value = value
+    row = {"question": "Which river?", "extra_info": {"index": 7}}
+    trajectories = [Trajectory("g", Prompt((1,), "nq", row), status=Status.ANSWERED)]
+    scorer(Gives).score(trajectories)
+    return trajectories
+
+
+@pytest.mark.parametrize(
+    ("given", "reward", "components"),
+    [
+        (0.5, 0.5, {}),
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        (np.bool_(True), 1.0, {}),
+        (np.array(0.5), 0.5, {}),
+        (torch.tensor(0.5), 0.5, {}),
+        (torch.tensor([1]), 1.0, {}),
+        ((0.5, {"f1": np.float64(0.25)}), 0.5, {"f1": 0.25}),
+        ({"score": 0.5}, 0.5, {}),
+        ({"score": torch.tensor(0.5), "acc": True, "pred": "Lune"}, 0.5, {"acc": 1.0}),
+    ],
+)
+def test_every_kind_of_number_is_a_reward(given, reward, components):
+    [scored] = asked_for(given)
+    assert (scored.reward, scored.reward_components) == (reward, components)
+    assert type(scored.reward) is float and all(type(value) is float for value in scored.reward_components.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (math.nan, "gave nan"),
+        (torch.tensor(math.inf), "gave tensor(inf)"),
+        ((0.5, {"f1": math.nan}), "gave nan, which is no finite number, in its components {'f1': nan}"),
+        ((0.5, {"f1": "high"}), "gave 'high'"),
+        ({"acc": 1.0}, "'score'"),
+        (None, "gave None"),
+        ("0.5", "gave '0.5'"),
+        (torch.tensor([0.5, 1.0]), "gave tensor([0.5000, 1.0000])"),
+        ([0.5], "gave [0.5]"),
+        ((0.5, 0.25), "gave (0.5, 0.25)"),
+    ],
+)
+def test_what_is_no_number_is_told_with_the_reward_and_the_row(given, said):
+    with pytest.raises(RewardError) as caught:
+        asked_for(given)
+    for part in (f"{__name__}.Gives", said, "data_source 'nq', index 7, question 'Which river?'"):
+        assert part in str(caught.value)
+
+
+def test_a_rule_that_raises_is_told_with_its_line():
+    trajectories = episodes(1)
+    with pytest.raises(
+        RewardError, match=r"Raises raised KeyError: 'no_such_column' \(test_scoring.py:\d+\)"
+    ) as caught:
+        scorer(Raises).score(trajectories)
+    assert "data_source 't'" in str(caught.value) and "RewardUnavailable" in str(caught.value)
+
+
+def test_many_at_once_are_as_many_and_each_a_number():
+    GivesAtOnce.value = np.array([0.5, 1.0])
+    assert [t.reward for t in scorer(GivesAtOnce).score(episodes(1, 2))] == [0.5, 1.0]
+    for value, said in (([0.5], "1 scores for 2 trajectories"), (0.5, "gave 0.5"), ([0.5, math.nan], "gave nan")):
+        GivesAtOnce.value = value
+        with pytest.raises(RewardError, match=said):
+            scorer(GivesAtOnce).score(episodes(1, 2))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, right=1.0):
+    """As a user of verl writes it."""
+    if extra_info["index"] == 3:
+        raise RewardUnavailable("down")
+    return {"score": right * (solution_str.strip() == f"{data_source} {ground_truth}"), "index": extra_info["index"]}
+
+
+def no_score(trajectory):
+    return 1.0
+
+
+def said(tokenizer, *texts: str, index: int = 0) -> Trajectory:
+    """A trajectory whose environment answers each turn of the policy."""
+    row = {"reward_model": {"ground_truth": "Lune"}, "extra_info": {"index": index}}
+    segments = [Segment(Source.PROMPT, (1,))]
+    for text in texts:
+        ids = encode_text(tokenizer, text)
+        segments += [Segment(Source.POLICY, ids, (-1.0,) * len(ids)), Segment(Source.ENVIRONMENT, ids)]
+    return Trajectory("g", Prompt((1,), "nq", row), segments, status=Status.ANSWERED)
+
+
+def test_a_function_as_users_of_verl_write_it(byte_tokenizer):
+    config = load_config("ppo_trainer", [f"reward.function={__name__}.compute_score", "reward.kwargs={right: 2.0}"])
+    right, wrong = said(byte_tokenizer, "nq Lune<|endoftext|>"), said(byte_tokenizer, "nq", "Osk")
+    down = said(byte_tokenizer, "nq Lune", index=3)
+    found = Scorer(config, byte_tokenizer)
+    assert found.score([right, wrong, right]) == [right, wrong, right]
+    assert (right.reward, right.reward_components, wrong.reward) == (2.0, {"index": 0.0}, 0.0)
+    with pytest.raises(RolloutError, match="all 1 trajectories failed: down"):
+        found.score([down])
+    assert (down.status, down.reward) == (Status.FAILED, None)
+
+
+@pytest.mark.parametrize("rule", [no_score, episodes])
+def test_a_function_with_other_arguments_is_refused_at_once(rule):
+    with pytest.raises(ConfigError, match=f"{rule.__name__}.*data_source, solution_str, ground_truth, extra_info"):
+        scorer(rule)
+
+
+def test_a_class_without_a_score_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"Trajectory.*score\(trajectory, tokenizer\)"):
+        scorer(Trajectory, "reward.kwargs={group_id: g, prompt: p}")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ from verl.trainer.preflight.network import check_network
 from verl.trainer.preflight.plan import fits, table
 from verl.trainer.preflight.quantities import GIB, Place
 from verl.trainer.preflight.retrieval import check_environment
+from verl.trainer.preflight.reward import try_reward
+from verl.trainer.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,23 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
     except VerlError as error:
         yield Finding("FAIL", "inputs", str(error))
         return  # what follows reads the same files and asks the same environment
-    yield Finding("ok", "inputs", "prompt files, reward and tokenizer can be used")
-    tokenizer, environment = sources
+    yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
+    tokenizer, environment, scorer = sources
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
+    yield _tried_reward(config, scorer, tokenizer)
     lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
     yield from lengths
     yield check_environment(config, environment)
     if all(finding.level != "FAIL" for finding in lengths):
         yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
+
+
+def _tried_reward(config: Config, scorer: Scorer, tokenizer: Any) -> Finding:
+    try:
+        return Finding("ok", "reward", try_reward(config, scorer, tokenizer))
+    except VerlError as error:
+        return Finding("FAIL", "reward", str(error))
 
 
 def _machine(asked: Asked, models: Models) -> Iterator[Finding]:

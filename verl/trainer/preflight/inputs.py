@@ -17,6 +17,7 @@ from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
 from verl.trainer.preflight.models import models_of
 from verl.trainer.preflight.quantities import window_of
+from verl.trainer.preflight.reward import try_reward
 from verl.trainer.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -26,16 +27,18 @@ if TYPE_CHECKING:
 
 
 class Sources(NamedTuple):
-    """What prompts are read with, and what answers the policy."""
+    """What prompts are read with, what answers the policy, and what scores it."""
 
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
+    scorer: Scorer
 
 
 def check_inputs(config: Config) -> None:
     """The trainer's own checks, all of them quick.
 
-    Raises `DataError`, `ConfigError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what to do.
+    Raises `DataError`, `ConfigError`, `RewardError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what
+    to do.
     """
     folder = Path(config.trainer.default_local_dir)
     require(check_folder(folder))
@@ -43,6 +46,7 @@ def check_inputs(config: Config) -> None:
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
+    try_reward(config, sources.scorer, sources.tokenizer)
     run_to_end(_check(sources.environment))
 
 
@@ -52,7 +56,8 @@ def check_sources(config: Config) -> Sources:
     for files in (data.train_files, data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    Scorer(config, None).check()  # here, so that a wrong name or argument is known before a model is loaded
+    scorer = Scorer(config, None)
+    scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         _check_critic(config.critic.model.path)
     try:
@@ -62,7 +67,7 @@ def check_sources(config: Config) -> Sources:
             f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
         ) from error
     kind: Any = load_by_name(config.agent.environment, "agent.environment")
-    return Sources(tokenizer, kind.from_config(config, tokenizer))
+    return Sources(tokenizer, kind.from_config(config, tokenizer), scorer)
 
 
 def _check_window(config: Config, window: int | None) -> None:
