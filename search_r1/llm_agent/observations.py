@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_RESULTS = "No results found."
+_CUTS = re.compile(r"(?<!\S)\S{1,30}(?!\S)|\S")  # a text may be cut behind each match
+_FIRST_LENGTH = 4096  # characters; three passages of a hundred words are some 2,000
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy reads after a search; the first `num_documents` documents are in it."""
+    """What the policy reads after a search. The first `num_documents` documents are in it, the last one perhaps cut."""
 
     text: str
     ids: tuple[int, ...]
@@ -32,7 +36,10 @@ class Observation:
 class ObservationWriter:
     """Writes documents into observations of at most `max_length` tokens whose closing tag is always there.
 
-    Last documents are left out first. If not even the first one fits, its text is cut at a word where there is one.
+    Documents come in their order, each whole while it fits. The first one that does not fit is cut at a word's end, and
+    those after it are left out: what is shown is the start of all of them, and nearly all of the limit is used. A
+    document of which only the title would fit is left out too, unless it is the first. The text is chosen first, then
+    tokenized as a whole, so that ids and text agree.
     Tags and special tokens in a document are removed: a page cannot speak for the policy or end its turn.
     """
 
@@ -44,36 +51,43 @@ class ObservationWriter:
     def write(self, documents: Sequence[Mapping[str, Any]]) -> Observation:
         """`documents` have `contents`: a title line, then text. None at all gives a sentence that says so."""
         if not documents:
-            return self._start_of(NO_RESULTS, 0)
-        passages = [format_passage(i, self._clean(doc["contents"])) for i, doc in enumerate(documents, start=1)]
-        for count in range(len(passages), 0, -1):
-            observation = self._observation("".join(passages[:count]), count)
-            if observation is not None:
-                return observation
-        return self._start_of(passages[0], 1)
+            return self._observation(longest_start(NO_RESULTS, self._fits), 0)
+        cleaned = [self._clean(document["contents"]) for document in documents]
+        passages = [format_passage(number, contents) for number, contents in enumerate(cleaned, start=1)]
+        starts = list(accumulate(map(len, passages), initial=0))
+        body = longest_start("".join(passages), self._fits)
+        count = bisect_left(starts, len(body), hi=len(passages))  # the documents that begin before its end
+        if count > 1 and len(body) - starts[count - 1] < _least_shown(count, cleaned[count - 1]):
+            count -= 1
+            body = longest_start(body[: starts[count]], self._fits)
+        return self._observation(body, count)
 
     def _clean(self, contents: str) -> str:
         # Removing a tag may join the halves of a control token, so these go last; a space joins nothing.
         return self._control.sub(" ", strip_agent_tags(contents, self._grammar.names))
 
-    def _observation(self, body: str, num_documents: int) -> Observation | None:
-        """None when it is too long."""
+    def _fits(self, body: str) -> bool:
+        return len(encode_text(self._tokenizer, self._grammar.wrap_information(body))) <= self._max_length
+
+    def _observation(self, body: str, num_documents: int) -> Observation:
         text = self._grammar.wrap_information(body)
         ids = encode_text(self._tokenizer, text)
-        return Observation(text, ids, num_documents) if len(ids) <= self._max_length else None
-
-    def _start_of(self, body: str, num_documents: int) -> Observation:
-        start = longest_start(body, lambda part: self._observation(part, num_documents) is not None)
-        observation = self._observation(start, num_documents)
-        if observation is None:
+        if len(ids) > self._max_length:
             raise ValueError(f"{self._max_length} tokens do not hold an empty observation")
-        return observation
+        return Observation(text, ids, num_documents)
 
 
 def format_passage(number: int, contents: str) -> str:
     """One document as the policy reads it; the first line of `contents` is its title and keeps its quotes."""
     title, _, text = contents.partition("\n")
     return f"Doc {number}(Title: {title}) {text}\n"
+
+
+def _least_shown(number: int, contents: str) -> int:
+    """Characters of a formatted document up to the first one of its text, or of its title where it has no text."""
+    title, _, text = contents.partition("\n")
+    without_text = len(format_passage(number, title).rstrip())
+    return without_text + 1 + text.index(text.strip()[0]) + 1 if text.strip() else without_text
 
 
 def wrap_feedback(sentence: str) -> str:
@@ -87,19 +101,19 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 
 def longest_start(text: str, fits: Callable[[str], bool]) -> str:
-    """The longest start of `text` that fits, moved back to a word's end unless that loses half of it.
+    """The longest start of `text` that fits, without white space at its end; "" when nothing fits.
 
-    Found by bisection, so `fits` is called about 2 + log2(len(text)) times. "" when nothing fits.
+    It ends at the end of a word. Words of more than 30 characters, as in a script without spaces, are cut anywhere.
+    Found by doubling, then by bisection: `fits` is called some 10 times, and never with much more text than fits.
     """
-    low, high = 0, len(text)  # text[:low] fits or is empty; a longer one than text[:high] does not fit
+    size = _FIRST_LENGTH
+    while size < len(text) and fits(text[:size]):
+        size *= 2
+    if size >= len(text) and fits(text):
+        return text.rstrip()
+    ends = [0, *(match.end() for match in _CUTS.finditer(text[:size]))]
+    low, high = 0, len(ends) - 1  # text[:ends[low]] fits or is empty
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(text[:middle]) else (low, middle - 1)
-    start = text[:low]
-    word_end = max(start.rfind(" "), start.rfind("\n"))
-    if low < len(text) and not text[low].isspace() and word_end > low // 2:
-        start = start[:word_end]
-    start = start.rstrip()
-    while start and not fits(start):  # a shorter text may have more tokens, at the seam with the closing tag
-        start = start[:-1]
-    return start
+        low, high = (middle, high) if fits(text[: ends[middle]]) else (low, middle - 1)
+    return text[: ends[low]]

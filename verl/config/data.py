@@ -35,7 +35,11 @@ class DataConfig:
     )
     max_response_length: int = setting(512, "Most tokens sampled in one policy turn.", ge=1)
     max_start_length: int = setting(256, "Longest initial prompt, in tokens.", ge=1)
-    max_obs_length: int = setting(512, "Longest observation (retrieved passages and their tags), in tokens.", ge=1)
+    max_obs_length: int = setting(
+        512,
+        "Longest observation (retrieved passages and their tags), in tokens; what is longer is cut at its end.",
+        ge=1,
+    )
     train_batch_size: int = setting(1024, "Prompts per RL step, before they are repeated n_agent times.", ge=1)
     val_batch_size: int = setting(1312, "Prompts per validation batch.", ge=1)
     return_raw_input_ids: bool = setting(False, "Has no effect; see the error it gives.")

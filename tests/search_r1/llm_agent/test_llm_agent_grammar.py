@@ -57,13 +57,14 @@ def test_no_results_are_said_in_words(byte_tokenizer):
     assert observation.num_documents == 0
 
 
-def test_last_documents_go_first(byte_tokenizer):
+def test_the_first_document_that_does_not_fit_is_cut(byte_tokenizer):
     documents = [{"contents": f'"T{i}"\nword word word word'} for i in range(3)]
     sizes = [len(ObservationWriter(byte_tokenizer, 9999).write(documents[:count]).ids) for count in (1, 2, 3)]
-    for limit, kept in [(sizes[2], 3), (sizes[2] - 1, 2), (sizes[1], 2), (sizes[1] - 1, 1), (sizes[0], 1)]:
+    for limit, shown in [(sizes[2], 3), (sizes[2] - 1, 3), (sizes[1], 2), (sizes[1] - 1, 2), (sizes[0], 1)]:
         observation = ObservationWriter(byte_tokenizer, limit).write(documents)
-        assert observation.num_documents == kept
-        assert "word word word word</information>" in observation.text  # whole documents only
+        assert observation.num_documents == shown
+        cut = "word word word" if limit in (sizes[2] - 1, sizes[1] - 1) else "word word word word"
+        assert observation.text.endswith(f'(Title: "T{shown - 1}") {cut}</information>\n\n')
 
 
 def test_single_long_document_is_cut_at_a_word(byte_tokenizer):
@@ -111,8 +112,11 @@ def test_any_documents_fit_any_limit_with_their_tags(byte_tokenizer, seed):
         ("one two three", 99, "one two three"),
         ("one two three", 9, "one two"),
         ("one two three", 7, "one two"),
-        ("one abcdefghijkl", 12, "one abcdefgh"),  # a word's end would lose more than half
-        ("abcdefgh", 3, "abc"),
+        ("one abcdefghijkl", 15, "one"),
+        ("abcdefgh", 3, ""),
+        ("x" * 31, 20, "x" * 20),  # no word: a script without spaces
+        ("one \n two", 6, "one"),
+        ("one two \n", 9, "one two"),
         ("abc", 0, ""),
         ("", 5, ""),
     ],
@@ -121,5 +125,6 @@ def test_longest_start(text, size, start):
     assert longest_start(text, lambda part: len(part) <= size) == start
 
 
-def test_start_at_a_word_that_does_not_fit_is_shortened():
-    assert longest_start("one two three four", lambda part: len(part) <= 10 and part != "one two") == "one tw"
+def test_a_longest_start_always_fits():
+    """A shorter text may have more tokens than a longer one."""
+    assert longest_start("one two three four", lambda part: len(part) <= 10 and part != "one two") == "one"
