@@ -3,8 +3,8 @@
     python -m search_r1.evaluation --model DIR --data_dir data/qa --retriever_url URL --output_dir results/mine
     python -m search_r1.evaluation --server URL --served_model NAME --tokenizer DIR ...   # vLLM, SGLang
 
-Writes results.json, results.md, records.jsonl (a line a question) and trajectories.parquet. A run that was cut short
-goes on where it stopped; one with other settings in the same folder is refused.
+Writes results.json, results.md, wrong_answers.md, records.jsonl (a line a question) and trajectories.parquet. A run
+that was cut short goes on where it stopped; one with other settings in the same folder is refused.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def conclude(
     from search_r1.evaluation.corpus_coverage import corpus_coverage
     from search_r1.evaluation.report import report
     from search_r1.evaluation.results import summarize
+    from search_r1.evaluation.wrong_answers import WRONG_ANSWERS, is_wrong, wrong_answers
 
     store.finish([question.key for question in questions])
     found = store.records()
     records = [found[question.key] for question in questions]
     exact = all(record.exact_ids for record in records)
-    results = summarize(records) | {"settings": settings}
+    results = summarize(records) | {"wrong": sum(map(is_wrong, records)), "settings": settings}
     results["run"] = {"concurrency": args.concurrency, "exact_token_ids": exact}
     if args.corpus_path is not None:
         url = None if config.retriever.engine is not None else config.retriever.url
@@ -127,6 +128,7 @@ def conclude(
     page = report(results)
     store.write("results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     store.write("results.md", page)
+    store.write(WRONG_ANSWERS, wrong_answers(records))
     print(page)
     return _status(args, [record.failure for record in records if record.failed])
 

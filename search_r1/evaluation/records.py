@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.methods.base import CONTEXT
@@ -32,6 +32,8 @@ METRICS = {
     "latency_s": "latency (s)",
 }
 """Column of a record, and what a table calls it."""
+SCORES = ("em", "f1", "cover_em", "judge", "retrieval_recall", "finished")
+"""Those in [0, 1]; a mean of one that is always 0 or 1 is a share."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Record:
 
     `retrieval_recall` is 1 when a gold answer stands in a passage that the model was shown; it does not apply to
     questions whose answers prove nothing (yes, no), and to methods without retrieval. `exact_ids`: all token ids are
-    those that were sampled.
+    those that were sampled. `queries` are the searches that were executed.
     """
 
     set_name: str
@@ -54,6 +56,7 @@ class Record:
     failure: str | None
     exact_ids: bool
     metrics: dict[str, float | None]
+    queries: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -120,6 +123,7 @@ class Measurer:
             failure=trajectory.failure,
             exact_ids=self._is_exact(),
             metrics=metrics,
+            queries=list(reading.queries),
         )
 
     def _metrics(self, episode: Scored, reading: Reading) -> dict[str, float | None]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from search_r1.evaluation.records import METRICS
+from search_r1.evaluation.records import METRICS, SCORES
+from search_r1.evaluation.statistics import BOOTSTRAP, WILSON
+from search_r1.evaluation.wrong_answers import WRONG_ANSWERS
 
-_IN_PERCENT = {"em", "f1", "cover_em", "judge", "retrieval_recall", "finished"}
-_QUALITY = ("em", "f1", "cover_em", "judge", "retrieval_recall", "finished")
 _COST = ("searches", "policy_tokens", "total_tokens", "invalid_actions", "latency_s")
 
 
@@ -16,9 +16,10 @@ def report(results: Mapping[str, Any]) -> str:
     """A table of quality, one of cost, the coverage of the corpus where it was looked at, and the settings."""
     parts = [
         "# Evaluation",
-        f"{results['questions']} questions, {results['failed']} failed (left out of all means). In brackets: 95% "
-        f"bootstrap intervals, {results['resamples']} resamples of the questions within their sets.",
-        _table_of(results, _QUALITY, "in percent"),
+        f"{results['questions']} questions, {results['failed']} failed (left out of all means), {results['wrong']} "
+        f"answered wrongly: [{WRONG_ANSWERS}]({WRONG_ANSWERS}).",
+        _intervals(results),
+        _table_of(results, SCORES, "in percent"),
         _table_of(results, _COST, "a question"),
     ]
     if results.get("coverage"):
@@ -32,6 +33,22 @@ def report(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _intervals(results: Mapping[str, Any]) -> str:
+    """Which of the two kinds the numbers of the page have. F1 may have both: in one set it is 0 or 1 throughout."""
+    rows = [row["metrics"] for row in results["sets"].values()] + [results["macro"], results["micro"]]
+
+    def named(kind: str) -> str:
+        having = (name for name in METRICS if any(name in row and row[name]["interval"] == kind for row in rows))
+        return ", ".join(METRICS[name] for name in having) or "none"
+
+    return (
+        f"In brackets: 95% intervals. A share of questions (a score that is 0 or 1 for each of a set) has Wilson's: "
+        f"{named(WILSON)}. "
+        f"Other means have a percentile bootstrap, {results['resamples']} resamples of the questions within their "
+        f"sets: {named(BOOTSTRAP)}."
+    )
+
+
 def _table_of(results: Mapping[str, Any], names: Sequence[str], unit: str) -> str:
     shown = [name for name in names if name in results["micro"]]
     rows = [(name, row["questions"] - row["failed"], row["metrics"]) for name, row in results["sets"].items()]
@@ -41,10 +58,10 @@ def _table_of(results: Mapping[str, Any], names: Sequence[str], unit: str) -> st
     return _table(head, ((label, str(n), *(_cell(name, row.get(name)) for name in shown)) for label, n, row in rows))
 
 
-def _cell(name: str, estimate: Mapping[str, float] | None) -> str:
+def _cell(name: str, estimate: Mapping[str, Any] | None) -> str:
     if estimate is None:
         return "-"
-    scale, digits = (100, 1) if name in _IN_PERCENT else (1, 2)
+    scale, digits = (100, 1) if name in SCORES else (1, 2)
     mean, low, high = (f"{scale * estimate[key]:.{digits}f}" for key in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.evaluation.records import METRICS, Record
+from search_r1.evaluation.records import METRICS, SCORES, Record
 from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, estimates
 
 
@@ -21,7 +21,7 @@ def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     for record in records:
         by_set.setdefault(record.set_name, []).append(record)
     values = {name: _values(rows) for name, rows in by_set.items()}
-    sets, macro, micro = estimates(values, seed=seed)
+    sets, macro, micro = estimates(values, seed=seed, scores=[list(METRICS).index(name) for name in SCORES])
     return {
         "resamples": NUM_RESAMPLES,
         **_counts(records),
@@ -41,5 +41,5 @@ def _values(records: Sequence[Record]) -> np.ndarray:
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(METRICS))
 
 
-def _metrics(found: Sequence[Estimate]) -> dict[str, dict[str, float]]:
+def _metrics(found: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
     return {name: asdict(estimate) for name, estimate in zip(METRICS, found, strict=True) if estimate.count}

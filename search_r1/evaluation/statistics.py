@@ -1,29 +1,38 @@
-"""Means of metrics over questions, with bootstrap intervals (Efron 1979, percentile method).
+"""Means of metrics over questions, with 95% intervals.
 
-Questions are drawn again within their set, so the size of a set is fixed. A set's mean is resampled by itself; the
-macro mean (every set counts the same) and the micro mean (every question counts the same) are those of resampled sets.
+A share (a score in [0, 1] that is 0 or 1 for every question of a set, such as exact match) has Wilson's score interval
+(Wilson 1927): unlike a resampled one it has a width where all answers are right, or none is. Over several sets the
+intervals of their shares are put together by the method of variance estimates recovery (Zou and Donner 2008).
+
+Everything else has a percentile bootstrap interval (Efron 1979). Questions are drawn again within their set, so the
+size of a set is fixed. A set's mean is resampled by itself; the macro mean (every set counts the same) and the micro
+mean (every question counts the same) are those of resampled sets.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
 NUM_RESAMPLES = 10_000
 _DRAWS_AT_ONCE = 4_000_000
+WILSON, BOOTSTRAP = "wilson", "bootstrap"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` questions and the bounds of its interval. All are NaN when `count` is 0."""
+    """A mean over `count` questions and the bounds of its `interval`. All are NaN when `count` is 0."""
 
     mean: float
     low: float
     high: float
     count: int
+    interval: str = BOOTSTRAP
 
 
 def estimates(
@@ -31,22 +40,66 @@ def estimates(
     level: float = 0.95,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
+    scores: Collection[int] = (),
 ) -> tuple[dict[str, list[Estimate]], list[Estimate], list[Estimate]]:
     """(by set, macro, micro): one estimate for each column.
 
     `values_by_set[name]` is [questions, metrics] float64, NaN where a metric does not apply to a question: it is left
-    out of that metric's mean. A set without any value of a metric is left out of its macro mean.
+    out of that metric's mean. A set without any value of a metric is left out of its macro mean. `scores` are the
+    columns in [0, 1], which are shares wherever they are 0 or 1 throughout.
     """
     sums, counts = {}, {}
     for name, values_NM in values_by_set.items():
         sums[name], counts[name] = _resampled(values_NM, num_resamples, _generator(name, seed))
-    by_set = {name: _estimates(sums[name] / _not_zero(counts[name]), counts[name], level) for name in values_by_set}
+    drawn = {name: _estimates(sums[name] / _not_zero(counts[name]), counts[name], level) for name in values_by_set}
+    by_set = {name: _with_wilson(values_by_set[name], drawn[name], scores, level) for name in values_by_set}
     means_SRM = np.stack([sums[name] / _not_zero(counts[name]) for name in values_by_set])
     total_RM, count_RM = (np.sum(list(parts.values()), axis=0) for parts in (sums, counts))
     with np.errstate(invalid="ignore"):
         present_SRM = ~np.isnan(means_SRM)
         macro_RM = np.where(present_SRM, means_SRM, 0).sum(0) / _not_zero(present_SRM.sum(0))
-    return by_set, _estimates(macro_RM, count_RM, level), _estimates(total_RM / _not_zero(count_RM), count_RM, level)
+    macro = _estimates(macro_RM, count_RM, level)
+    micro = _estimates(total_RM / _not_zero(count_RM), count_RM, level)
+    of_sets = list(zip(*by_set.values(), strict=True))
+    return (
+        by_set,
+        [_over_sets(found, parts, [1] * len(parts)) for found, parts in zip(macro, of_sets, strict=True)],
+        [_over_sets(found, parts, [part.count for part in parts]) for found, parts in zip(micro, of_sets, strict=True)],
+    )
+
+
+def wilson(mean: float, count: int, level: float) -> Estimate:
+    """The score interval of a share `mean` of `count` questions."""
+    square = NormalDist().inv_cdf(0.5 + level / 2) ** 2
+    middle = mean + square / (2 * count)
+    half = math.sqrt(square * (mean * (1 - mean) / count + square / (4 * count**2)))
+    low, high = ((middle + side * half) / (1 + square / count) for side in (-1, 1))
+    # exactly the bound where it is one: rounding would leave 1 - 1e-16
+    return Estimate(mean, 0.0 if mean == 0 else low, 1.0 if mean == 1 else high, count, WILSON)
+
+
+def _with_wilson(
+    values_NM: np.ndarray, found: Sequence[Estimate], scores: Collection[int], level: float
+) -> list[Estimate]:
+    """`found`, with the interval of Wilson for the columns that are shares."""
+    are_shares_M = ((values_NM == 0) | (values_NM == 1) | np.isnan(values_NM)).all(0)
+    return [
+        wilson(estimate.mean, estimate.count, level)
+        if estimate.count and column in scores and are_shares_M[column]
+        else estimate
+        for column, estimate in enumerate(found)
+    ]
+
+
+def _over_sets(found: Estimate, of_sets: Sequence[Estimate], weights: Sequence[int]) -> Estimate:
+    """`found`, a weighted mean of sets that are drawn independently, with their intervals where all are of shares."""
+    parts = [(part, weight) for part, weight in zip(of_sets, weights, strict=True) if part.count]
+    if not parts or any(part.interval != WILSON for part, _ in parts):
+        return found
+    total = sum(weight for _, weight in parts)
+    below = math.hypot(*(weight / total * (part.mean - part.low) for part, weight in parts))
+    above = math.hypot(*(weight / total * (part.high - part.mean) for part, weight in parts))
+    return replace(found, low=found.mean - below, high=found.mean + above, interval=WILSON)
 
 
 def _resampled(values_NM: np.ndarray, num_resamples: int, generator: np.random.Generator) -> tuple[np.ndarray, ...]:

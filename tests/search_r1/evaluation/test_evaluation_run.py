@@ -79,7 +79,7 @@ def test_results_records_trajectories_and_page(command, tmp_path, model_server, 
     assert found["sets"]["even"]["metrics"]["cover_em"]["mean"] == 1
     assert found["sets"]["even"]["metrics"]["f1"]["mean"] == pytest.approx((3 + 0.5) / 4)
     assert found["micro"]["em"]["mean"] == found["macro"]["em"]["mean"] == 0.75
-    assert found["micro"]["em"]["low"] <= 0.5 and found["micro"]["em"]["high"] == 1.0 and found["failed"] == 0
+    assert found["micro"]["em"]["low"] <= 0.5 and 0.8 < found["micro"]["em"]["high"] < 1.0 and found["failed"] == 0
     assert [record["id"] for record in records(tmp_path)] == NAMES[1::2] + NAMES[::2]
     assert records(tmp_path)[0]["answer"] == "q9" and records(tmp_path)[0]["golden_answers"] == ["q1", "\u2028"]
     rows = read_trajectories(tmp_path / "out" / "trajectories.parquet")
@@ -87,8 +87,42 @@ def test_results_records_trajectories_and_page(command, tmp_path, model_server, 
     assert rows[0]["reward"] == 0 and rows[1]["reward"] == 1 and rows[1]["ground_truth"]["target"] == ["q3", "\u2028"]
     assert all(np.isnan(row["log_probs"][-1]) for row in rows)
     page = (tmp_path / "out" / "results.md").read_text()
-    assert page in capsys.readouterr().out and "| odd | 4 | 75.0 [25.0, 100.0] |" in page
+    assert page in capsys.readouterr().out and "| odd | 4 | 75.0 [30.1, 95.4] |" in page  # Wilson
+    assert "Wilson's: EM, F1, cover-EM, finished." in page and "within their sets: F1, searches, " in page
+    assert "2 answered wrongly: [wrong_answers.md](wrong_answers.md)" in page and found["wrong"] == 2
     assert "text without token ids" in page and "| template.name | direct |" in page
+
+
+def test_the_wrong_answers_are_a_page_to_read(command, tmp_path, model_server, byte_tokenizer):
+    """Two searches and a wrong answer, an answer of several lines with tags, and an episode without an answer."""
+    turns = {
+        "q1": iter(["<search> Ildra river", "<search> Vonmark", "<answer> Otto *Brann*"]),
+        "q2": iter(["<answer> <b>q1\nor</b> q2 "]),
+        "q3": iter(["I would rather not."] * 9),
+    }
+    model_server.answer = lambda body: choice(
+        next(turns.get(name := asked(body, byte_tokenizer), iter([f"<answer>{name}"])))
+    )
+    assert main([*command, "--method", "search", "--max_turns", "2"]) == 0
+    page = (tmp_path / "out" / "wrong_answers.md").read_text()
+    assert page.startswith("# Wrong answers\n\n3 of 8 questions have no exact match, 1 of them no answer at all.")
+    odd, even = page.split("\n## odd: 2 of 4\n")[1].split("\n## even: 1 of 4\n")
+    first, third = odd.split("\n### odd/q3\n")
+    assert first.split("\n") == [
+        "",
+        "### odd/q1",
+        "",
+        "- question: Say \\<q1\\>?",
+        "- gold answers: q1 | (empty)",
+        "- answer: Otto \\*Brann\\* (answered)",
+        "- searches: Ildra river | Vonmark",
+        "- gold answer in the passages: no",
+        "- F1 0.00, cover-EM 0.00",
+        "",
+    ]
+    assert "- answer: none (turn_limit)" in third and "- searches: none" in third
+    assert "- answer: \\<b\\>q1 or\\</b\\> q2 (answered)" in even and "cover-EM 1.00" in even
+    assert records(tmp_path)[0]["queries"] == ["Ildra river", "Vonmark"]
 
 
 def test_a_second_run_asks_nothing_and_says_the_same(command, tmp_path, model_server):

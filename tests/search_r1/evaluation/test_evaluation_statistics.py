@@ -1,4 +1,4 @@
-"""Bootstrap intervals against closed forms and cases that can be counted out."""
+"""Intervals against closed forms, numbers worked out by hand, and cases that can be counted out."""
 
 from __future__ import annotations
 
@@ -39,6 +39,68 @@ def test_two_values_by_hand() -> None:
 
 def test_a_constant_has_no_spread() -> None:
     assert one_set(column(2.0, 2.0, 2.0)) == Estimate(2.0, 2.0, 2.0, 3)
+
+
+def share(right: int, count: int) -> Estimate:
+    """Of a score that is 1 for `right` of `count` questions."""
+    return one_set(column(*[1.0] * right, *[0.0] * (count - right)), scores=[0])
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [
+        # z^2 = 3.841459. All right: low = n / (n + z^2) = 20 / 23.841459. None right: high = z^2 / (n + z^2).
+        (20, 20, 0.838875, 1.0),
+        (0, 20, 0.0, 0.161125),
+        # (0.75 + z^2/40 -+ z sqrt(0.75 * 0.25 / 20 + z^2/1600)) / (1 + z^2/20) = (0.846036 -+ 0.212690) / 1.192073
+        (15, 20, 0.531299, 0.888138),
+        # (0.5 + z^2/4 -+ z sqrt(0.25 / 2 + z^2/16)) / (1 + z^2/2) = (1.460365 -+ 1.184141) / 2.920729
+        (1, 2, 0.094531, 0.905469),
+        (1, 1, 0.206549, 1.0),  # 1 / 4.841459
+    ],
+)
+def test_a_share_has_the_interval_of_wilson(right: int, count: int, low: float, high: float) -> None:
+    found = share(right, count)
+    assert (found.mean, found.count, found.interval) == (right / count, count, "wilson")
+    assert (found.low, found.high) == pytest.approx((low, high), abs=2e-6)
+
+
+def test_a_share_of_a_large_sample_has_nearly_the_interval_of_the_bootstrap() -> None:
+    values = np.concatenate([np.ones(600), np.zeros(1400)])[:, None]
+    wilson, drawn = one_set(values, scores=[0]), one_set(values)
+    assert (wilson.interval, drawn.interval) == ("wilson", "bootstrap")
+    assert (wilson.low, wilson.high) == pytest.approx((drawn.low, drawn.high), abs=2e-3)
+
+
+def test_only_scores_of_noughts_and_ones_are_shares() -> None:
+    """A score in between has a spread of its own; a count may be 1 by chance, and 2 for the next question."""
+    table = np.array([[1.0, 1.0, 1.0], [1.0, 0.5, 1.0], [1.0, 1.0, 1.0]])
+    by_set, macro, micro = estimates({"s": table}, scores=[0, 1])
+    for found in (by_set["s"], macro, micro):
+        assert [estimate.interval for estimate in found] == ["wilson", "bootstrap", "bootstrap"]
+    assert by_set["s"][0].low == pytest.approx(3 / 6.841459) and by_set["s"][2].low == 1.0
+
+
+def test_means_over_sets_put_the_intervals_of_their_shares_together() -> None:
+    """low = mean - sqrt(sum((weight * (mean_s - low_s))^2)), by hand from the intervals of 20 of 20 and 1 of 2."""
+    values = {"a": column(*[1.0] * 20), "b": column(0.0, 1.0), "none": np.zeros((0, 1))}
+    by_set, [macro], [micro] = estimates(values, scores=[0])
+    assert math.isnan(by_set["none"][0].mean) and macro.count == micro.count == 22
+    assert macro.mean == 0.75 and micro.mean == pytest.approx(21 / 22)
+    assert macro.low == pytest.approx(0.75 - 0.5 * math.hypot(0.161125, 0.405469), abs=1e-5)
+    assert macro.high == pytest.approx(0.75 + 0.5 * 0.405469, abs=1e-5)
+    assert micro.low == pytest.approx(21 / 22 - math.hypot(20 * 0.161125, 2 * 0.405469) / 22, abs=1e-5)
+    assert micro.high == pytest.approx(21 / 22 + 2 * 0.405469 / 22, abs=1e-5)
+    alone, [same_macro], [same_micro] = estimates({"a": values["a"]}, scores=[0])
+    assert alone["a"][0] == same_macro == same_micro
+
+
+def test_wilson_covers_a_known_share_as_often_as_it_says() -> None:
+    """Of 20 questions with a chance of 0.9 each: exact, over the binomial distribution."""
+    covered = sum(
+        math.comb(20, k) * 0.9**k * 0.1 ** (20 - k) for k in range(21) if share(k, 20).low <= 0.9 <= share(k, 20).high
+    )
+    assert 0.93 < covered < 0.98
 
 
 def test_macro_counts_sets_and_micro_counts_questions() -> None:
