@@ -47,11 +47,16 @@ def wait_until_up(server: subprocess.Popen[bytes], url: str) -> None:
 
 def run(*command: str, timeout: float = 1800) -> str:
     """Run a Python module or script of the project; its output, or an assertion error that shows it."""
+    return run_and_listen(*command, timeout=timeout).stdout
+
+
+def run_and_listen(*command: str, timeout: float = 1800, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Like `run`, with more environment variables; what came on standard error is in the result too."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *command], cwd=ROOT, env=ENV | variables, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return done.stdout
+    return done
 
 
 def small_run(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> tuple[str, ...]:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import psutil
 
 log = logging.getLogger(__name__)
 
-FIRST_BEAT_S, LONGEST_BEAT_S = 10.0, 60.0
+BEAT_S = 10.0
 DATED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PLAIN = "%(message)s"
 
@@ -37,21 +39,33 @@ CPU_ENGINE_VARIABLES = {
 }
 """The same for an engine on CPU alone: on GPUs the warnings of torch's C++ code are about NCCL."""
 
-TALKATIVE = ("faiss", "httpx", "matplotlib")  # which CPU they were built for, every request, a cache of fonts
+TALKATIVE = ("bm25s", "faiss", "httpx", "matplotlib")
+"""Libraries whose news below a warning are of no use to anybody: each request, which CPU they were built for."""
 
 
 def log_to_stderr(form: str = DATED) -> None:
     """Lines of INFO and above go to standard error, and libraries are quiet. To be called before these are imported."""
-    logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S")
+    handler = _StderrOfNow()
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] not in TALKATIVE)
+    logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", handlers=[handler])
     quiet_libraries()
+
+
+class _StderrOfNow(logging.StreamHandler):  # type: ignore[type-arg]
+    """A progress bar on a terminal puts itself in place of `sys.stderr`, so that lines go above it."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None: ...
 
 
 def quiet_libraries() -> None:
     """Keep out of the output what nobody can act on. What the user set in the environment stays."""
     for name, value in ENGINE_VARIABLES.items():
         os.environ.setdefault(name, value)
-    for name in TALKATIVE:
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def tell(text: str) -> None:
@@ -61,7 +75,7 @@ def tell(text: str) -> None:
 
 @contextmanager
 def phase(text: str) -> Iterator[None]:
-    """A line now, and more while the phase lasts: after ten seconds, then after twice as many, at last every minute."""
+    """A line now and, while the phase lasts, another after every ten seconds, or every minute of a long one."""
     tell(text)
     over = threading.Event()
     beats = threading.Thread(target=_beat, args=(text, over), daemon=True)
@@ -74,7 +88,8 @@ def phase(text: str) -> Iterator[None]:
 
 
 def _beat(text: str, over: threading.Event) -> None:
-    started, pause = time.monotonic(), FIRST_BEAT_S
-    while not over.wait(pause):
-        tell(f"{text}: {time.monotonic() - started:.0f} s so far")
-        pause = min(2 * pause, LONGEST_BEAT_S)
+    started, beats = time.monotonic(), 0
+    while not over.wait(BEAT_S):
+        beats += 1
+        if beats < 6 or beats % 6 == 0:
+            tell(f"{text}: {time.monotonic() - started:.0f} s so far")

@@ -21,6 +21,8 @@ with phase("importing torch"):
     import torch
 logging.getLogger("torch._library.triton").warning("noise")
 logging.getLogger("httpx").info("noise")
+import bm25s
+bm25s.logger.debug("noise")  # it made itself talkative
 logging.getLogger("torch._dynamo").warning("of torch")
 logging.getLogger("httpx").warning("of a request")
 logging.getLogger("verl.trainer.recovery").warning("of ours")
@@ -42,7 +44,7 @@ def test_phases_and_what_can_be_acted_on_go_to_standard_error() -> None:
 def test_a_long_phase_tells_that_it_is_still_going_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(startup, "FIRST_BEAT_S", 0.01)
+    monkeypatch.setattr(startup, "BEAT_S", 0.01)
     seen = threading.Event()
 
     class Beats(logging.Handler):

@@ -19,6 +19,7 @@ from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
 from verl.rollout.worker import How, RolloutWorker, ranks_per_engine
 from verl.single_controller import ResourcePool, wait_for
+from verl.startup import phase, tell
 
 PublishWeights = Callable[[], WeightHandle | ExportedWeights]
 
@@ -102,6 +103,7 @@ class RolloutManager:
 
     def _start(self) -> None:
         self._workers = _start_workers(self.config, self._pool)
+        tell(f"starting {self._engines_in_words}")
         self._starting = [worker.start.remote() for worker in self._workers]
         if self._pool.device == "cuda":
             self._wait_until_started()
@@ -154,8 +156,13 @@ class RolloutManager:
 
     def _wait_until_started(self) -> None:
         if self._starting:
-            wait_for(self._starting, "start of the rollout engines", self.timeout_s)
+            with phase(f"waiting for {self._engines_in_words}"):
+                wait_for(self._starting, "start of the rollout engines", self.timeout_s)
             self._starting = []
+
+    @property
+    def _engines_in_words(self) -> str:
+        return "1 rollout engine" if len(self._workers) == 1 else f"{len(self._workers)} rollout engines"
 
 
 def _start_workers(config: Config, pool: ResourcePool) -> list[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
-from verl.startup import log_to_stderr
+from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
     def train() -> None:
         config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
+        tell("the config is valid")
         run(config)
 
     return exit_status(train, when_interrupted="earlier checkpoints are intact")
@@ -44,15 +45,17 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
 
 def run(config: Config) -> None:
     """Check the inputs, start Ray, train, and leave no process behind."""
-    from verl.trainer.preflight import check_inputs
+    with phase("checking prompt files, reward, models and environment"):
+        from verl.trainer.preflight import check_inputs
 
-    check_inputs(config)
+        tell(f"loads {check_inputs(config)}")
 
-    import ray
+    with phase("importing Ray and the trainer"):
+        import ray
 
-    from verl.engine.device import resolve_device
-    from verl.trainer.janitor import Janitor
-    from verl.trainer.rl_trainer import RLTrainer
+        from verl.engine.device import resolve_device
+        from verl.trainer.janitor import Janitor
+        from verl.trainer.rl_trainer import RLTrainer
 
     with contextlib.ExitStack() as at_the_end:
         janitor = Janitor(Path(config.trainer.default_local_dir))
@@ -61,8 +64,9 @@ def run(config: Config) -> None:
             for name, value in RAY_SETTINGS.items():
                 os.environ.setdefault(name, value)
             worker_logs = bool(os.environ.get("VERL_WORKER_LOGS"))
-            # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-            ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+            with phase("starting Ray"):
+                # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+                ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
             at_the_end.callback(ray.shutdown)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()

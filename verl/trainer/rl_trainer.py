@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
 from verl.stacks import offer_stacks
+from verl.startup import phase, tell
 from verl.tracking.jsonl_backend import set_aside
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
@@ -41,6 +43,7 @@ from verl.trainer.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 SCORE = "val/test_score/mean"
+SPLITS: dict[Kind, str] = {"val": "validating", "val_ref": "validating the anchor", "test": "testing"}
 WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 
 
@@ -52,10 +55,12 @@ class RLTrainer:
         self.config = config
         self.run_dir = Path(config.trainer.default_local_dir)
         self.tokenizer = AutoTokenizer.from_pretrained(config.data.tokenizer or config.actor_rollout_ref.model.path)
-        self.train_prompts = self._prompt_source(config.data.train_files, config.data.train_data_num)
-        self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
-        self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
+        with phase("loading the prompts"):
+            self.train_prompts = self._prompt_source(config.data.train_files, config.data.train_data_num)
+            self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
+            self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()
+        tell(f"prompts: {len(self.train_prompts)} for training, {len(self.val_prompts)} for validation")
         self.scorer = Scorer(config, self.tokenizer)
         self.estimator = Estimator(config)
         self.timer = Timer()
@@ -86,7 +91,7 @@ class RLTrainer:
         for step in range(self.steps_done + 1, 1 if trainer.val_only else self.total_steps + 1):
             last = step == self.total_steps
             save = last or _due(trainer.save_freq, step)
-            with self.timer("step"):
+            with self.timer("step"), self._told_if_first(step):
                 metrics = self._train_step(step)
             if last or _due(trainer.test_freq, step):
                 metrics |= self._validate(step)
@@ -103,6 +108,9 @@ class RLTrainer:
             if save:
                 self.checkpoints.save_state(step, self._progress(), metrics.get(SCORE))
             self.checkpoints.settle(wait=last)
+
+    def _told_if_first(self, step: int) -> AbstractContextManager[None]:
+        return phase(f"step {step} of {self.total_steps}") if step == self.steps_done + 1 else nullcontext()
 
     def _progress(self) -> dict[str, Any]:
         """What the driver needs to go on, besides what the roles hold."""
@@ -196,8 +204,9 @@ class RLTrainer:
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
         rows, size = prompts.all(), self.config.data.val_batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        trajectories = [t for part in parts for t in self.rollouts.collect(part, 1, step, how="val")]
-        self.scorer.score(trajectories, validate=True)
+        with phase(f"{SPLITS[split]} on {len(rows)} prompts"):
+            trajectories = [t for part in parts for t in self.rollouts.collect(part, 1, step, how="val")]
+            self.scorer.score(trajectories, validate=True)
         self._store(trajectories, split, step)
         return validation_metrics(trajectories, split)
 

@@ -17,6 +17,7 @@ from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightFolder, WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights, merge_exports
 from verl.single_controller import ResourcePool, WorkerGroup
+from verl.startup import phase
 from verl.storage import Digests
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
@@ -26,6 +27,8 @@ from verl.workers.critic import CriticWorker
 class Role:
     """A trained role on all ranks of a pool."""
 
+    name: str
+
     def __init__(self, worker_class: type[RankWorker], config: Config, pool: ResourcePool, *args: object) -> None:
         threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
         # Waiting threads sleep: one that spins takes the core from the roles that share it.
@@ -33,8 +36,9 @@ class Role:
         if config.trainer.deterministic:
             env_vars |= CUDA_ENVIRONMENT
         timeout_s = config.trainer.step_timeout_s
-        self.group = WorkerGroup(worker_class, pool, config, *args, timeout_s=timeout_s, env_vars=env_vars)
-        self.group.call_all("start", self.group.call_first("rendezvous"))
+        with phase(f"loading the {self.name} in {pool.world_size} process{'es' * (pool.world_size > 1)}"):
+            self.group = WorkerGroup(worker_class, pool, config, *args, timeout_s=timeout_s, env_vars=env_vars)
+            self.group.call_all("start", self.group.call_first("rendezvous"))
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
@@ -66,6 +70,8 @@ class Role:
 
 class ActorGroup(Role):
     """The actor and its anchor on all ranks."""
+
+    name = "actor"
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
@@ -103,6 +109,8 @@ class ActorGroup(Role):
 
 class CriticGroup(Role):
     """The critic on all ranks."""
+
+    name = "critic"
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int) -> None:
         super().__init__(CriticWorker, config, pool, total_training_steps)

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl import startup
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError
-from verl.startup import log_to_stderr
 from verl.storage import append, whole_file
 from verl.trainer.exit_status import exit_status
 
@@ -34,12 +34,15 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `exit_status` says."""
-    log_to_stderr()
+    startup.log_to_stderr()
+    first_rank = int(os.environ.get("RANK", "0")) == 0
+    if not first_rank:
+        logging.getLogger("verl").setLevel(logging.WARNING)
 
     def warm_start() -> None:
         config = load_from_argv(SftConfig, load_sft_config, sys.argv[1:] if argv is None else argv, "sft")
         target = run(config)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if first_rank:
             print(f"model: {target}")
 
     return exit_status(warm_start, when_interrupted="nothing was saved")
@@ -47,13 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: SftConfig) -> Path:
     """Train, save, and return the model's folder. Raises VerlError."""
-    rows = read_rows(config.data.train_files)
+    startup.tell("the config is valid")
+    with startup.phase("reading the rows"):
+        rows = read_rows(config.data.train_files)
 
-    import torch.distributed as dist
+    with startup.phase("importing torch"):
+        import torch.distributed as dist
 
-    from verl.engine.device import init_process_group, resolve_device
-    from verl.trainer.preflight.disk import check_folder
-    from verl.trainer.preflight.finding import require
+        from verl.engine.device import init_process_group, resolve_device
+        from verl.trainer.preflight.disk import check_folder
+        from verl.trainer.preflight.finding import require
 
     require(check_folder(Path(config.trainer.default_local_dir)))
 
@@ -69,14 +75,16 @@ def run(config: SftConfig) -> Path:
 
 def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     """The steps, inside a process group; writes `metrics.jsonl` and `global_step_N` into the run folder."""
-    from tqdm import tqdm
+    with startup.phase(f"loading {config.model.path}"):
+        from tqdm import tqdm
 
-    from verl.engine.sft_engine import SftEngine
-    from verl.engine.sharding import is_main_rank
+        from verl.engine.sft_engine import SftEngine
+        from verl.engine.sharding import is_main_rank
 
-    tokenizer = load_tokenizer(config.model.path)
-    engine = SftEngine(config, device)
-    batches = Batches(config, tokenizer, rows)
+        tokenizer = load_tokenizer(config.model.path)
+        engine = SftEngine(config, device)
+    with startup.phase(f"tokenising {len(rows)} rows"):
+        batches = Batches(config, tokenizer, rows)
     run_dir = Path(config.trainer.default_local_dir)
     main_rank = is_main_rank()
     metrics_path = run_dir / "metrics.jsonl"
@@ -84,6 +92,7 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
         with whole_file(metrics_path) as empty:
             empty.touch()
     num_steps = config.trainer.total_training_steps
+    startup.tell(f"step 1 of {num_steps}; a line every {config.trainer.log_freq} steps")
     bar = tqdm(range(num_steps), desc="sft", disable=not (main_rank and sys.stderr.isatty()))
     for step in bar:
         phase, batch = batches.next(step)

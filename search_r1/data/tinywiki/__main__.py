@@ -4,7 +4,6 @@
 """
 
 import argparse
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from search_r1.data.tinywiki.build import LONG, Recipe, build
 from verl.errors import VerlError
+from verl.startup import PLAIN, log_to_stderr
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--next_hop", type=probability, help="explorer: probability of noting the fact that leads on")
     parser.add_argument("--train_hops", type=hops, help="hop counts of the training prompts in turn, as in 1,2,2")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_stderr(PLAIN)
     recipe = recipe_of(given)
     try:
         build(recipe, given.output_dir)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers.utils.logging import disable_progress_bar
 
 from search_r1.data.tinywiki.explorer import Explorer, Habits, Segment
 from search_r1.data.tinywiki.names import hash_number
@@ -18,6 +19,7 @@ from search_r1.data.tinywiki.policy import PolicySize, make_policy, train_tokeni
 from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
 from search_r1.data.tinywiki.world import World, plan_worlds, stream_passages
 from verl.errors import DataError
+from verl.startup import phase
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +99,10 @@ def build(recipe: Recipe, output_dir: Path) -> None:
         raise DataError(f"cannot write to {output_dir}: {error}; choose another --output_dir") from error
     write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl")
     write_prompts(recipe, worlds, output_dir)
-    explorer = Explorer(worlds["sft"], PassageIndex([worlds["sft"]]), load_template(), recipe.habits, topk=recipe.topk)
-    rows = list(sft_rows(recipe, explorer))
-    pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
+    with phase(f"exploring, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
+        index = PassageIndex([worlds["sft"]])
+        rows = list(sft_rows(recipe, Explorer(worlds["sft"], index, load_template(), recipe.habits, topk=recipe.topk)))
+        pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
     logger.info("wrote %d warm-start rows", len(rows))
     write_policy(recipe, rows[: min(len(rows), 4000)], output_dir / "policy_init")
 
@@ -146,6 +149,7 @@ def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None
     texts = (segment["text"] for row in rows for segment in row["segments"])
     tokenizer = train_tokenizer(texts)
     model = make_policy(tokenizer, recipe.size, recipe.seed)
+    disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     logger.info("wrote a policy of %d parameters and %d tokens", model.num_parameters(), len(tokenizer))

@@ -15,7 +15,7 @@ from verl.event_loop import run_to_end
 from verl.storage import free_bytes
 from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
-from verl.trainer.preflight.models import models_of
+from verl.trainer.preflight.models import Models, models_of
 from verl.trainer.preflight.quantities import window_of
 from verl.trainer.preflight.reward import try_reward
 from verl.trainer.scoring import Scorer
@@ -34,8 +34,8 @@ class Sources(NamedTuple):
     scorer: Scorer
 
 
-def check_inputs(config: Config) -> None:
-    """The trainer's own checks, all of them quick.
+def check_inputs(config: Config) -> Models:
+    """The trainer's own checks, all of them quick. Returns what the run will load.
 
     Raises `DataError`, `ConfigError`, `RewardError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what
     to do.
@@ -48,6 +48,7 @@ def check_inputs(config: Config) -> None:
     require(check_one_checkpoint(config, models, free_bytes(folder)))
     try_reward(config, sources.scorer, sources.tokenizer)
     run_to_end(_check(sources.environment))
+    return models
 
 
 def check_sources(config: Config) -> Sources:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
 from verl.engine.loading import import_modules
+from verl.trainer.preflight.quantities import count_in_words
 from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
 
 
@@ -17,6 +18,11 @@ class Models:
     policy: ModelShape
     anchor: ModelShape | None = None
     critic: ModelShape | None = None
+
+    def __str__(self) -> str:
+        roles = {"policy": self.policy, "anchor": self.anchor, "critic": self.critic}
+        parts = [f"{name} {count_in_words(shape.num_params)}" for name, shape in roles.items() if shape is not None]
+        return f"{', '.join(parts)} parameters"
 
 
 def models_of(config: Config) -> Models:

@@ -33,3 +33,8 @@ def window_of(config: Config) -> int:
 def in_words(num_bytes: float) -> str:
     """In GiB, or in MiB where that says more."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def count_in_words(number: int) -> str:
+    """In billions, or in millions where that says more."""
+    return f"{number / 1e9:.1f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
