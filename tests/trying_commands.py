@@ -262,6 +262,8 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/bench/memory_tiers\.py", runs()),
     (r"python -m search_r1\.evaluation", composes_an_evaluation),
     (r"python scripts/data_process/(nq|nq_search|qa_search_\w+_merge)\.py(?=.*--input_dir)", runs("--limit", "1")),
+    (r"python scripts/data_process/qa_search_\w+_merge\.py(?=.*=example/)", runs()),
+    (r"python scripts/data_process/qa_search_\w+_merge\.py(?!.*(=example/|--input_dir))", accepts_options),
     (r"python scripts/data_process/nq_rag\.py", accepts_options),
     (r"python scripts/download\.py", accepts_options),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),

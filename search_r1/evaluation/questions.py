@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from search_r1.data.qa.reading import BadRows, read_questions
+from search_r1.data.qa.source_files import Source, named_file, sources_in
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
-
-SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-"""The seven sets of Search-R1 under their names in the FlashRAG collection."""
-SPLITS = ("test", "dev", "train")
-"""A set is evaluated on the first of these that there is."""
 
 Messages = list[dict[str, str]]
 
@@ -46,18 +45,19 @@ class Question:
 def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]:
     """The questions of all files, those of a set in the order of its file.
 
-    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats` or `.parquet`; a prompt file may stand without a
-    name, its rows then belong to the set of their `data_source`. `data_dir` has a folder for each set that it holds.
+    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats` or a prompt file, which may stand without a name:
+    its rows then belong to the set of their `data_source`. `data_dir` has a folder for each set that it holds.
     Raises `ConfigError` when nothing is given, `DataError` with file and line (or row) for a bad row and for two of one
     set and id.
     """
-    sources = [_split(item) for item in data] + (list(_sets_of(data_dir)) if data_dir is not None else [])
+    sources = [named_file(item) or Path(item).expanduser() for item in data]
+    sources += [] if data_dir is None else sources_in(data_dir, "test")
     if not sources:
         raise ConfigError("no questions to ask: give --data NAME=FILE, or --data_dir with a folder for each set")
     questions: list[Question] = []
     seen: dict[str, str] = {}
-    for name, path in sources:
-        for place, question in _read(name, path):
+    for source in sources:
+        for place, question in _read(source):
             if question.key in seen:
                 raise DataError(f"{place}: question {question.id!r} of {question.set_name} is in {seen[question.key]}")
             seen[question.key] = place
@@ -65,40 +65,28 @@ def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]
     return questions
 
 
-def _split(item: str) -> tuple[str | None, Path]:
-    name, separator, path = item.partition("=")
-    return (name, Path(path)) if separator else (None, Path(item))
-
-
-def _sets_of(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Those of `SETS` in their order, then further folders with a file of a known split, by name."""
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; it has to hold <set>/<split>.jsonl")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    found = []
-    for name in [*(name for name in SETS if name in names), *(name for name in names if name not in SETS)]:
-        files = (folder / name / f"{split}.jsonl{end}" for split in SPLITS for end in ("", ".gz"))
-        path = next((path for path in files if path.is_file()), None)
-        if path is not None:
-            found.append((name, path))
-    if not found:
-        raise DataError(f"{folder} has no <set>/<split>.jsonl; sets are {', '.join(SETS)}, splits {', '.join(SPLITS)}")
-    yield from found
-
-
-def _read(name: str | None, path: Path) -> Iterator[tuple[str, Question]]:
+def _read(source: Source | Path) -> Iterator[tuple[str, Question]]:
     """(place, question) of each row."""
-    if path.suffix == ".parquet":
+    name, path = (source.data_source, source.path) if isinstance(source, Source) else (None, source)
+    if path.suffix == ".parquet" and (name is None or _is_prompt_file(path)):
         return _prompt_rows(name, path)
-    if not name:
+    if not isinstance(source, Source):
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
-    return _question_file(name, path)
+    return _question_file(source)
 
 
-def _question_file(name: str, path: Path) -> Iterator[tuple[str, Question]]:
-    split = path.name.partition(".")[0]
-    for row in read_questions(path, split, _NoBadRows()):
-        yield str(path), Question(name, row.id, tuple(row.golden_answers), row.question, _stratum(row.metadata))
+def _is_prompt_file(path: Path) -> bool:
+    """Else it holds questions, or nothing that can be read."""
+    try:
+        return {"prompt", "reward_model"} <= set(pq.read_schema(path).names)
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _question_file(source: Source) -> Iterator[tuple[str, Question]]:
+    for row in read_questions(source.path, source.split, _NoBadRows()):
+        answers = tuple(row.golden_answers)
+        yield str(source.path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
 
 
 class _NoBadRows(BadRows):

@@ -12,26 +12,10 @@ from search_r1.data.qa.prompt_file import prompt_row, write_prompts
 from search_r1.data.qa.question import QaRow
 from search_r1.data.qa.reading import BadRows, read_questions
 from search_r1.data.qa.retrieved import Contexts
-from search_r1.data.qa.sets import QaSet
-from search_r1.data.qa.source_files import source_file
+from search_r1.data.qa.source_files import Source
 from search_r1.llm_agent.templates import Template
 
 _ROWS_A_SEARCH = 1024
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file of questions. Raises `DataError` from `find` that says which file is missing."""
-
-    data_source: str
-    split: str
-    path: Path
-
-    @classmethod
-    def find(cls, qa_set: QaSet, wanted: str, input_dir: Path | None) -> Source:
-        """The file that a set has for `train` or `test`; without a folder, the hub's."""
-        split = qa_set.source_split(wanted)
-        return cls(qa_set.name, split, source_file(qa_set, split, input_dir))
 
 
 @dataclass

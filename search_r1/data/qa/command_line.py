@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.qa.build import PromptBuilder, Source
+from search_r1.data.qa.build import PromptBuilder
 from search_r1.data.qa.hdfs import copy_to_hdfs, hdfs_client
 from search_r1.data.qa.reading import BadRows
 from search_r1.data.qa.retrieved import Contexts
-from search_r1.data.qa.sets import qa_sets
+from search_r1.data.qa.source_files import sources
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.search.errors import SearchError
 from verl.errors import ConfigError, VerlError
@@ -47,18 +47,15 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
     if template.needs_context != recipe.with_context:
         what = "has a place for" if template.needs_context else "has no place for"
         raise ConfigError(f"--template_type {args.template_type} {what} retrieved passages, which only nq_rag.py gives")
-    sets = qa_sets(args.data_sources)
     # all files are found before the first one is read
-    sources = {
-        split: [Source.find(qa_set, split, args.input_dir) for qa_set in sets] for split in _splits(args, recipe)
-    }
+    found = {split: sources(args.data_sources, split, args.input_dir) for split in _splits(args, recipe)}
     builder = PromptBuilder(template, args.limit, BadRows(args.skip_bad_rows))
     written = []
-    for split, of_split in sources.items():
+    for split, of_split in found.items():
         path = args.local_dir / f"{split}.parquet"
         counts = builder.write(path, of_split, split, _contexts(args, split, recipe))
         written.append(path)
-        parts = (f"{count} of {found.data_source} {found.split}" for found, count in zip(of_split, counts, strict=True))
+        parts = (f"{count} of {one.data_source} {one.split}" for one, count in zip(of_split, counts, strict=True))
         print(f"{path}: {sum(counts)} prompts ({', '.join(parts)})")
     for message in builder.bad_rows.listed:
         print(f"left out: {message}", file=sys.stderr)
@@ -93,7 +90,7 @@ def _parser(description: str | None, recipe: Recipe) -> argparse.ArgumentParser:
     add("--skip_bad_rows", action="store_true", help="list and leave out rows that cannot be used")
     add("--limit", type=_positive, help="at most so many questions of each set")
     if recipe.several_sets:
-        add("--data_sources", default="nq", help="sets with commas between, in the order of the file")
+        add("--data_sources", default="nq", help="sets, or NAME=FILE, with commas between")
         parser.set_defaults(splits=",".join(recipe.splits))
     else:
         add("--splits", default=",".join(recipe.splits), help="files to write (default: %(default)s)")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from search_r1.llm_agent.templates import normalize_question
+
+_WORDS = {True: "yes", False: "no"}
+_OF_PROMPT_FILES = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,42 @@ class QaRow:
     index: int
 
 
+def answer_texts(value: Any) -> Any:
+    """A list of answers; one answer alone, or JSON text of a list (a cell of a table), is one too.
+
+    Truth values are yes and no. What is no list of texts is left for `checked` to refuse.
+    """
+    if isinstance(value, str):
+        value = _parsed_list(value)
+    values = value if isinstance(value, list) else [value]
+    return [_WORDS[answer] if isinstance(answer, bool) else answer for answer in values]
+
+
+def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
+    """The metadata: what stands in the column `metadata`, an object or JSON of one, and all columns not `read`.
+
+    Those of a prompt file, which can be made into another one, are no news. Raises `ValueError` for other metadata.
+    """
+    given = row.get("metadata")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except ValueError:
+            raise ValueError(f"metadata is the text {_shown(given)}, not an object or JSON of one") from None
+    if not isinstance(given, dict | None):
+        raise ValueError(f"metadata is a {type(given).__name__}, not an object")
+    known = {*read, "id", "metadata", *_OF_PROMPT_FILES}
+    others = {name: value for name, value in row.items() if name not in known and value is not None}
+    return others | (given or {})
+
+
+def _parsed_list(text: str) -> Any:
+    try:
+        return json.loads(text) if text.lstrip().startswith("[") else text
+    except ValueError:
+        return text
+
+
 def checked(fields: Fields, split: str, index: int) -> QaRow:
     """Raises `ValueError` with the reason. A row of a format without ids gets `split_index`."""
     if not isinstance(fields.question, str) or not fields.question.strip():
@@ -45,7 +85,7 @@ def checked(fields: Fields, split: str, index: int) -> QaRow:
         id=_identifier(fields.id, f"{split}_{index}"),
         question=normalize_question(fields.question),
         golden_answers=fields.answers,
-        metadata=json.dumps(fields.metadata, ensure_ascii=False) if fields.metadata else None,
+        metadata=json.dumps(fields.metadata, ensure_ascii=False, default=str) if fields.metadata else None,
         index=index,
     )
     for text in (row.id, row.question, *row.golden_answers, row.metadata or ""):

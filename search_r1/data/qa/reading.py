@@ -10,7 +10,7 @@ from types import ModuleType
 
 from search_r1.data.qa.formats import format_of, known_formats
 from search_r1.data.qa.question import QaRow, checked
-from search_r1.data.qa.records import Record, read_records
+from search_r1.data.qa.records import Record, place, read_records
 from verl.errors import DataError
 
 _LOOKED_AT = 100  # rows that may be broken before one that shows the format
@@ -44,12 +44,16 @@ def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]
         try:
             row = _question(record, found, split, index)
             if row.id in line_of_id:
-                raise ValueError(f"the id {row.id!r} stands already in line {line_of_id[row.id]}")
+                raise ValueError(f"the id {row.id!r} stands already in {_row(path, line_of_id[row.id])}")
         except ValueError as error:
-            bad_rows.found(f"{path}:{record.line}", str(error))
+            bad_rows.found(place(path, record.line), str(error))
             continue
         line_of_id[row.id] = record.line
         yield row
+
+
+def _row(path: Path, line: int) -> str:
+    return f"row {line}" if path.suffix == ".parquet" else f"line {line}"
 
 
 def _format(path: Path, first: list[Record]) -> ModuleType:
@@ -59,7 +63,10 @@ def _format(path: Path, first: list[Record]) -> ModuleType:
     if found is None:
         shown = next((record for record in first if not record.fault), first[0])
         what = shown.fault or f"a row with the keys {', '.join(map(str, shown.value))}"
-        raise DataError(f"{path}:{shown.line}: {what}; known formats (with the keys they need) are {known_formats()}")
+        raise DataError(
+            f"{place(path, shown.line)}: {what}; rows of your own need question and answer; known formats (with "
+            f"the keys they need) are {known_formats()}"
+        )
     return found
 
 

@@ -1,16 +1,20 @@
-"""The rows of a file, whatever holds them: JSON lines, a JSON array, CSV or TSV, each also packed by gzip."""
+"""The rows of a file, whatever holds them: JSON lines, a JSON array, CSV, TSV (each also packed by gzip), Parquet."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from search_r1.data.qa.json_array import array_items
 from search_r1.search.errors import CorpusError
@@ -20,7 +24,7 @@ from verl.errors import DataError
 
 @dataclass(frozen=True)
 class Record:
-    """One row: its `value`, or the reason why it has none."""
+    """One row: its `value`, or the reason why it has none. `line` is from 1; in Parquet, the row from 0."""
 
     line: int
     value: dict[str, Any] = field(default_factory=dict)
@@ -31,8 +35,15 @@ def read_records(path: Path) -> Iterator[Record]:
     """The rows in order. Raises `DataError` for a file that cannot be read on (a broken row is a `fault`)."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in _READERS:
-        raise DataError(f"{path}: is none of {', '.join(_READERS)} (also with .gz)")
+        raise DataError(f"{path}: is none of {', '.join(_READERS)} (text also with .gz)")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
     yield from _READERS[kind](path)
+
+
+def place(path: Path, line: int) -> str:
+    """Where a record stands, for messages."""
+    return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -63,7 +74,10 @@ def _json_array(path: Path) -> Iterator[Record]:
             for line, value in array_items(file):
                 yield _object(line, value)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: no JSON array of rows: {error.msg}") from error
+            raise DataError(
+                f"{path}:{error.lineno}: no JSON array of rows: {error.msg}; a file with an object on each line is "
+                f"named .jsonl"
+            ) from error
         except (EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read as UTF-8 text: {error}; fetch the file again") from error
 
@@ -86,6 +100,14 @@ def _table_row(line: int, row: dict[str | Any, Any]) -> Record:
     return Record(line, row)
 
 
+def _parquet(path: Path) -> Iterator[Record]:
+    try:
+        batches = pq.ParquetFile(path).iter_batches()
+        yield from itertools.starmap(Record, enumerate(row for batch in batches for row in batch.to_pylist()))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
 def _text(path: Path) -> TextIO:
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
@@ -97,4 +119,5 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".json": _json_array,
     ".csv": lambda path: _table(path, ","),
     ".tsv": lambda path: _table(path, "\t"),
+    ".parquet": _parquet,
 }

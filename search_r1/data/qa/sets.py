@@ -1,12 +1,9 @@
-"""The question-answer sets: their splits, which one a test takes, and the names of their original files."""
+"""The question-answer sets that have an entry of their own: their splits, and the names of their original files."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from verl.errors import DataError
 
 FLASHRAG_REPO = "RUC-NLPIR/FlashRAG_datasets"
 
@@ -20,18 +17,6 @@ class QaSet:
     """Of `train`, `dev` and `test`, those that FlashRAG has."""
     originals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By split: patterns of the file names under which the set's authors publish it."""
-
-    def source_split(self, wanted: str) -> str:
-        """The split to read for `train` or `test`: a test takes `test`, else `dev`, else `train`.
-
-        Decided by what is published, not by which files are there: a forgotten file is an error, not another test set.
-        Raises `DataError` when there is no training split.
-        """
-        candidates = ("train",) if wanted == "train" else ("test", "dev", "train")
-        for split in candidates:
-            if split in self.splits:
-                return split
-        raise DataError(f"{self.name} has no {wanted} split, only {', '.join(self.splits)}")
 
 
 SETS = {
@@ -63,22 +48,3 @@ SETS = {
         QaSet("strategyqa", ("train",), {"train": ("strategyqa_train.json",)}),
     )
 }
-
-
-def qa_set(name: str) -> QaSet:
-    """Raises `DataError` for an unknown name."""
-    if name not in SETS:
-        near = difflib.get_close_matches(name.lower(), SETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"there is no set {name!r}, only {', '.join(SETS)}{hint}")
-    return SETS[name]
-
-
-def qa_sets(names: str) -> list[QaSet]:
-    """Those of a list with commas, in its order. Raises `DataError` for an unknown or repeated name, or none."""
-    words = [word.strip() for word in names.split(",") if word.strip()]
-    if not words or len(set(words)) != len(words):
-        raise DataError(
-            f"--data_sources {names!r} has to name some of {', '.join(SETS)}, each once, with commas between"
-        )
-    return [qa_set(word) for word in words]

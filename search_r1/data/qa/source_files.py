@@ -1,52 +1,161 @@
-"""Where the file of a split comes from: a local folder, or the FlashRAG collection on the hub."""
+"""Which file of a set is read, for data processing and for evaluation: of a folder, of FlashRAG's collection, or named.
+
+A training takes `train`, a test takes `test`, else `dev`, else `train`. A split that the set is known to have stands
+for itself: where its file is missing that is an error, and no other split is taken in its place.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.data.qa.sets import FLASHRAG_REPO, QaSet
+from search_r1.data.qa.sets import FLASHRAG_REPO, SETS
 from verl.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".tsv", ".csv")
+_SPLITS = {"train": ("train",), "test": ("test", "dev", "train")}
+_NAME = re.compile(r"\w[\w.+-]*")
 
 
-def source_file(qa_set: QaSet, split: str, input_dir: Path | None) -> Path:
-    """`<input_dir>/<set>/<split>.jsonl` or the original file beside it (each also as .gz); without a folder, the hub's.
+@dataclass(frozen=True)
+class Source:
+    """A file of questions. `split` is what it is called, and stands in the ids of rows without one."""
 
-    Raises `DataError` that says which file to place where.
+    data_source: str
+    split: str
+    path: Path
+
+
+def named_file(item: str) -> Source | None:
+    """The source that `NAME=FILE` says; None for a text without `=`. Raises `DataError` for a bad name."""
+    name, separator, path = item.partition("=")
+    if not separator:
+        return None
+    if not _NAME.fullmatch(name):
+        raise DataError(f"{name!r} cannot be the name of a set (in {item}): give NAME=FILE, NAME of letters and digits")
+    file = Path(path).expanduser()
+    return Source(name, file.name.partition(".")[0], file)
+
+
+def sources(names: str, wanted: str, folder: Path | None) -> list[Source]:
+    """Those of a list with commas, in its order: names of sets, or `NAME=FILE`. Without a folder, files of the hub.
+
+    `wanted` is train or test. Raises `DataError` that says which file to place where.
     """
-    return _from_hub(qa_set, split) if input_dir is None else _from_folder(qa_set, split, input_dir)
+    words = [word.strip() for word in names.split(",") if word.strip()]
+    found = [word.partition("=")[0] for word in words]
+    if not words or len(set(found)) != len(found):
+        raise DataError(
+            f"--data_sources {names!r} has to name some of {', '.join(SETS)}, other sets of FlashRAG, or files of your "
+            f"own (NAME=FILE), each once, with commas between"
+        )
+    return [named_file(word) or _source(word, wanted, folder) for word in words]
 
 
-def _from_folder(qa_set: QaSet, split: str, input_dir: Path) -> Path:
-    folder = input_dir / qa_set.name
-    originals = qa_set.originals.get(split, ())
-    for name in (*(f"{split}{suffix}" for suffix in _SUFFIXES), *originals):
-        found = sorted(path for end in ("", ".gz") for path in folder.glob(f"{name}{end}"))
-        if found:
-            return found[0]
+def sources_in(folder: Path, wanted: str) -> list[Source]:
+    """Of each set that has questions in `folder`: first the known sets in their order, then the others by name.
+
+    Raises `DataError` where there is none, or where a known set lacks the file that is wanted.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; it has to hold <set>/<split>.jsonl")
+    names = {path.name for path in folder.iterdir() if path.is_dir() and any(_files_of(path))}
+    ordered = [*(name for name in SETS if name in names), *sorted(names - SETS.keys())]
+    if not ordered:
+        raise DataError(
+            f"{folder} has no <set>/<split>.jsonl; sets are {', '.join(SETS)} or others, splits test, dev, train"
+        )
+    return [_from_folder(name, wanted, folder) for name in ordered]
+
+
+def _source(name: str, wanted: str, folder: Path | None) -> Source:
+    return _from_hub(name, wanted) if folder is None else _from_folder(name, wanted, folder)
+
+
+def _from_folder(name: str, wanted: str, folder: Path) -> Source:
+    """`<folder>/<name>/<split>.jsonl` or the original file beside it, each also as .gz."""
+    if name not in SETS and not (folder / name).is_dir():
+        there = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+        raise DataError(f"there is no set {name!r} in {folder}{_meant(name, [*SETS, *there])}; {_own(name)}")
+    for split in _SPLITS[wanted]:
+        path = _file_of(name, split, folder / name)
+        if path is not None:
+            return Source(name, split, path)
+        if split in _published(name):
+            raise _missing(name, split, folder / name)
+    raise _without(name, wanted, folder / name)
+
+
+def _file_of(name: str, split: str, folder: Path) -> Path | None:
+    patterns = (*(f"{split}{suffix}" for suffix in _SUFFIXES), *_originals(name, split))
+    found = (path for pattern in patterns for end in ("", ".gz") for path in sorted(folder.glob(f"{pattern}{end}")))
+    return next(found, None)
+
+
+def _files_of(folder: Path) -> Iterable[Path]:
+    """Those of any split."""
+    return (path for split in _SPLITS["test"] if (path := _file_of(folder.name, split, folder)) is not None)
+
+
+def _published(name: str) -> Sequence[str]:
+    return SETS[name].splits if name in SETS else ()
+
+
+def _originals(name: str, split: str) -> Sequence[str]:
+    return SETS[name].originals.get(split, ()) if name in SETS else ()
+
+
+def _missing(name: str, split: str, folder: Path) -> DataError:
+    originals = _originals(name, split)
     or_original = f", or the original {' or '.join(originals)}" if originals else ""
-    raise DataError(
-        f"{folder}: the {split} split is not there; place {split}.jsonl in this folder "
-        f"({_url(qa_set, split)}){or_original}"
+    return DataError(
+        f"{folder}: the {split} split is not there; place {split}.jsonl in this folder ({_url(name, split)})"
+        f"{or_original}; a file of another split is given as {name}=FILE"
     )
 
 
-def _from_hub(qa_set: QaSet, split: str) -> Path:
+def _without(name: str, wanted: str, folder: Path) -> DataError:
+    files = ", ".join(f"{split}.jsonl" for split in _SPLITS[wanted])
+    published = f", only {', '.join(_published(name))}" if _published(name) else ""
+    return DataError(f"{name} has no {wanted} split{published}: {folder} has none of {files}")
+
+
+def _from_hub(name: str, wanted: str) -> Source:
     # slow to import, and not needed with a folder
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    name = f"{qa_set.name}/{split}.jsonl"
-    try:
-        return Path(hf_hub_download(FLASHRAG_REPO, name, repo_type="dataset"))
-    except (OSError, HTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"{name} of {FLASHRAG_REPO} could not be fetched ({reason}); without a network, fetch "
-            f"{_url(qa_set, split)} elsewhere, place it as DIR/{name} and pass --input_dir DIR"
-        ) from error
+    splits = [split for split in _SPLITS[wanted] if split in _published(name)] or _SPLITS[wanted]
+    for split in splits:
+        file = f"{name}/{split}.jsonl"
+        try:
+            return Source(name, split, Path(hf_hub_download(FLASHRAG_REPO, file, repo_type="dataset")))
+        except RemoteEntryNotFoundError:
+            continue
+        except (OSError, HTTPError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DataError(
+                f"{file} of {FLASHRAG_REPO} could not be fetched ({reason}); without a network, fetch "
+                f"{_url(name, split)} elsewhere, place it as DIR/{file} and pass --input_dir DIR"
+            ) from error
+    raise DataError(
+        f"{FLASHRAG_REPO} has no {' or '.join(f'{name}/{split}.jsonl' for split in splits)}{_meant(name, SETS)}; "
+        f"{_own(name)}"
+    )
 
 
-def _url(qa_set: QaSet, split: str) -> str:
-    return f"https://huggingface.co/datasets/{FLASHRAG_REPO}/resolve/main/{qa_set.name}/{split}.jsonl"
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _own(name: str) -> str:
+    return f"a file of your own is given as {name}=FILE"
+
+
+def _url(name: str, split: str) -> str:
+    return f"https://huggingface.co/datasets/{FLASHRAG_REPO}/resolve/main/{name}/{split}.jsonl"

@@ -13,7 +13,7 @@ from typing import Any
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 _LISTING = re.compile(r"/api/datasets/([\w.-]+/[\w.-]+)(\?.*)?")
-_FILE = re.compile(rf"/datasets/([\w.-]+/[\w.-]+)/resolve/{REVISION}/(.+)")
+_FILE = re.compile(rf"/datasets/([\w.-]+/[\w.-]+)/resolve/(?:{REVISION}|main)/(.+)")
 
 
 class LocalHub(ThreadingHTTPServer):
@@ -58,6 +58,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(found[2], self.server.files[found[1]][found[2]])
         else:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def do_HEAD(self) -> None:
+        """What a single file is, or that the repository has none of this name."""
+        found = _FILE.fullmatch(self.path)
+        content = self.server.files.get(found[1], {}).get(found[2]) if found else None
+        if content is None:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        else:
+            size = {"Content-Length": str(len(content))}
+            self._send(200, b"", size | {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": REVISION})
 
     def _send_file(self, path: str, content: bytes) -> None:
         wanted = self.headers.get("Range")

@@ -207,7 +207,7 @@ def test_the_same_id_in_two_sets_is_no_duplicate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (TEST_MERGE, ("--data_sources", "nq,hotpot"), "there is no set 'hotpot', .*did you mean hotpotqa?"),
+        (TEST_MERGE, ("--data_sources", "nq,hotpot"), r"there is no set 'hotpot' in .*did you mean hotpotqa\?"),
         (TEST_MERGE, ("--data_sources", "nq,nq"), "each once"),
         (TEST_MERGE, ("--data_sources", ","), "has to name some of nq, triviaqa"),
         (TRAIN_MERGE, ("--data_sources", "bamboogle"), "bamboogle has no train split, only test"),

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from search_r1.data.qa.build import PromptBuilder, Source
+from search_r1.data.qa.build import PromptBuilder
+from search_r1.data.qa.source_files import Source
 from search_r1.evaluation.questions import Question, load_questions
 from search_r1.evaluation.subset import shares, stratified_subset
 from search_r1.llm_agent.templates import load_template
@@ -53,7 +54,7 @@ def test_rows_of_flashrag(tmp_path: Path) -> None:
         (row("b", question="  "), "the question is '  '"),
         (row("b", golden_answers=[]), "there is no gold answer"),
         (row("b", golden_answers=["x", 3]), "the gold answers are"),
-        (row("b", golden_answers=" "), "the gold answers are"),
+        (row("b", golden_answers=" "), "there is no gold answer"),
         (row(True), "the id is True"),
         (row("a"), "the id 'a' stands already in line 1"),
         (["x"], "a JSON list"),
@@ -74,12 +75,12 @@ def test_the_same_id_in_two_sets_is_two_questions(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_sets_takes_test_then_dev_then_train(tmp_path: Path) -> None:
-    for name in ("zoo/train", "bamboogle/dev", "nq/dev", "nq/test", "nq/train"):
+    for name in ("zoo/train", "bamboogle/test", "nq/dev", "nq/test", "nq/train"):
         write(tmp_path / f"{name}.jsonl", row(name))
     (tmp_path / "empty").mkdir()
     assert [question.key for question in load_questions([], tmp_path)] == [
         "nq/nq/test",
-        "bamboogle/bamboogle/dev",
+        "bamboogle/bamboogle/test",
         "zoo/zoo/train",
     ]
     with pytest.raises(DataError, match="has no <set>"):

@@ -14,13 +14,13 @@ from search_r1.data.qa.formats import (
     flashrag,
     hotpotqa,
     musique,
-    nq_open,
+    plain,
     popqa,
     strategyqa,
     triviaqa,
 )
 
-FORMATS = (flashrag, popqa, musique, hotpotqa, strategyqa, triviaqa, bamboogle, nq_open)
+FORMATS = (flashrag, popqa, musique, hotpotqa, strategyqa, triviaqa, bamboogle, plain)
 
 
 def format_of(rows: Iterable[Mapping[str, Any]]) -> ModuleType | None:
