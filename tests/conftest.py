@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -87,23 +88,52 @@ def ray_session() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def tinywiki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tinywiki")
-    sizes = ("--num_passages", "600", "--num_train", "120", "--num_test", "40", "--num_sft_rows", "6000")
-    run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", *sizes)
-    return folder
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder that the first process of the test session fills; under pytest-xdist the others wait and share it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def build(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, filled = shared / name, shared / f"{name}.filled"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not filled.exists():
+                folder.mkdir(exist_ok=True)
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return build
 
 
 @pytest.fixture(scope="session")
-def policy(tinywiki: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tinywiki(built_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    sizes = ("--num_passages", "600", "--num_train", "120", "--num_test", "40", "--num_sft_rows", "6000")
+
+    def generate(folder: Path) -> None:
+        run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", *sizes)
+
+    return built_once("tinywiki", generate)
+
+
+@pytest.fixture(scope="session")
+def policy(tinywiki: Path, built_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """A policy that has seen the tag grammar: enough to search, far from enough to be right."""
-    folder = tmp_path_factory.mktemp("sft")
-    run(
-        *("-m", "verl.trainer.sft", "--config-name", "tinywiki_sft", f"data.train_files={tinywiki / 'sft.parquet'}"),
-        *(f"model.path={tinywiki / 'policy_init'}", f"trainer.default_local_dir={folder}"),
-        "trainer.total_training_steps=60",
-    )
-    return folder / "global_step_60"
+
+    def warm_start(folder: Path) -> None:
+        run(
+            *(
+                "-m",
+                "verl.trainer.sft",
+                "--config-name",
+                "tinywiki_sft",
+                f"data.train_files={tinywiki / 'sft.parquet'}",
+            ),
+            *(f"model.path={tinywiki / 'policy_init'}", f"trainer.default_local_dir={folder}"),
+            "trainer.total_training_steps=60",
+        )
+
+    return built_once("warm_start", warm_start) / "global_step_60"
 
 
 @pytest.fixture(scope="session")
