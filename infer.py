@@ -1,18 +1,19 @@
 """Ask a search agent a question and read how it finds the answer.
 
-    python infer.py --model DIR --question "Who wrote ...?"
-    python infer.py --model DIR                              # asks for questions until an empty line
+    python infer.py --run RUN_DIR --question "Who wrote ...?"   # a training run: its last model and its settings
+    python infer.py --model DIR --config-name NAME              # asks for questions until an empty line
 
-The prompt, the stop rules, the limits and the layout of retrieved passages are those of training, by the same code. A
-model trained on another template or with other limits than the published ones gets them by its training config,
-`--config-name NAME`, or flag by flag (`--template tinywiki --max_turns 3 ...`).
+The prompt, the stop rules, the limits and the layout of retrieved passages are those of training, by the same code.
+Flags change single settings, `key=value` changes any key of the training config (`--topk 5 retriever.timeout_s=30`).
+Standard output has the transcripts and answers; what happens meanwhile is told on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,19 +26,21 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.grammar import Grammar
 from verl.config import Config
 from verl.errors import VerlError
+from verl.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.protocol import Trajectory
 
+PROMPT = "\nQuestion (empty to leave): "
 STYLES = {"think": "dim", "search": "bold cyan", "information": "green", "answer": "bold yellow", "": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 after an error that is printed."""
     args = parse_arguments(arguments)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    log_to_stderr(PLAIN)
     try:
         return asyncio.run(run(args, agent_config(args)))
     except VerlError as error:
@@ -54,7 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--question", help="without it, questions are read from the terminal")
     add_agent_flags(parser)
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 async def run(args: argparse.Namespace, config: Config) -> int:
@@ -63,7 +66,7 @@ async def run(args: argparse.Namespace, config: Config) -> int:
     from verl.protocol import Status
 
     console, failed = Console(highlight=False), False
-    async with open_agent(config, agent_sampling(args)) as agent:
+    async with open_agent(config, agent_sampling(args, config)) as agent:
         for question in questions(args.question):
             started = time.perf_counter()
             trajectory = await agent.play(agent.prompt(question), args.seed)
@@ -77,15 +80,33 @@ def questions(question: str | None) -> Iterator[str]:
     if question is not None:
         yield question
         return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  with it `input` edits lines and knows earlier ones
     while line := _read_line():
         yield line
 
 
 def _read_line() -> str:
+    """Without a terminal there is nobody to prompt."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().strip()
+    if not sys.stdout.isatty():  # then it is for the answers alone
+        print(PROMPT, end="", file=sys.stderr, flush=True)
+    with _interruptible():
+        try:
+            return input(PROMPT if sys.stdout.isatty() else "").strip()
+        except EOFError:
+            return ""
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends a wait for input. asyncio's own handler only asks the task to end, once the event loop runs again."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return input("\nQuestion (empty to leave): ").strip()
-    except EOFError:
-        return ""
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def show(

@@ -58,7 +58,7 @@ trained=$($python -m verl.trainer.last_checkpoint "$run_dir/rl")
 
 say "one question, answered by infer.py with the trained policy"
 question=$($python -m search_r1.evaluation.example_question "$run_dir/data/test.parquet")
-$python infer.py --model "$trained" --template tinywiki --retriever_url "$url" --config-name "tinywiki$suffix" --question "$question"
+$python infer.py --run "$run_dir/rl" --question "$question"
 
 say "exact match on $run_dir/data/test.parquet (worlds never trained on), before and after RL"
 $python -m verl.tracking.report "$run_dir/rl" --summary test

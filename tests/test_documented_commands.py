@@ -82,14 +82,13 @@ def test_documented_python_runs_against_a_server(block: str, checkout: Checkout)
 
 
 def test_what_comes_after_the_quickstart_finds_what_it_left(tmp_path: Path) -> None:
-    """The model that README.md asks is the last that the quickstart saves, the default corpus the one it writes."""
+    """The run that README.md asks is the one that the quickstart trains, the default corpus the one it writes."""
     checkout = Checkout(tmp_path)
     calls = checkout.rehearse(next(parse("bash scripts/quickstart.sh")))
     training = next(call for call in calls if "verl.trainer.main_ppo" in call.words)
     trainer = load_config_from_argv(training.arguments).trainer
-    last = f"{trainer.default_local_dir}/actor/global_step_{trainer.total_training_steps}"
     questions = [command for command in all_commands() if command.line.startswith("python infer.py")]
-    assert {infer.parse_arguments(question.arguments).model for question in questions} == {last}
+    assert {str(infer.parse_arguments(question.arguments).run) for question in questions} == {trainer.default_local_dir}
     assert only_call_of("bash retrieval_launch.sh", checkout).words[2] == "search_r1.search.retrieval_server"
 
 

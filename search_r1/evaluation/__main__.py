@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -21,7 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
+from search_r1.llm_agent.command_line import agent_sampling, chooses
 from verl.errors import VerlError
+from verl.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
     from search_r1.evaluation.questions import Question
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 after an error or with failed questions, 130 when interrupted."""
     args = parse_arguments(__doc__, arguments)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    log_to_stderr(PLAIN)
     try:
         return evaluate(args, method_config(args))
     except VerlError as error:
@@ -93,7 +94,7 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     searcher = Searcher.from_config(config.retriever) if recipe.needs_context else None
     try:
         async with _open(args, config) as agent:
-            method = make_method(args.method, agent, config, searcher, own_prompts=args.template is None)
+            method = make_method(args.method, agent, config, searcher, own_prompts=not chooses(args, "template"))
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
             measurer = Measurer(agent.tokenizer, agent.template.grammar, recipe.retrieves, is_exact)
             pace = Pace(args.concurrency, args.max_redraws)
@@ -147,12 +148,9 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
 def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManager[SearchAgent]:
     from search_r1.evaluation.served_agent import open_served_agent
     from search_r1.llm_agent.agent import open_agent
-    from search_r1.llm_agent.command_line import agent_sampling
 
-    server = server_of(args)
-    if server is None:
-        return open_agent(config, agent_sampling(args))
-    return open_served_agent(config, agent_sampling(args), server)
+    server, sampling = server_of(args), agent_sampling(args, config)
+    return open_agent(config, sampling) if server is None else open_served_agent(config, sampling, server)
 
 
 def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:

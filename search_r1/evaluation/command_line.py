@@ -6,15 +6,18 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.judge_flags import add_judge_flags, check_judge_flags, judge_settings
 from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
-from search_r1.evaluation.served_agent import Server
-from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
+from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
 from search_r1.llm_agent.templates import load_template
 from verl.config import Config
+from verl.config.keys import is_known
 from verl.tracking.secrets import mask_secrets
+
+if TYPE_CHECKING:
+    from search_r1.evaluation.served_agent import Server
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -27,11 +30,15 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_agent_flags(parser)
-    parser.set_defaults(model=None)
     _add_flags(parser)
-    args = parser.parse_args(arguments)
-    if (args.model is None) == (args.server is None):
-        parser.error("give --model DIR, or --server URL with --served_model NAME")
+    args = parser.parse_intermixed_args(arguments)
+    if args.server is None and args.run is None and not chooses(args, "model"):
+        parser.error("give --run RUN_DIR, --model DIR, or --server URL with --served_model NAME")
+    if args.server is not None and args.model is not None:
+        parser.error("the model is at --server: leave --model out")
+    for text in args.data:
+        if is_known(Config, text.partition("=")[0].lstrip("+")):
+            parser.error(f"{text} stands among the files of --data: put it in front of that, or behind another flag")
     if args.server is not None and (args.served_model is None or args.tokenizer is None):
         parser.error("--server needs --served_model NAME and --tokenizer DIR")
     check_judge_flags(parser, args)
@@ -60,12 +67,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def method_config(args: argparse.Namespace) -> Config:
     """The agent's settings for the method. Raises `ConfigError`."""
-    config = agent_config(args, overrides_of(args.method, args.template))
+    config = agent_config(args, overrides_of(args.method, own_template=chooses(args, "template")))
     check_template(args.method, config)
     return config
 
 
 def server_of(args: argparse.Namespace) -> Server | None:
+    from search_r1.evaluation.served_agent import Server  # imports torch
+
     if args.server is None:
         return None
     return Server(args.server, args.served_model, args.tokenizer, args.request_deadline_s, args.concurrency)
@@ -76,10 +85,10 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     template, rollout = load_template(config.agent.template), config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
         "method": args.method,
-        "model": _model(args),
+        "model": _model(args, config),
         "dtype": rollout.dtype if args.server is None else None,
         "template": {"name": template.name, "fingerprint": template.fingerprint},
-        "sampling": asdict(agent_sampling(args)) | {"seed": args.seed},
+        "sampling": asdict(agent_sampling(args, config)) | {"seed": args.seed},
         "max_turns": config.max_turns if METHODS[args.method].loops else 0,
         "max_prompt_length": config.data.max_prompt_length,
         "max_response_length": config.data.max_response_length,
@@ -95,12 +104,13 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
     return dict(mask_secrets(settings))
 
 
-def _model(args: argparse.Namespace) -> dict[str, Any]:
+def _model(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     if args.server is not None:
         return {"server": args.server, "name": args.served_model, "tokenizer": args.tokenizer}
-    files = sorted(path for end in ("safetensors", "bin") for path in Path(args.model).glob(f"*.{end}"))
+    folder = config.actor_rollout_ref.model.path
+    files = sorted(path for end in ("safetensors", "bin") for path in Path(folder).glob(f"*.{end}"))
     weights = {path.name: [path.stat().st_size, int(path.stat().st_mtime)] for path in files}
-    return {"path": args.model, "weights": weights or None}
+    return {"path": folder, "weights": weights or None}
 
 
 def _positive(text: str) -> int:

@@ -14,6 +14,7 @@ from verl.agent.environment import Sampling
 from verl.by_name import load_by_name
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.model_source import find_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,7 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    path = find_source(path, "--tokenizer")
     from transformers import AutoTokenizer
 
     try:

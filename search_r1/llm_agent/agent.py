@@ -5,8 +5,10 @@ Prompt, stop rules, limits and the layout of passages are those of training, by 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,14 @@ from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import encode_prompt
 from verl.errors import ConfigError
+from verl.model_source import find_model
 from verl.protocol import Prompt, Trajectory
+from verl.startup import phase, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.rollout.engine import VLLMEngine
 
 
 @dataclass(frozen=True)
@@ -56,26 +62,52 @@ class SearchAgent:
 async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[SearchAgent]:
     """The agent that `config` describes, its model in a vLLM engine of this process; closed at the end.
 
-    Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the model is loaded when no retriever
-    answers.
+    What it waits for is told on the log. Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the
+    model is loaded when no retriever answers.
     """
-    from verl.engine.device import resolve_device
-    from verl.rollout.worker import build_engine
-
     template = load_template(config.agent.template)
-    tokenizer, window = load_tokenizer(config)
+    config = with_model_found(config)
+    with phase(f"reading the tokenizer of {config.actor_rollout_ref.model.path}"):
+        tokenizer, window = load_tokenizer(config)
     limits = limits_within(config, window)
     environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
     try:
-        await environment.check()
-        engine = build_engine(config, limits.window, resolve_device(config.trainer.device).type)
+        with phase("asking the environment whether it answers"):
+            await environment.check()
+        engine = await start_engine(config, limits)
         try:
-            await engine.start()
             yield SearchAgent(engine, environment, tokenizer, template, limits, sampling)
         finally:
             engine.shutdown()
     finally:
         await environment.close()
+
+
+async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:
+    """A vLLM engine with the model, for sequences within `limits`."""
+    from verl.engine.device import resolve_device
+
+    device = resolve_device(config.trainer.device).type
+    with phase("importing vLLM"):
+        import verl.rollout.engine  # noqa: F401  it takes seconds
+        from verl.rollout.worker import build_engine
+    started = time.monotonic()
+    with phase(f"loading the model {config.actor_rollout_ref.model.path}"):
+        engine = build_engine(config, limits.window, device)
+        try:
+            await engine.start()
+        except BaseException:
+            engine.shutdown()
+            raise
+    tell(f"the engine is ready, after {time.monotonic() - started:.0f} s")
+    return engine
+
+
+def with_model_found(config: Config) -> Config:
+    """A copy whose model is a folder that is there, or a name that the hub knows. Raises `ConfigError`."""
+    config = deepcopy(config)
+    config.actor_rollout_ref.model.path = find_model(config.actor_rollout_ref.model.path)
+    return config
 
 
 def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:

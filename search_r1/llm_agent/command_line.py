@@ -1,18 +1,34 @@
-"""The flags by which inference, evaluation and serving choose a model, a retriever, a prompt and its limits.
+"""The command line of inference, evaluation and serving: which model, retriever and prompt, and within which limits.
 
-They are keys of the training config under shorter names: `--config-name` takes over all settings of a training run.
+All of it is a training config. `--run` takes the one that a training run left in its folder, `--config-name` one of
+configs/ or of `--config-dir`; flags are short names of some of its keys, and any key can be given as `key=value`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from search_r1.llm_agent.run_folder import checkpoint_of, config_file_of
 from verl.agent.environment import Sampling
-from verl.config import Config, load_config
+from verl.agent.sampling import sampling_of
+from verl.config import Config, load_config, load_stored_config
+from verl.errors import ConfigError
+from verl.tracking.secrets import MASK
 
-PUBLISHED_MODEL = "PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo"
-PUBLISHED_LIMITS = {"max_turns": 4, "max_prompt_length": 4096, "max_response_length": 500, "max_obs_length": 500}
+PUBLISHED = {
+    "actor_rollout_ref.model.path": "PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo",
+    "max_turns": 4,
+    "data.max_prompt_length": 4096,
+    "data.max_response_length": 500,
+    "data.max_obs_length": 500,
+}
+"""Settings without `--run` and `--config-name`; the model also with the latter."""
 KEYS = {
     "model": "actor_rollout_ref.model.path",
     "dtype": "actor_rollout_ref.rollout.dtype",
@@ -29,9 +45,14 @@ KEYS = {
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
+    """For a parser whose `parse_intermixed_args` is called: the overrides stand anywhere among the flags."""
     add = parser.add_argument
-    add("--model", default=PUBLISHED_MODEL, help="folder in Hugging Face format, or hub name (default: %(default)s)")
-    add("--config-name", help="a training config in configs/ whose limits, template and retriever apply")
+    add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they have the last word")
+    add("--run", type=Path, metavar="RUN_DIR", help="folder of a training run: its model and all its settings")
+    add("--checkpoint", metavar="best|last|N", help="which model of the run (default: last)")
+    add("--config-name", help="a training config whose limits, template and retriever apply")
+    add("--config-dir", help="folder in which --config-name is looked for before configs/")
+    add("--model", help=f"folder in Hugging Face format, or hub name (default: {PUBLISHED[KEYS['model']]})")
     add("--template", help="name of a shipped prompt template (search_r1, tinywiki, ...) or path of a text file")
     add("--retriever_url", help="address of the retrieval service")
     add("--search_engine", help="dotted name of a class with search(query), asked instead of the service")
@@ -40,24 +61,64 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     add("--max_prompt_length", type=int, help="longest context a turn starts from, in tokens")
     add("--max_response_length", type=int, help="most tokens of one turn")
     add("--max_obs_length", type=int, help="most tokens of one block of passages")
-    add("--temperature", type=float, default=0.0, help="0: the most likely token each time (default: %(default)s)")
-    add("--top_p", type=float, default=1.0, help="nucleus probability (default: %(default)s)")
+    add("--temperature", type=_temperature, help="0: the most likely token (default: as validation, which is 0)")
+    add("--top_p", type=_top_p, help="nucleus probability (default: as validation, which is 1)")
     add("--seed", type=int, help="makes answers at a temperature above 0 repeatable")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="number format of the model")
-    add("--tensor_parallel_size", type=int, default=1, help="GPUs of the model (default: %(default)s)")
+    add("--tensor_parallel_size", type=int, help="GPUs of the model (default: 1)")
 
 
-def agent_config(args: argparse.Namespace, overrides: tuple[str, ...] = ()) -> Config:
-    """A training config with the flags applied. Raises `ConfigError` for a name or value that cannot be used."""
-    flags = {name: value for name, value in vars(args).items() if value is not None}
-    if args.config_name is None:
-        flags = PUBLISHED_LIMITS | flags
-    chosen = [f"{key}={_quoted(flags[name])}" for name, key in KEYS.items() if name in flags]
-    return load_config(args.config_name or "ppo_trainer", [*chosen, *overrides])
+def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:
+    """The training config that the command line describes; `overrides` come before those of the user.
+
+    Raises `ConfigError` for a name or value that cannot be used, and `DataError` for a run without the checkpoint.
+    """
+    _check_sources(args)
+    flags = {"tensor_parallel_size": 1} | {name: value for name, value in vars(args).items() if value is not None}
+    chosen = {key: flags[name] for name, key in KEYS.items() if name in flags}
+    if args.run is not None:
+        return _config_of_run(args, chosen, overrides)
+    base = PUBLISHED if args.config_name is None else {KEYS["model"]: PUBLISHED[KEYS["model"]]}
+    texts = [*_texts(base | chosen), *overrides, *args.overrides]
+    return load_config(args.config_name or "ppo_trainer", texts, args.config_dir)
 
 
-def agent_sampling(args: argparse.Namespace) -> Sampling:
-    return Sampling(temperature=args.temperature, top_p=args.top_p)
+def agent_sampling(args: argparse.Namespace, config: Config) -> Sampling:
+    """As the config has it for validation, with the flags."""
+    given = {"temperature": args.temperature, "top_p": args.top_p}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(sampling_of(config, "val"), **chosen)
+
+
+def chooses(args: argparse.Namespace, flag: str) -> bool:
+    """Whether the user set what `flag` sets, by the flag or by its key."""
+    keys = (text.partition("=")[0].lstrip("+") for text in args.overrides)
+    return getattr(args, flag) is not None or KEYS[flag] in keys
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    if args.run is not None and (args.config_name or args.config_dir):
+        raise ConfigError("--run has settings of its own: give it, or --config-name, but not both")
+    if args.config_dir and not args.config_name:
+        raise ConfigError(f"--config-dir {args.config_dir}: give --config-name NAME too, a file in that folder")
+    if args.checkpoint and (args.run is None or chooses(args, "model")):
+        raise ConfigError("--checkpoint chooses among the models of a --run, so it needs that, and no --model")
+
+
+def _config_of_run(args: argparse.Namespace, chosen: dict[str, Any], overrides: Sequence[str]) -> Config:
+    file = config_file_of(args.run)
+    # The tokenizer is saved beside each model; the one that training started from may be gone.
+    settings: dict[str, Any] = {"data.tokenizer": None}
+    if not chooses(args, "model"):
+        settings[KEYS["model"]] = str(checkpoint_of(args.run, args.checkpoint or "last"))
+    config = load_stored_config(file, [*_texts(settings | chosen), *overrides, *args.overrides])
+    if MASK in config.retriever.url:
+        raise ConfigError(f"{file} holds retriever.url without its secret: give the address, --retriever_url URL")
+    return config
+
+
+def _texts(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={_quoted(value)}" for key, value in settings.items()]
 
 
 def _quoted(value: object) -> str:
@@ -65,7 +126,27 @@ def _quoted(value: object) -> str:
 
     In a quoted text a backslash is an escape in front of a quote only.
     """
+    if value is None:
+        return "null"
     if not isinstance(value, str):
         return str(value)
     escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), value)
     return f"'{escaped}'"
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda number: number >= 0, "a number of at least 0")
+
+
+def _top_p(text: str) -> float:
+    return _number(text, lambda number: 0 < number <= 1, "a number above 0 and at most 1")
+
+
+def _number(text: str, holds: Any, words: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and holds(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not {words}")
+    return number

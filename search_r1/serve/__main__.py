@@ -1,5 +1,6 @@
 """Serve a search agent as an OpenAI-compatible chat endpoint.
 
+    python -m search_r1.serve --run RUN_DIR
     python -m search_r1.serve --model DIR --retriever_url http://127.0.0.1:8000/retrieve
 
 Prompt, stop rules, limits and the layout of retrieved passages are those of training, by the same code; the flags that
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import os
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from search_r1.search.server_process import (
 )
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
+from verl.startup import log_to_stderr
 
 ROUTE = "/v1/chat/completions"
 TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
@@ -49,15 +49,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max_concurrent", type=int, default=64, help="requests in progress; beyond: HTTP 503 (default: %(default)s)"
     )
-    parser.add_argument("--served_model_name", help="the model's name in requests (default: the value of --model)")
-    return parser.parse_args(argv)
+    parser.add_argument("--served_model_name", help="the model's name in requests (default: its folder or hub name)")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
     args = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    log_to_stderr()
     try:
         config, token = checked_config(args), read_token(args, TOKEN_VARIABLE)
         listener = bind(args.host, args.port)
@@ -88,9 +87,9 @@ async def serve(args: argparse.Namespace, config: Config, token: str | None, lis
     from search_r1.serve.chat import ServeOptions
     from verl.agent.environment import StreamingSampler
 
-    name = args.served_model_name or args.model
+    name = args.served_model_name or config.actor_rollout_ref.model.path
     options = ServeOptions(name, args.timeout_s, args.max_concurrent, args.seed, token)
-    async with open_agent(config, agent_sampling(args)) as agent:
+    async with open_agent(config, agent_sampling(args, config)) as agent:
         assert isinstance(agent.sampler, StreamingSampler)
         app = create_app(agent, agent.sampler, options)
         settle_process()

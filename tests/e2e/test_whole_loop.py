@@ -177,10 +177,7 @@ def weights(folder: Path, step: int) -> torch.Tensor:
 
 def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
     question = run("-m", "search_r1.evaluation.example_question", str(tinywiki / "test.parquet")).strip()
-    output = run(
-        *("infer.py", "--model", str(run_dir / "actor" / "global_step_3"), "--config-name", "tinywiki"),
-        *("--retriever_url", tinywiki_url, "--question", question),
-    )
+    output = run("infer.py", "--run", str(run_dir), "--retriever_url", tinywiki_url, "--question", question)
     assert f"Question: {question}" in output
     assert "<think>" in output and "Answer:" in output
 

@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from verl.protocol import Prompt
-
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.protocol import Prompt
 
 
 @dataclass(frozen=True)

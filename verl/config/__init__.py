@@ -11,6 +11,7 @@ from verl.config.model import FsdpConfig, MixedPrecisionConfig, ModelConfig, Opt
 from verl.config.rollout import RolloutConfig, ValKwargs
 from verl.config.run import load_config
 from verl.config.schema import Config
+from verl.config.stored import load_stored_config
 from verl.config.supported import check_supported
 from verl.config.trainer import TrainerConfig
 from verl.config.validate import validate
@@ -41,6 +42,7 @@ __all__ = [
     "load_config",
     "load_config_from_argv",
     "load_from_argv",
+    "load_stored_config",
     "to_yaml",
     "validate",
 ]

@@ -31,12 +31,25 @@ def load(schema: type[T], config_name: str, overrides: Iterable[str] = (), confi
     from a tree there (`defaults: [ppo_trainer, _self_]`). An override is `key=value`; a leading `+` or `++` changes
     nothing, and of several for one key the last one wins. Raises ConfigError naming the key.
     """
-    tree = compose_tree(schema, config_name, overrides, config_dir)
+    return typed(schema, compose_tree(schema, config_name, overrides, config_dir), f"config '{config_name}'")
+
+
+def typed(schema: type[T], tree: DictConfig, source: str) -> T:
+    """A composed tree, its interpolations resolved, as a `schema`. Raises ConfigError, which names the `source`."""
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"config '{config_name}': {_first_line(error)}") from error
+        raise ConfigError(f"{source}: {_first_line(error)}") from error
     return build(schema, values)
+
+
+def overridden(schema: type, tree: DictConfig, overrides: Iterable[str]) -> DictConfig:
+    """A copy of a tree with `overrides`, as `load` understands them. Raises ConfigError naming the key."""
+    tree = tree.copy()
+    for text in normalise_overrides(schema, overrides):
+        override = _parse(text)
+        OmegaConf.update(tree, override.key_or_group, override.value())
+    return tree
 
 
 def compose_tree(schema: type, config_name: str, overrides: Iterable[str], config_dir: str | None = None) -> DictConfig:

@@ -16,12 +16,11 @@ def load_config(
 
     Raises ConfigError naming the key. `check_supported` then says whether this version can train it.
     """
-    config = load(Config, config_name, overrides, config_dir)
-    _fill_in(config)
+    return completed(load(Config, config_name, overrides, config_dir))
+
+
+def completed(config: Config) -> Config:
+    """With the nulls replaced whose value follows from other keys, and checked. Raises ConfigError naming the key."""
+    config.algorithm.use_kl_in_reward = has_kl_in_reward(config)
     validate(config)
     return config
-
-
-def _fill_in(config: Config) -> None:
-    """Replace the nulls whose value follows from other keys."""
-    config.algorithm.use_kl_in_reward = has_kl_in_reward(config)

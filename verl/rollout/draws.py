@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from verl.agent.sampling import How
 from verl.config import Config
 from verl.errors import RolloutError
 from verl.protocol import Prompt, Status, Trajectory
-from verl.rollout.worker import EpisodeRequest, How
+from verl.rollout.worker import EpisodeRequest
 
 
 class Draws:

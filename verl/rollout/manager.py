@@ -11,13 +11,14 @@ from typing import Any
 
 import ray
 
+from verl.agent.sampling import How
 from verl.config import Config
 from verl.errors import ConfigError, EngineDied, WorkerDied
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
-from verl.rollout.worker import How, RolloutWorker, ranks_per_engine
+from verl.rollout.worker import RolloutWorker, ranks_per_engine
 from verl.single_controller import ResourcePool, wait_for
 from verl.startup import phase, tell
 

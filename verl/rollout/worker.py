@@ -6,12 +6,13 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
 from verl.agent.environment import Environment, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.sampling import How, sampling_of
 from verl.by_name import load_by_name
 from verl.config import Config
 from verl.errors import RolloutError, VerlError
@@ -22,10 +23,6 @@ from verl.stacks import offer_stacks
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
-
-
-How = Literal["train", "val", "greedy"]
-"""Which distribution to sample from: that of training, that of validation, or always the most likely token."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +152,3 @@ def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
 def ranks_per_engine(config: Config, device: str) -> int:
     """GPUs of one engine. On CPU an engine is one process: its threads share the work, not its ranks."""
     return config.actor_rollout_ref.rollout.tensor_model_parallel_size if device == "cuda" else 1
-
-
-def sampling_of(config: Config, how: How) -> Sampling:
-    """The distribution that `how` names; that of validation is greedy unless `val_kwargs.do_sample`."""
-    rollout = config.actor_rollout_ref.rollout
-    if how == "train":
-        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)
-    validation = rollout.val_kwargs
-    if how == "greedy" or not validation.do_sample:
-        return Sampling(temperature=0.0)
-    return Sampling(validation.temperature, validation.top_p, validation.top_k)

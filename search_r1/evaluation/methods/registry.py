@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from search_r1.evaluation.methods.base import Method
-from search_r1.evaluation.methods.ircot import Ircot
-from search_r1.evaluation.methods.rag import Rag
-from search_r1.llm_agent.agent import SearchAgent
-from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
-from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template
-from verl.agent.text import encode_text
 from verl.config import Config
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from search_r1.evaluation.methods.base import Method
+    from search_r1.llm_agent.agent import SearchAgent
+    from search_r1.llm_agent.search_engine import Searcher
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ METHODS = {
 }
 
 
-def overrides_of(method: str, template: str | None) -> tuple[str, ...]:
-    """Config overrides of a method; `template` is what the user asked for."""
+def overrides_of(method: str, own_template: bool) -> tuple[str, ...]:
+    """Config overrides of a method; with `own_template` the user chose the template."""
     recipe, overrides = METHODS[method], []
-    if recipe.template is not None and template is None:
+    if recipe.template is not None and not own_template:
         overrides.append(f"agent.template={recipe.template}")
     if not recipe.loops:
         overrides.append("do_search=false")
@@ -57,6 +56,13 @@ def make_method(
     method: str, agent: SearchAgent, config: Config, searcher: Searcher | None, own_prompts: bool
 ) -> Method:
     """`own_prompts`: `search` asks rows of a prompt file as they are. `searcher` is for the methods with a context."""
+    # Here, because they import torch, which the command line need not wait for.
+    from search_r1.evaluation.methods.base import Method
+    from search_r1.evaluation.methods.ircot import Ircot
+    from search_r1.evaluation.methods.rag import Rag
+    from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
+    from verl.agent.text import encode_text
+
     if searcher is None:
         return Method(agent, own_prompts and method == "search")
     writer = ObservationWriter(agent.tokenizer, config.data.max_obs_length, agent.template.grammar)

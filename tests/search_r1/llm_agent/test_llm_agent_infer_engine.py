@@ -31,3 +31,6 @@ def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> Non
         "\nAnswer: Sael\n(answered, 2 searches, 3 turns, "
     )
     assert done.stdout.count(expected) == 2
+    assert done.stdout.startswith("Question: ") and "empty to leave" not in done.stdout + done.stderr
+    told = [line.partition("] ")[2] for line in done.stderr.splitlines() if line.startswith("[")]
+    assert f"loading the model {policy_folder}" in told and told[-1].startswith("the engine is ready, after ")

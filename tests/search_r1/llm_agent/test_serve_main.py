@@ -11,7 +11,7 @@ from search_r1.serve.__main__ import main, parse_arguments
 
 def test_it_listens_on_this_machine_only_unless_told_otherwise() -> None:
     args = parse_arguments([])
-    assert (args.host, args.port, args.auth_token, args.temperature) == ("127.0.0.1", 8001, None, 0.0)
+    assert (args.host, args.port, args.auth_token) == ("127.0.0.1", 8001, None)
 
 
 @pytest.mark.parametrize(
