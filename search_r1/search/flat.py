@@ -2,13 +2,17 @@
 
 The product runs in bfloat16 over a copy of the vectors: half the bytes of float32 and several times the speed. Every
 row that could belong to the best k is then scored again from its float32 values. Which rows could is a bound, not a
-guess. With q the query, x a row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the result
-of the product is bfloat16) and e the rounding of a sum of d float32 products:
+guess. The copy is of y = x - m, where m is the mean of a sample of the rows: the vectors of an encoder such as e5 lie
+close together, all scores are about q.m, and rounding x instead would blur more than rows differ. The order of q.x is
+that of q.y. With q the query, x a row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the
+result of the product is bfloat16), e the rounding of a sum of d float32 products, and f that of a float32 score:
 
-    |c - q.x| <= a + u |c|,   a = |q - q~| max|x| + |q~| max|x - x~| + e |q| max|x|     (Cauchy-Schwarz)
+    |c - q.y| <= a + u |c|,   a = |q - q~| max|y| + |q~| max|y - y~| + e |q| max|y| + f |q| max|x|     (Cauchy-Schwarz)
 
-If k rows have c >= t, the k-th best exact score s is at least t - u |t| - a, and a row of the best k has a coarse score
-of at least (s - a) - u |s - a|. So the answer is that of float32 vectors and float64 sums, whatever the batch.
+If k rows have c >= t, the k-th best exact score s (less q.m) is at least t - u |t| - a, and a row of the best k has a
+coarse score of at least (s - a) - u |s - a|. So the answer is that of float32 vectors and float64 sums, whatever the
+batch. The first two terms of a and u are reached by some vectors, and the tests have such; e and f are worst cases of
+float32 sums, far above what any sum is seen to do, and small beside the others.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from tqdm import tqdm
 from search_r1.search.errors import IndexMismatchError, ServerError
 from search_r1.search.lanes import Lanes
 from search_r1.search.precision import cpu_has_bf16
+from search_r1.search.rescoring import BestRows
 from search_r1.search.retriever import Hit
 from search_r1.search.vectors import BLOCK_ROWS, VectorFile
 
@@ -31,7 +36,7 @@ _GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to s
 _QUERIES = 256
 _QUERIES_A_THREAD = 32  # fewer share the matrix by the threads inside the product
 _CPU_SCORES, _GPU_SCORES = 1 << 23, 1 << 28  # coarse scores held at once; 16 MiB on a CPU
-_RESCORED_ROWS = 4096
+_SAMPLED_BLOCKS, _SAMPLED_ROWS = 16, 4096  # for the mean
 
 
 class MatrixIndex:
@@ -65,7 +70,8 @@ class MatrixIndex:
         # memory of their own: fresh pages for every product would take as long as the product
         num_scores = 0 if on_gpu else self._max_scores + _GROUP * _QUERIES
         self._scores = [torch.empty(num_scores, dtype=self._dtype) for _ in range(self._lanes.number)]
-        self._max_norm = self._max_error = 0.0
+        self._center_D = _sample_mean(vectors)
+        self._max_norm = self._max_offset = self._max_error = 0.0  # of x, y and y - y~
         self._matrix_RD = self._load()
 
     def __len__(self) -> int:
@@ -98,23 +104,23 @@ class MatrixIndex:
         blocks = self._vectors.blocks()
         bar = tqdm(blocks, total=-(-len(self) // BLOCK_ROWS), desc="matrix", unit="block", disable=None, leave=False)
         for start, block in bar:
-            exact_RD = torch.from_numpy(block)
-            rounded_RD = exact_RD.to(self._dtype)
-            self._measure(start, exact_RD, rounded_RD)
+            self._check_finite(start, torch.from_numpy(block))
+            offset_RD = torch.from_numpy(block - self._center_D)
+            rounded_RD = offset_RD.to(self._dtype)
+            error_RD = offset_RD - rounded_RD.float()
+            self._max_offset = max(self._max_offset, _largest_norm(offset_RD))
+            self._max_error = max(self._max_error, _largest_norm(error_RD))
             matrix_RD[start : start + len(block)] = rounded_RD
         return matrix_RD
 
-    def _measure(self, start: int, exact_RD: torch.Tensor, rounded_RD: torch.Tensor) -> None:
-        """Keep the largest norm and the largest rounding error of a row, for the bound."""
-        norms_R = torch.linalg.vector_norm(exact_RD, dim=1)
+    def _check_finite(self, start: int, block_RD: torch.Tensor) -> None:
+        norms_R = torch.linalg.vector_norm(block_RD, dim=1)
         broken = torch.nonzero(~torch.isfinite(norms_R)).flatten().tolist()
         if broken:
             raise IndexMismatchError(
                 f"{self._vectors.path}: the vector of row {start + broken[0]} has NaN or Inf; build the index again"
             )
-        errors_R = torch.linalg.vector_norm(exact_RD - rounded_RD.float(), dim=1)
         self._max_norm = max(self._max_norm, float(norms_R.max()))
-        self._max_error = max(self._max_error, float(errors_R.max()))
 
     def _search(self, queries_BD: np.ndarray, scores: torch.Tensor, k: int) -> list[list[Hit]]:
         """`scores` is memory for the coarse scores on a CPU."""
@@ -122,23 +128,23 @@ class MatrixIndex:
         rounded_BD = exact_BD.to(self._dtype)
         slack_B = self._slack(exact_BD, rounded_BD).numpy()
         rounded_DB = rounded_BD.to(self._device).T
-        best = [_Best(query, k, self._vectors) for query in exact_BD.double().numpy()]
-        size = max(_GROUP, self._max_scores // len(best) // _GROUP * _GROUP)
+        common_B = exact_BD.double().numpy() @ self._center_D.astype(np.float64)
+        best = BestRows(exact_BD.numpy(), k, self._vectors, self._max_norm)
+        size = max(_GROUP, self._max_scores // len(exact_BD) // _GROUP * _GROUP)
         for start in range(0, len(self), size):
             groups_GJB = self._coarse(self._matrix_RD[start : start + size], rounded_DB, scores)
-            floor_B = np.array([found.kth for found in best], dtype=np.float32)
+            floor_B = (best.kth_B - common_B).astype(np.float32)
             rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
-            ends = np.cumsum(np.bincount(queries_N, minlength=len(best)))[:-1]
-            for found, rows in zip(best, np.split(rows_N + start, ends), strict=True):
-                found.add(rows)
-        return [found.hits() for found in best]
+            best.add(rows_N + start, queries_N)
+        return best.hits()
 
     def _slack(self, exact_BD: torch.Tensor, rounded_BD: torch.Tensor) -> torch.Tensor:
         """`a` of the module's docstring, float32 [B]."""
         norm_B = torch.linalg.vector_norm(exact_BD, dim=1)
         error_B = torch.linalg.vector_norm(exact_BD - rounded_BD.float(), dim=1)
-        sums = (self.dim + 8) * 2.0**-22
-        return error_B * self._max_norm + (norm_B + error_B) * self._max_error + sums * norm_B * self._max_norm
+        query, row = error_B * self._max_offset, (norm_B + error_B) * self._max_error
+        sums = (self.dim + 8) * 2.0**-22 * self._max_offset + 2.0**-21 * self._max_norm
+        return query + row + sums * norm_B
 
     def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
@@ -157,9 +163,9 @@ class MatrixIndex:
     def _candidates(
         self, groups_GJB: torch.Tensor, floor_B: np.ndarray, slack_B: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, query) whose row may be among the query's best k, sorted by query, then row.
+        """Every (row, query) whose row may be among the query's best k, in no order.
 
-        `floor_B`: the exact score of the k-th best so far, -inf when there are fewer.
+        `floor_B`: the exact score of the k-th best so far, less q.m; -inf when there are fewer.
         """
         maxima_GB = groups_GJB.amax(1).float()
         if len(maxima_GB) >= k:  # k groups have a row at least as good as the k-th best maximum
@@ -172,35 +178,20 @@ class MatrixIndex:
         wanted_MJ = (scores_MJ >= threshold_B[query_M, None]) & torch.isfinite(scores_MJ)
         member_N, place_N = torch.nonzero(wanted_MJ, as_tuple=True)
         rows_N = (group_M[member_N] * _GROUP + place_N).cpu().numpy()
-        queries_N = query_M[member_N].cpu().numpy()
-        order = np.lexsort((rows_N, queries_N))
-        return rows_N[order], queries_N[order]
+        return rows_N, query_M[member_N].cpu().numpy()
 
 
-class _Best:
-    """The best k rows of one query so far. A row's score is computed by itself, so it never depends on other rows."""
+def _sample_mean(vectors: VectorFile) -> np.ndarray:
+    """float32 [D], of up to 65,536 rows, spread over the file; any value is right, the nearest to all is the best."""
+    starts = np.unique(np.linspace(0, max(0, len(vectors) - _SAMPLED_ROWS), _SAMPLED_BLOCKS).astype(np.int64))
+    total_D, count = np.zeros(vectors.dim), 0
+    for start in starts.tolist():
+        block_RD = vectors.block(start, min(start + _SAMPLED_ROWS, len(vectors)))
+        total_D += block_RD.sum(axis=0, dtype=np.float64)
+        count += len(block_RD)
+    mean_D = (total_D / max(1, count)).astype(np.float32)
+    return mean_D if np.isfinite(mean_D).all() else np.zeros_like(mean_D)  # the row that is not is reported later
 
-    def __init__(self, query_D: np.ndarray, k: int, vectors: VectorFile) -> None:
-        self._query_D, self._k, self._vectors = query_D, k, vectors
-        self._rows = np.empty(0, dtype=np.int64)
-        self._scores = np.empty(0, dtype=np.float32)
 
-    @property
-    def kth(self) -> float:
-        """The lowest of k scores; -inf as long as there are fewer."""
-        return float(self._scores[-1]) if len(self._scores) == self._k else float("-inf")
-
-    def add(self, rows: np.ndarray) -> None:
-        for start in range(0, len(rows), _RESCORED_ROWS):
-            self._merge(rows[start : start + _RESCORED_ROWS])
-
-    def _merge(self, rows: np.ndarray) -> None:
-        products = self._vectors.take(rows) * self._query_D  # float64
-        scores = np.concatenate([self._scores, products.sum(axis=1).astype(np.float32)])
-        rows = np.concatenate([self._rows, rows])
-        order = np.lexsort((rows, -scores))[: self._k]
-        self._rows, self._scores = rows[order], scores[order]
-
-    def hits(self) -> list[Hit]:
-        pairs = zip(self._rows.tolist(), self._scores.tolist(), strict=True)
-        return [Hit(row, score) for row, score in pairs]
+def _largest_norm(rows_RD: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows_RD, dim=1).max())
