@@ -49,6 +49,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max_concurrent", type=int, default=64, help="requests in progress; beyond: HTTP 503 (default: %(default)s)"
     )
+    parser.add_argument(
+        "--history",
+        choices=("ignore", "refuse"),
+        default="ignore",
+        help="messages before the last one, which is the question: not read, or an error (default: %(default)s)",
+    )
+    parser.add_argument("--no_access_log", action="store_true", help="no line for each request")
     parser.add_argument("--served_model_name", help="the model's name in requests (default: its folder or hub name)")
     return parser.parse_intermixed_args(argv)
 
@@ -88,7 +95,15 @@ async def serve(args: argparse.Namespace, config: Config, token: str | None, lis
     from verl.agent.environment import StreamingSampler
 
     name = args.served_model_name or config.actor_rollout_ref.model.path
-    options = ServeOptions(name, args.timeout_s, args.max_concurrent, args.seed, token)
+    options = ServeOptions(
+        name,
+        timeout_s=args.timeout_s,
+        max_concurrent=args.max_concurrent,
+        seed=args.seed,
+        auth_token=token,
+        history=args.history,
+        access_log=not args.no_access_log,
+    )
     async with open_agent(config, agent_sampling(args, config)) as agent:
         assert isinstance(agent.sampler, StreamingSampler)
         app = create_app(agent, agent.sampler, options)

@@ -15,6 +15,7 @@ from search_r1.search.errors import ServiceUnavailable
 from search_r1.search.gate import Gate, ServerState
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import RawRoute, schema_of
+from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions
 from search_r1.serve.wire import ApiError, ChatRequest, error_body, parse_chat
 from verl.agent.environment import StreamingSampler
@@ -29,6 +30,8 @@ def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOpti
     app, state, metrics = FastAPI(title="search agent"), ServerState(), Metrics("search_r1")
     app.state.server = state
     app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token, refusal=error_body)
+    if options.access_log:
+        app.add_middleware(AccessLog)
     app.include_router(_chat_routes(Chat(agent, options, metrics), state))
     _add_probes(app, sampler, metrics)
     _add_error_handlers(app, metrics)
@@ -40,11 +43,12 @@ def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
     options = chat.options
 
     async def chat_completions(http: Request) -> Response:
-        """Answer the question of the one user message."""
+        """Answer the question in the last message."""
         if state.running > options.max_concurrent:
             raise ServiceUnavailable(f"{options.max_concurrent} requests are in progress", RETRY_AFTER_S)
+        notes = notes_of(http.scope)
         return await answer_in_time(
-            http, options.timeout_s, lambda body: chat.respond(parse_chat(body)), MAX_BODY_BYTES
+            http, options.timeout_s, lambda body: chat.respond(parse_chat(body), notes), MAX_BODY_BYTES
         )
 
     router.add_api_route(
@@ -55,11 +59,18 @@ def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
         openapi_extra=schema_of(ChatRequest),
     )
 
+    model = {"id": options.model, "object": "model", "created": started, "owned_by": "search_r1"}
+
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model."""
-        model = {"id": options.model, "object": "model", "created": started, "owned_by": "search_r1"}
         return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """The one model by its name, which may have slashes."""
+        chat.check_model(name)
+        return model
 
     return router
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -17,6 +17,7 @@ from search_r1.llm_agent.agent import SearchAgent
 from search_r1.search.deadline import DeadlineExpired
 from search_r1.search.gate import Receive, Scope, Send
 from search_r1.search.metrics import Metrics
+from search_r1.serve.access_log import Notes
 from search_r1.serve.parts import Part
 from search_r1.serve.replies import answer_chunk, completion, first_chunk, last_chunk, part_chunk, usage_chunk
 from search_r1.serve.streaming import Finished, stream_episode
@@ -24,16 +25,26 @@ from search_r1.serve.wire import ApiError, ChatRequest, error_body
 from verl.errors import VerlError
 from verl.protocol import Prompt, Status
 
+History = Literal["ignore", "refuse"]
+IGNORED_HEADER = "X-Search-R1-Ignored"
+# In JSON these may stand as they are, but a client that reads events by lines takes each for the end of one.
+_LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
+
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """`max_concurrent`: requests in progress, beyond: HTTP 503. `seed`: of requests without one of their own."""
+    """`max_concurrent`: requests in progress, beyond: HTTP 503. `seed`: of requests without one of their own.
+
+    `history`: whether messages before the question are ignored, or make a request an error.
+    """
 
     model: str
     timeout_s: float = 120.0
     max_concurrent: int = 64
     seed: int | None = None
     auth_token: str | None = None
+    history: History = "ignore"
+    access_log: bool = True
 
 
 class Chat:
@@ -42,25 +53,39 @@ class Chat:
     def __init__(self, agent: SearchAgent, options: ServeOptions, metrics: Metrics) -> None:
         self.agent, self.options, self.metrics = agent, options, metrics
 
-    async def respond(self, request: ChatRequest) -> Response:
-        """The whole reply, or the start of a stream. Raises `ApiError`, or an error of the sampler."""
-        if request.model != self.options.model:
-            message = f"the model {request.model!r} does not exist; this server has {self.options.model!r}"
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` 404 for any model but the one."""
+        if name != self.options.model:
+            message = f"the model {name!r} does not exist; this server has {self.options.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+    async def respond(self, request: ChatRequest, notes: Notes) -> Response:
+        """The whole reply, or the start of a stream. Raises `ApiError`, or an error of the sampler."""
+        self.check_model(request.model)
         prompt = self._prompt(request)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.options.model}
+        headers = {IGNORED_HEADER: request.unread} if request.unread else {}
+        if request.unread:
+            notes.append(f"ignored {request.unread}")
         if request.stream:
-            return EventStream(self._events(head, request, prompt))
+            return EventStream(self._events(head, request, prompt, notes), headers)
         parts: list[Part] = []
-        async with aclosing(self._episode(request, prompt)) as episode:
+        async with aclosing(self._episode(request, prompt, notes)) as episode:
             async for part in episode:
                 if isinstance(part, Part):
                     parts.append(part)
                 else:
-                    return JSONResponse(completion(head, parts, part))
+                    return JSONResponse(completion(head, parts, part), headers=headers)
         raise AssertionError("unreachable: an episode ends with how it finished")
 
     def _prompt(self, request: ChatRequest) -> Prompt:
+        if request.unread and self.options.history == "refuse":
+            raise ApiError(
+                400,
+                "send the question alone: the policy was trained on its own prompt with one question in it, and this "
+                f"server (--history refuse) drops nothing in silence; before the question came {request.unread}",
+                "messages",
+            )
         prompt, limits = self.agent.prompt(request.question), self.agent.limits
         longest = min(limits.max_context_length, limits.window - 1)
         if len(prompt.ids) > longest:
@@ -68,9 +93,11 @@ class Chat:
             raise ApiError(400, message, "messages", "context_length_exceeded")
         return prompt
 
-    async def _episode(self, request: ChatRequest, prompt: Prompt) -> AsyncGenerator[Part | Finished, None]:
+    async def _episode(
+        self, request: ChatRequest, prompt: Prompt, notes: Notes
+    ) -> AsyncGenerator[Part | Finished, None]:
         """The episode. An `ApiError` when the retriever failed in it, for no answer is made up; `DeadlineExpired`."""
-        options = self.options
+        options, outcome = self.options, "unfinished"
         seed = options.seed if request.seed is None else request.seed
         agent = _with_sampling(self.agent, request)
         try:
@@ -79,15 +106,21 @@ class Chat:
                     if isinstance(part, Finished) and part.status is Status.FAILED:
                         self.metrics.errors.inc()
                         raise ApiError(503, f"the retriever failed: {part.failure}", code="retriever_unavailable")
+                    if isinstance(part, Finished):
+                        outcome = _in_words(part)
                     yield part
         except TimeoutError as error:
             raise DeadlineExpired(f"not answered within the deadline of {options.timeout_s:g} s") from error
+        finally:
+            notes.append(outcome)
 
-    async def _events(self, head: dict[str, Any], request: ChatRequest, prompt: Prompt) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, head: dict[str, Any], request: ChatRequest, prompt: Prompt, notes: Notes
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks, or an error at their end."""
         try:
             async with (
-                aclosing(self._episode(request, prompt)) as episode,
+                aclosing(self._episode(request, prompt, notes)) as episode,
                 aclosing(_chunks(head, episode, request.includes_usage)) as chunks,
             ):
                 async for chunk in chunks:
@@ -106,8 +139,8 @@ class Chat:
 class EventStream(StreamingResponse):
     """A stream of events that is closed with the connection, whoever ends it."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers | {"Cache-Control": "no-cache"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +167,12 @@ async def _chunks(
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+    return f"data: {json.dumps(body, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()
+
+
+def _in_words(finished: Finished) -> str:
+    searches = f"{len(finished.searches)} search{'' if len(finished.searches) == 1 else 'es'}"
+    return f"{finished.prompt_length}+{finished.sampled_length} tokens, {searches}, {finished.status}"
 
 
 def _with_sampling(agent: SearchAgent, request: ChatRequest) -> SearchAgent:

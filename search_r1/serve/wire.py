@@ -8,18 +8,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 # What says nothing about the reply, and what asks for no more than is given anyway.
 _IGNORED = frozenset(
-    {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls"}
+    {
+        *("user", "metadata", "store", "safety_identifier", "service_tier", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+        *("reasoning_effort", "verbosity"),  # a policy thinks and answers at the length that it was trained to
+    }
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1,),
+    "min_p": (0,),
+    "best_of": (1,),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "logit_bias": ({},),
-    "stop": ([],),
+    "stop": ([], ""),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
     "response_format": ({"type": "text"},),
 }
+SYSTEM_ROLES = ("system", "developer")
 
 
 class ApiError(Exception):
@@ -54,15 +67,17 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` is a text, or a list of text parts."""
+    """`content` is a text, or a list of text parts; null where an assistant called tools."""
 
     model_config = ConfigDict(strict=True)
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None
 
     @property
     def text(self) -> str:
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -92,18 +107,21 @@ class ChatRequest(BaseModel):
 
     @property
     def question(self) -> str:
-        """The text of the one user message. Raises `ApiError` for any other conversation."""
-        if [message.role for message in self.messages] != ["user"]:
-            roles = ", ".join(message.role for message in self.messages)
-            raise ApiError(
-                400,
-                "send one message, of role 'user': the policy was trained on its own prompt with one question in it, "
-                f"without system messages or earlier turns; got {roles}",
-                "messages",
-            )
-        if not self.messages[0].text.strip():
+        """The text of the last message. Raises `ApiError` when that is not a user's, or empty."""
+        last = self.messages[-1]
+        if last.role != "user":
+            raise ApiError(400, f"the last message is the question: its role is {last.role!r}, not 'user'", "messages")
+        if not last.text.strip():
             raise ApiError(400, "the question is empty", "messages")
-        return self.messages[0].text
+        return last.text
+
+    @property
+    def unread(self) -> str:
+        """What stands before the question, in words; "" for nothing."""
+        roles = [message.role for message in self.messages[:-1]]
+        num_system = sum(role in SYSTEM_ROLES for role in roles)
+        counts = {"system message": num_system, "earlier message": len(roles) - num_system}
+        return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -263,7 +263,7 @@ def test_who_may_ask(base_url: str) -> None:
 
 
 def test_models_and_counters(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
     assert http.get("/health").json() == {"status": "ok", "running": 0, "sampling": 0}
     client.chat.completions.create(**ASK)
     assert 'search_r1_requests_total{route="/v1/chat/completions",status="200"}' in http.get("/metrics").text
@@ -274,7 +274,7 @@ def test_models_and_counters(client: openai.OpenAI, http: httpx.Client) -> None:
     [
         ({**ASK, "n": 2}, 400, "n", None),
         ({**ASK, "model": "gpt"}, 404, "model", "model_not_found"),
-        ({**ASK, "messages": [{"role": "system", "content": "x"}, *ASK["messages"]]}, 400, "messages", None),
+        ({**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": "x"}]}, 400, "messages", None),
         ({**ASK, "messages": [{"role": "user", "content": "why " * 900}]}, 400, "messages", "context_length_exceeded"),
         ({**ASK, "user": "x" * (1 << 20)}, 413, None, None),
     ],

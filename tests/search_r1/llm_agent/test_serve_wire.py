@@ -70,16 +70,43 @@ def test_a_body_that_is_no_request(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "unread"),
     [
-        [{"role": "system", "content": "Be brief."}, USER],
-        [USER, {"role": "assistant", "content": "Sael"}, USER],
-        [{"role": "assistant", "content": "Sael"}],
-        [{"role": "user", "content": " \n"}],
+        ([USER], ""),
+        ([{"role": "system", "content": "Be brief."}, USER], "1 system message"),
+        ([USER, {"role": "assistant", "content": None}, USER], "2 earlier messages"),
+        (
+            [{"role": "developer", "content": "x"}, {"role": "system", "content": "y"}, USER, USER],
+            "2 system messages, 1 earlier message",
+        ),
     ],
 )
-def test_a_conversation_is_refused(messages: list[dict[str, str]]) -> None:
-    """None of it is dropped in silence: the policy knows one prompt with one question."""
+def test_the_last_message_is_the_question(messages: list[dict[str, Any]], unread: str) -> None:
+    request = parse_chat(body(messages=messages))
+    assert (request.question, request.unread) == ("Who?", unread)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, {"role": "assistant", "content": "Sael"}],
+        [{"role": "system", "content": "Be brief."}],
+        [{"role": "user", "content": " \n"}],
+        [{"role": "user", "content": None}],
+    ],
+)
+def test_a_conversation_that_ends_without_a_question(messages: list[dict[str, Any]]) -> None:
     with pytest.raises(ApiError) as caught:
         _ = parse_chat(body(messages=messages)).question
     assert caught.value.status == 400 and caught.value.param == "messages"
+
+
+def test_what_asks_for_no_more_than_is_given_anyway() -> None:
+    harmless = {
+        "modalities": ["text"], "top_logprobs": 0, "logprobs": False, "reasoning_effort": "high", "verbosity": "low",
+        "frequency_penalty": 0.0, "top_k": -1, "repetition_penalty": 1.0, "stop": "", "tool_choice": "auto",
+    }  # fmt: skip
+    assert parse_chat(body(**harmless)).question == "Who?"
+    for name, value in {"modalities": ["text", "audio"], "top_logprobs": 2, "stop": "x", "top_k": 4}.items():
+        with pytest.raises(ApiError, match=name):
+            parse_chat(body(**{name: value}))

@@ -1,0 +1,49 @@
+"""A line a request: method, path, status, seconds, and what the route notes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping
+from typing import Any
+from urllib.parse import quote
+
+from search_r1.search.gate import App, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+Notes = list[str]
+PROBES = frozenset({"/health", "/healthz", "/metrics"})  # asked every few seconds, by machines
+_KEY = "search_r1.notes"
+
+
+def notes_of(scope: Scope) -> Notes:
+    """What stands at the end of the line of the request `scope`, for its route to append to."""
+    notes: Notes = scope.setdefault(_KEY, [])
+    return notes
+
+
+class AccessLog:
+    """ASGI middleware around everything that can answer."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in PROBES:
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watched_send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        notes = notes_of(scope)
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            seconds = f"{time.perf_counter() - started:.2f} s"
+            path = quote(scope["path"])  # what a client sends must not begin a line of its own
+            log.info("%s %s %d %s", scope["method"], path, status, ", ".join([seconds, *notes]))

@@ -1,0 +1,127 @@
+"""What ordinary OpenAI clients send and read, by the real client against the app; the policy's lines are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llm_agent_scripted import agent_of
+
+from search_r1.serve.app import create_app
+from search_r1.serve.chat import IGNORED_HEADER, ServeOptions
+
+MODEL = "org/search-r1"
+QUESTION = {"role": "user", "content": "Where?"}
+HISTORY = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello!"},
+]
+ANSWER = ["<think> hm </think><answer> Sael </answer>"]
+SEARCHED = ["<think> hm </think><search> river </search>", "<answer> Sael </answer>"]
+
+
+def ask(tokenizer: Any, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]], lines: list[str], **options: Any) -> Any:
+    """What `work` returns, with a client of an app whose policy says `lines`."""
+    agent = agent_of(tokenizer, lines)
+    app = create_app(agent, agent.sampler, ServeOptions(MODEL, **options))  # type: ignore[arg-type]
+
+    async def talk() -> Any:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+            base_url = "http://test/v1"
+            return await work(openai.AsyncOpenAI(base_url=base_url, api_key="k", http_client=http, max_retries=0))
+
+    return asyncio.run(talk())
+
+
+def test_the_model_is_found_by_its_name(byte_tokenizer) -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        listed = [model async for model in client.models.list()]
+        assert [await client.models.retrieve(MODEL)] == listed
+        with pytest.raises(openai.NotFoundError, match="this server has 'org/search-r1'") as caught:
+            await client.models.retrieve("gpt")
+        assert caught.value.code == "model_not_found"
+
+    ask(byte_tokenizer, work, ANSWER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_system_prompt_and_the_turns_before_are_not_read_and_that_is_said(
+    byte_tokenizer, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    async def work(client: openai.AsyncOpenAI) -> list[tuple[Any, int]]:
+        found = []
+        for messages in ([QUESTION], [*HISTORY, QUESTION]):
+            create = client.chat.completions.with_raw_response.create
+            options = {"stream_options": {"include_usage": True}} if stream else {}
+            raw = await create(model=MODEL, messages=messages, stream=stream, reasoning_effort="low", **options)
+            reply = raw.parse()
+            usage = [chunk async for chunk in reply][-1].usage if stream else reply.usage
+            found.append((raw.headers.get(IGNORED_HEADER), usage.prompt_tokens))
+        return found
+
+    with caplog.at_level(logging.INFO):
+        alone, after_history = ask(byte_tokenizer, work, ANSWER)
+    assert alone[0] is None and after_history[0] == "1 system message, 2 earlier messages"
+    assert alone[1] == after_history[1]  # the policy was given the same prompt
+    assert "ignored 1 system message, 2 earlier messages" in caplog.text
+
+
+def test_history_is_an_error_where_the_server_refuses_it(byte_tokenizer) -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="1 system message, 2 earlier messages") as caught:
+            await client.chat.completions.create(model=MODEL, messages=[*HISTORY, QUESTION])
+        assert caught.value.param == "messages"
+        assert (await client.chat.completions.create(model=MODEL, messages=[QUESTION])).choices
+
+    ask(byte_tokenizer, work, ANSWER, history="refuse")
+
+
+def test_events_end_only_where_lines_end(byte_tokenizer) -> None:
+    """Many clients read a stream by lines, and take U+2028, U+2029 and U+0085 for the end of one."""
+    ends = "a\u2028b\u0085c\u2029d"
+
+    async def work(client: openai.AsyncOpenAI) -> tuple[str, bytes]:
+        request = {"model": MODEL, "messages": [QUESTION], "stream": True}
+        raw = await client._client.post("http://test/v1/chat/completions", json=request)
+        return "".join(
+            [
+                getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+                async for chunk in await client.chat.completions.create(**request)
+            ]
+        ), raw.content
+
+    reasoning, content = ask(byte_tokenizer, work, [f"<think> {ends} \u6cb3 </think><answer> Sael </answer>"])
+    lines = content.decode().splitlines()
+    assert all(not line or line.startswith("data: ") for line in lines)
+    assert ends in reasoning and "\u6cb3" in content.decode()
+
+
+def test_a_line_a_request(byte_tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        create = client.chat.completions.create
+        await create(model=MODEL, messages=[QUESTION])
+        _ = [chunk async for chunk in await create(model=MODEL, messages=[QUESTION], stream=True)]
+        with pytest.raises(openai.NotFoundError):
+            await create(model="gpt", messages=[QUESTION])
+        for path in ("healthz", "health", "metrics", "v1/no%0asuch"):
+            await client._client.get(f"http://test/{path}")
+
+    with caplog.at_level(logging.INFO, logger="search_r1.serve"):
+        ask(byte_tokenizer, work, SEARCHED)
+    chat, streamed, refused, other = (record.getMessage() for record in caplog.records)
+    for line in (chat, streamed):
+        form = r"POST /v1/chat/completions 200 \d+\.\d\d s, \d+\+\d+ tokens, 1 search, answered"
+        assert re.fullmatch(form, line), line
+    assert refused.startswith("POST /v1/chat/completions 404 ") and "tokens" not in refused
+    assert other.startswith("GET /v1/no%0Asuch 404 ")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="search_r1.serve"):
+        ask(byte_tokenizer, work, SEARCHED, access_log=False)
+    assert not caplog.records
