@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from verl.errors import VerlError
-from verl.startup import PLAIN, log_to_stderr
+from verl.startup import PLAIN, log_to_stderr, phase, tell
+from verl.tracking.secrets import mask_text
 
 if TYPE_CHECKING:
     from search_r1.evaluation.questions import Question
@@ -53,13 +54,18 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.store import Store
     from search_r1.evaluation.subset import stratified_subset
 
-    questions = load_questions(args.data, args.data_dir)
+    with phase("reading the questions"):
+        questions = load_questions(args.data, args.data_dir)
     if args.subset is not None:
         questions = stratified_subset(questions, args.subset, args.subset_seed)
     if args.corpus_path is not None:
         for question in questions:
             text_of(question)  # the audit at the end needs it: better known now
-    served = asyncio.run(serves(config.retriever)) if METHODS[args.method].retrieves else None
+    tell(f"{len(questions)} questions: {_counts(questions)}")
+    served = None
+    if METHODS[args.method].retrieves:
+        with phase(f"asking the retriever {mask_text(config.retriever.engine or config.retriever.url)}"):
+            served = asyncio.run(serves(config.retriever))
     settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
     store = Store(args.output_dir, settings, args.restart)
     asyncio.run(run(args, config, questions, store))
@@ -76,7 +82,8 @@ async def run(args: argparse.Namespace, config: Config, questions: Sequence[Ques
     left = unfinished(questions, store)
     judge = make_judge(args) if left or unjudged(keys, store) else None
     if judge is not None:
-        await judge.check()
+        with phase(f"asking the judge {args.judge_model} at {mask_text(args.judge_url)}"):
+            await judge.check()
     if left:
         await play(args, config, questions, store)
     if judge is not None:
@@ -117,6 +124,7 @@ def conclude(
     from search_r1.evaluation.results import summarize
     from search_r1.evaluation.wrong_answers import WRONG_ANSWERS, is_wrong, wrong_answers
 
+    tell(f"scoring {len(questions)} answers")
     store.finish([question.key for question in questions])
     found = store.records()
     records = [found[question.key] for question in questions]
@@ -125,12 +133,14 @@ def conclude(
     results["run"] = {"concurrency": args.concurrency, "exact_token_ids": exact}
     if args.corpus_path is not None:
         url = None if config.retriever.engine is not None else config.retriever.url
-        results["coverage"] = corpus_coverage(args.corpus_path, questions, url, config.retriever.topk)
+        with phase(f"looking for the gold answers in {args.corpus_path}"):
+            results["coverage"] = corpus_coverage(args.corpus_path, questions, url, config.retriever.topk)
     page = report(results)
     store.write("results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     store.write("results.md", page)
     store.write(WRONG_ANSWERS, wrong_answers(records))
     print(page)
+    tell(f"{args.output_dir} has results.md, results.json, {WRONG_ANSWERS}, records.jsonl, trajectories.parquet")
     return _status(args, [record.failure for record in records if record.failed])
 
 
@@ -151,6 +161,15 @@ def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManag
 
     server, sampling = server_of(args), agent_sampling(args, config)
     return open_agent(config, sampling) if server is None else open_served_agent(config, sampling, server)
+
+
+def _counts(questions: Sequence[Question]) -> str:
+    """`500 of nq, 500 of hotpotqa in 3 strata`."""
+    strata: dict[str, list[str]] = {}
+    for question in questions:
+        strata.setdefault(question.set_name, []).append(question.stratum)
+    sizes = ((name, len(found), len(set(found))) for name, found in strata.items())
+    return ", ".join(f"{size} of {name}" + f" in {kinds} strata" * (kinds > 1) for name, size, kinds in sizes)
 
 
 def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from search_r1.evaluation.progress import Progress
 from search_r1.evaluation.records import Record
 from search_r1.evaluation.store import Store
 from search_r1.rewards.component import BatchedComponent, Value
 from search_r1.rewards.reading import Reading
 from verl.errors import RewardUnavailable
+from verl.startup import tell
 
 _PART = 256  # verdicts in a part: what a killed run loses at most
 
@@ -38,13 +40,16 @@ async def judge_answers(judge: BatchedComponent, keys: Sequence[str], store: Sto
 
 async def _judge_once(judge: BatchedComponent, records: Sequence[Record], store: Store) -> None:
     """A part without a single verdict ends the round: the judge is down, and would be waited for part by part."""
-    for start in range(0, len(records), _PART):
-        part = records[start : start + _PART]
-        verdicts = await judge.measure([_reading(record) for record in part])
-        if all(isinstance(verdict, RewardUnavailable) for verdict in verdicts):
-            store.add_verdicts([_judged(record, verdicts[-1]) for record in records[start:]])
-            return
-        store.add_verdicts([_judged(record, verdict) for record, verdict in zip(part, verdicts, strict=True)])
+    tell(f"judging {len(records)} answers")
+    with Progress("answers", len(records)) as progress:
+        for start in range(0, len(records), _PART):
+            part = records[start : start + _PART]
+            verdicts = await judge.measure([_reading(record) for record in part])
+            if all(isinstance(verdict, RewardUnavailable) for verdict in verdicts):
+                store.add_verdicts([_judged(record, verdicts[-1]) for record in records[start:]])
+                return
+            store.add_verdicts([_judged(record, verdict) for record, verdict in zip(part, verdicts, strict=True)])
+            progress.update(len(part))
 
 
 def _reading(record: Record) -> Reading:

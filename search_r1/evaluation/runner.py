@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tqdm import tqdm
-
+from search_r1.evaluation.progress import Progress
 from search_r1.evaluation.questions import Question
 from search_r1.evaluation.records import Measurer, Scored
 from search_r1.evaluation.store import Store
 from verl.protocol import Status, Trajectory
+from verl.startup import tell
 from verl.tracking.trajectory_store import Decode
 
 
@@ -53,12 +53,13 @@ class Runner:
     async def run(self, questions: Sequence[Question]) -> None:
         """Ask the questions that are unfinished. What was finished stays, whatever ends the run."""
         left = unfinished(questions, self._store)
-        with tqdm(total=len(questions), initial=len(questions) - len(left), desc="questions", disable=None) as bar:
+        tell(f"asking {len(left)} of {len(questions)} questions, {self._pace.concurrency} at a time")
+        with Progress("questions", len(questions), len(questions) - len(left)) as progress:
             tasks = [asyncio.create_task(self._play(question)) for question in left]
             try:
                 for finished in asyncio.as_completed(tasks):
                     self._done.append(await finished)
-                    bar.update()
+                    progress.update()
                     if len(self._done) >= self._pace.part_size:
                         self._keep()
             finally:

@@ -15,6 +15,8 @@ from verl.by_name import load_by_name
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.model_source import find_source
+from verl.startup import phase
+from verl.tracking.secrets import mask_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +46,9 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
     sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
     try:
         await environment.check()
-        limits = limits_within(config, await sampler.check())
+        with phase(f"asking for the model {server.model} at {mask_text(server.url)}"):
+            window = await sampler.check()
+        limits = limits_within(config, window)
         yield SearchAgent(sampler, environment, tokenizer, template, limits, sampling)
     finally:
         await sampler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import signal
@@ -91,6 +92,28 @@ def test_results_records_trajectories_and_page(command, tmp_path, model_server, 
     assert "Wilson's: EM, F1, cover-EM, finished." in page and "within their sets: F1, searches, " in page
     assert "2 answered wrongly: [wrong_answers.md](wrong_answers.md)" in page and found["wrong"] == 2
     assert "text without token ids" in page and "| template.name | direct |" in page
+
+
+def test_each_phase_is_told_and_how_far_it_is(command, tmp_path, model_server, retriever_url, caplog):
+    """On standard error, for a person or a log file; the questions by their tenths, which eight all are."""
+    caplog.set_level(logging.INFO)
+    assert main([*command, "--method", "search"]) == 0
+    told = [
+        re.sub(r"^\[ *\d+ s\] ", "", record.getMessage()) for record in caplog.records if "[" in record.getMessage()
+    ]
+    questions = [text for text in told if text.startswith("questions: ")]
+    assert [text for text in told if text not in questions] == [
+        "reading the questions",
+        "8 questions: 4 of odd, 4 of even",
+        f"asking the retriever {retriever_url}",
+        f"asking for the model m at {model_server.url}",
+        "asking 8 of 8 questions, 2 at a time",
+        "scoring 8 answers",
+        f"{tmp_path / 'out'} has results.md, results.json, wrong_answers.md, records.jsonl, trajectories.parquet",
+    ]
+    assert len(questions) == 8 and all(f"questions: {n} of 8" in line for n, line in enumerate(questions, start=1))
+    assert all(re.search(r" a second, .* left$", line) for line in questions[:-1])
+    assert re.search(r"8 of 8, \S+ a second$", questions[-1])
 
 
 def test_the_wrong_answers_are_a_page_to_read(command, tmp_path, model_server, byte_tokenizer):
