@@ -16,6 +16,6 @@ def example_question(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m search_r1.evaluation.example_question", description=__doc__)
     parser.add_argument("prompts", type=Path, help="parquet file of prompts")
     print(example_question(parser.parse_args().prompts))

@@ -24,7 +24,8 @@ from search_r1.search.targets import check_not_read
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`audit` or `complete`."""
     parser = argparse.ArgumentParser(
-        description="Which gold answers does a corpus hold? Add the gold passages it lacks."
+        prog="python -m search_r1.search.corpus_tool",
+        description="Which gold answers does a corpus hold? Add the gold passages it lacks.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     checks = commands.add_parser("audit", help="count the questions whose gold answer is in the corpus, or retrieved")

@@ -31,7 +31,9 @@ _POSITIVE = ("max_length", "batch_size", "num_threads", "num_processes", "train_
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The published arguments, and `--num_threads`, `--num_processes`, `--train_rows`, `--query_model_path`."""
-    parser = argparse.ArgumentParser(description="Build a retrieval index.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.index_builder", description="Build a retrieval index."
+    )
     parser.add_argument("--retrieval_method", required=True, help="bm25, or an encoder family: e5, bge, ...")
     parser.add_argument("--model_path", help="folder or hub id of the dense encoder")
     parser.add_argument("--query_model_path", help="the question encoder, where it is another one (DPR): it is noted")

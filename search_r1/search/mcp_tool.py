@@ -141,7 +141,10 @@ def sdk_module(name: str) -> Any:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Those of the program on stdin and stdout."""
-    parser = argparse.ArgumentParser(description="The search tool on stdin and stdout (MCP), over a running server.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.mcp_tool",
+        description="The search tool on stdin and stdout (MCP), over a running server.",
+    )
     parser.add_argument("--url", required=True, help="/retrieve of a retrieval server; several with commas between")
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the call does not say")
     parser.add_argument("--timeout_s", type=float, default=30, help="longest time of a call, with its retries")

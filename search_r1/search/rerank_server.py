@@ -23,7 +23,9 @@ from search_r1.search.server_process import add_serving_arguments, run_server
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The published arguments, and those of the server: address, queue, cache, deadline, token."""
-    parser = argparse.ArgumentParser(description="Rerank passages over HTTP.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.rerank_server", description="Rerank passages over HTTP."
+    )
     parser.add_argument("--max_length", type=int, default=512, help="tokens of a query and a passage together")
     parser.add_argument("--rerank_topk", type=int, default=3, help="passages a query when the request does not say")
     parser.add_argument("--rerank_model_name_or_path", default=MODEL, help="folder or hub id of the cross-encoder")

@@ -28,7 +28,9 @@ from search_r1.search.server_process import add_serving_arguments, run_server
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The published arguments, and those of the retrieval server."""
-    parser = argparse.ArgumentParser(description="Serve reranked passages over HTTP.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.retrieval_rerank_server", description="Serve reranked passages over HTTP."
+    )
     parser.add_argument("--retrieval_topk", type=int, default=10, help="candidates when the request does not say")
     parser.add_argument("--reranking_topk", type=int, default=3, help="passages a query when the request does not say")
     parser.add_argument("--reranker_model", default=MODEL, help="folder or hub id of the cross-encoder")

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The published arguments, and those of the server: address, batches, cache, queue, deadline, token."""
-    parser = argparse.ArgumentParser(description="Serve passages over HTTP.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.retrieval_server", description="Serve passages over HTTP."
+    )
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
     parser.add_argument("--workers", type=int, default=1, help="processes for HTTP; from 2 on the index has its own")
     parser.add_argument("--mcp", action="store_true", help="offer the search as a tool to MCP clients too, at /mcp")

@@ -18,6 +18,7 @@ from search_r1.search.online_arguments import use_key
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
     parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.serp_search_server",
         description="Serve the results of SerpAPI.",
         epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
         allow_abbrev=False,

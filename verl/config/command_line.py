@@ -38,8 +38,15 @@ def load_from_argv(
     return config
 
 
+def _program() -> str:
+    """How this process was started: several programs share this parser."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 def _parser(default_name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=_program(),
         add_help=False,
         allow_abbrev=False,
         description="Settings are keys of a YAML tree; each may be overridden as key=value.",

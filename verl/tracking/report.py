@@ -203,7 +203,9 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write report.md and report.png of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.tracking.report", description="Write report.md and report.png of a run."
+    )
     parser.add_argument("run_dir", type=Path, help="folder of the run (trainer.default_local_dir)")
     parser.add_argument("--summary", choices=SPLITS, help="only print the scores of this split, before and after")
     args = parser.parse_args(arguments)

@@ -77,7 +77,9 @@ def _by_hops(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print how hard the test questions are.")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.data.tinywiki.difficulty", description="Print how hard the test questions are."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_passages", type=int, default=2000)
     parser.add_argument("--long", action="store_true")
