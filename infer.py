@@ -135,15 +135,17 @@ def show(
 
 def parts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar) -> Iterator[tuple[str, str]]:
     """(text, style) pieces of everything after the prompt, in order."""
+    from verl.agent.chat_turns import unwrapped
     from verl.agent.text import decode_turn
     from verl.protocol import Source
 
+    sampled: tuple[int, ...] = ()
     for segment in trajectory.segments:
-        text = decode_turn(tokenizer, segment.ids)
         if segment.source is Source.ENVIRONMENT:
-            yield text, STYLES["information"]
+            yield decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids)), STYLES["information"]
         elif segment.source is Source.POLICY:
-            yield from ((part, STYLES[kind]) for part, kind in grammar.parts(text))
+            sampled = segment.ids
+            yield from ((part, STYLES[kind]) for part, kind in grammar.parts(decode_turn(tokenizer, sampled)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -17,12 +19,23 @@ _NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "pla
 def load_by_name(dotted_name: str, key: str) -> Any:
     """The object `package.module.Name`. Raises `ConfigError` naming the config `key` when there is none."""
     module_name, _, name = dotted_name.rpartition(".")
+    _look_in_current_folder()
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{key}={dotted_name}: {error}; give the dotted name of a class that can be imported"
+            f"{key}={dotted_name}: {error}; give module.Name of what can be imported: a module in the current folder "
+            f"({os.getcwd()}), on PYTHONPATH, or installed"
         ) from error
+    except Exception as error:
+        raise ConfigError(f"{key}={dotted_name}: importing {module_name} raised {in_words(error)}") from error
+
+
+def _look_in_current_folder() -> None:
+    """As `python -m` does; a script's own folder, or a worker's, may be another."""
+    folder = os.getcwd()
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def dotted_name(thing: Any) -> str:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from search_r1.evaluation.openai_sampler import OpenAISampler
 from search_r1.llm_agent.agent import SearchAgent, limits_within
 from search_r1.llm_agent.templates import load_template
-from verl.agent.environment import Sampling
-from verl.by_name import load_by_name
+from verl.agent.environment import Sampling, make_environment
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.model_source import find_source
@@ -42,7 +41,7 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
     """
     template = load_template(config.agent.template)
     tokenizer = _load_tokenizer(server.tokenizer, config.actor_rollout_ref.model.trust_remote_code)
-    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    environment = make_environment(config, tokenizer)
     sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
     try:
         await environment.check()

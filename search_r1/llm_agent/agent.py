@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.templates import Template, load_template
-from verl.agent.environment import Environment, Sampler, Sampling
+from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
-from verl.by_name import load_by_name
 from verl.config import Config
 from verl.data.prompts import encode_prompt
 from verl.errors import ConfigError
@@ -70,7 +69,7 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
     with phase(f"reading the tokenizer of {config.actor_rollout_ref.model.path}"):
         tokenizer, window = load_tokenizer(config)
     limits = limits_within(config, window)
-    environment = load_by_name(config.agent.environment, "agent.environment").from_config(config, tokenizer)
+    environment = make_environment(config, tokenizer)
     try:
         with phase("asking the environment whether it answers"):
             await environment.check()

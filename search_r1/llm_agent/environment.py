@@ -12,7 +12,7 @@ from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import FINGERPRINT_KEY, TEMPLATE_KEY, load_template
 from search_r1.search.corpus import title_and_text
-from verl.agent.environment import Outcome
+from verl.agent.environment import Environment, Outcome
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
 from verl.protocol import Prompt
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 
-class SearchEnvironment:
-    """Implements `verl.agent.environment.Environment` with one tool: search. Without a `searcher` there is no tool.
+class SearchEnvironment(Environment):
+    """One tool: search. Without a `searcher` there is no tool.
 
     Raises `ConfigError` when `max_obs_length` tokens do not hold the feedback or an empty observation, or when the
     feedback has a tag in it (it would read like an action of the policy).
@@ -40,11 +40,12 @@ class SearchEnvironment:
     ) -> None:
         self.grammar = grammar
         self.tags = grammar.tags
+        self.example_turn = grammar.example_answer()
         self._searcher = searcher if grammar.search is not None else None
         self._writer = ObservationWriter(tokenizer, max_obs_length, grammar)
-        self._feedback_ids = encode_text(tokenizer, wrap_feedback(feedback))
+        self._feedback = wrap_feedback(feedback)
         self.stop_strings = grammar.stop_strings(search_allowed=self._searcher is not None)
-        needed = max(len(self._feedback_ids), len(encode_text(tokenizer, grammar.wrap_information(""))))
+        needed = max(len(encode_text(tokenizer, text)) for text in (self._feedback, grammar.wrap_information("")))
         if needed > max_obs_length:
             raise ConfigError(
                 f"data.max_obs_length={max_obs_length} is too small: the shortest reply has {needed} tokens"
@@ -74,7 +75,7 @@ class SearchEnvironment:
             if not tools_allowed:
                 return Outcome("search", valid=True, done=False, event={"query": action.content, "executed": False})
             return await self._search(self._searcher, action.content)
-        return Outcome("invalid", valid=False, done=False, ids=self._feedback_ids if tools_allowed else ())
+        return Outcome("invalid", valid=False, done=False, reply=self._feedback if tools_allowed else "")
 
     async def check(self) -> None:
         if self._searcher is not None:
@@ -82,7 +83,7 @@ class SearchEnvironment:
 
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
-        """See `verl.agent.environment.InspectedEnvironment`."""
+        """See `verl.agent.environment.Environment`."""
         name, made_with = metadata.get(TEMPLATE_KEY), metadata.get(FINGERPRINT_KEY)
         template = load_template(config.agent.template)
         if made_with in (None, template.fingerprint):
@@ -90,7 +91,7 @@ class SearchEnvironment:
         return f"made with template {name} ({made_with}), but agent.template={template.name} ({template.fingerprint})"
 
     async def probe(self, query: str) -> list[str] | None:
-        """See `verl.agent.environment.InspectedEnvironment`."""
+        """See `verl.agent.environment.Environment`."""
         if self._searcher is None:
             return None
         return [title_and_text(document["contents"])[0] for document in await self._searcher.search(query)]
@@ -111,7 +112,7 @@ class SearchEnvironment:
             "milliseconds": 1000 * (time.perf_counter() - started),
             "observation": observation.text,
         }
-        return Outcome("search", valid=True, done=False, ids=observation.ids, event=event)
+        return Outcome("search", valid=True, done=False, reply=observation.text, event=event)
 
 
 def _id(document: Any) -> str:

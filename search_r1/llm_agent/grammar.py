@@ -96,6 +96,11 @@ class Grammar:
         """The passages of an observation without their frame."""
         return observation.strip().removeprefix(f"<{self.information}>").removesuffix(f"</{self.information}>")
 
+    def example_answer(self) -> str:
+        """A whole turn that answers."""
+        answer = f"{_BOX}unknown}}" if self.boxed else "unknown"
+        return f"<{self.think}> I do not know. </{self.think}><{self.answer}> {answer} </{self.answer}>"
+
     def parts(self, text: str) -> Iterator[tuple[str, str]]:
         """(text, "think" | "search" | "answer" | "") pieces of a policy's turn, in order, tags included."""
         end = 0

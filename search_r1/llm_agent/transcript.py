@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
+from verl.agent.chat_turns import unwrapped
 from verl.agent.text import decode_turn
 from verl.protocol import Source, Trajectory
 
@@ -50,15 +51,17 @@ def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | N
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
     """A reply is an observation if the turn's event is an executed search."""
     turns: list[Turn] = []
+    sampled: tuple[int, ...] = ()  # of the turn before a reply
     control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay
     for segment in trajectory.segments:
         if segment.source is Source.POLICY:
-            turns.append(Turn(decode_turn(tokenizer, _without_end(segment.ids, control, tokenizer))))
+            sampled = segment.ids
+            turns.append(Turn(decode_turn(tokenizer, _without_end(sampled, control, tokenizer))))
         elif segment.source is Source.ENVIRONMENT:
             if not turns or turns[-1].reply is not Reply.NONE:
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
             event = trajectory.events[len(turns) - 1]
-            text = decode_turn(tokenizer, segment.ids)
+            text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
             if event.get("executed"):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)

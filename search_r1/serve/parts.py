@@ -15,7 +15,10 @@ Kind = Literal["think", "search", "information", "answer", "feedback", "text"]
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of text with the tags in it. The parts of an episode put together are all that follows the prompt."""
+    """A stretch of text with the tags in it.
+
+    The parts of an episode put together are all that follows the prompt, but for the headers of chat messages.
+    """
 
     kind: Kind
     text: str

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.transcript import final_answer, read_turns
 from search_r1.serve.parts import Part, TurnSplitter
-from verl.agent.environment import Generation, Outcome, Sampling, StreamingSampler, join_pieces
-from verl.agent.text import TurnDecoder, decode_turn
+from verl.agent.environment import Environment, Generation, Outcome, Sampling, StreamingSampler, join_pieces
+from verl.agent.text import TurnDecoder
 from verl.errors import ConfigError
 from verl.protocol import Prompt, Status, Trajectory
 
@@ -64,7 +64,7 @@ class _BudgetSpent(Exception):
     """As many tokens were sampled as the caller allows."""
 
 
-class _Followed:
+class _Followed(Environment):
     """The sampler and the environment of one episode: both are the agent's, and every part is told."""
 
     def __init__(self, agent: SearchAgent, tell: Callable[[Part], None], max_tokens: int | None) -> None:
@@ -74,13 +74,13 @@ class _Followed:
         self._splitter = TurnSplitter(agent.template.grammar)
         self._answered = False
         self._reply: Part | None = None
-        self._reply_length = 0
         self._searches: list[Search] = []
-        self._num_turns = self._sampled_length = self._observed_length = 0
+        self._num_turns = self._prompt_length = self._sampled_length = self._observed_length = 0
         self.stop_strings = agent.environment.stop_strings
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
+        self._prompt_length = len(prompt.ids)
         with contextlib.suppress(_BudgetSpent):
             trajectory = await replace(self._agent, sampler=self, environment=self).play(prompt, seed)
             assert trajectory.status is not None
@@ -108,6 +108,7 @@ class _Followed:
         if left <= 0:
             raise _BudgetSpent
         self._tell_reply()
+        self._observed_length = len(ids) - self._prompt_length - self._sampled_length
         generation = await self._sample(ids, replace(sampling, max_tokens=min(left, sampling.max_tokens)))
         self._num_turns += 1
         self._sampled_length += len(generation.ids)
@@ -133,9 +134,9 @@ class _Followed:
             self._tell_all(self._splitter.end())
         executed, event = outcome.event.get("executed", False), outcome.event
         if executed:
-            self._searches.append(Search(event["query"], tuple(event["document_ids"]), event["milliseconds"]))
-        self._reply = Part("information" if executed else "feedback", decode_turn(self._agent.tokenizer, outcome.ids))
-        self._reply_length = len(outcome.ids)
+            documents, milliseconds = event.get("document_ids", ()), event.get("milliseconds", 0.0)
+            self._searches.append(Search(str(event.get("query", "")), tuple(documents), milliseconds))
+        self._reply = Part("information" if executed else "feedback", outcome.reply)
         return outcome
 
     async def check(self) -> None:
@@ -148,7 +149,6 @@ class _Followed:
         """Once the next turn begins: an observation that leaves no room for a turn is never read by the policy."""
         if self._reply is not None:
             self._tell_all([self._reply])
-            self._observed_length += self._reply_length
             self._reply = None
 
     def _tell_all(self, parts: Sequence[Part]) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+from verl.by_name import dotted_name, in_words, load_by_name
+from verl.errors import ConfigError, VerlError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from verl.config import Config
     from verl.protocol import Prompt
 
@@ -70,51 +77,84 @@ def join_pieces(pieces: Sequence[Generation]) -> Generation:
 class Outcome:
     """The environment's reply to one policy turn.
 
-    `ids` are appended to the context (empty when `done`). `action` names what the turn was ("search", "answer",
+    `reply` is what the policy reads next (nothing when `done`). `action` names what the turn was ("search", "answer",
     "invalid"), `valid` says whether it followed the grammar, `event` is kept in the trajectory for people to read.
     """
 
     action: str
     valid: bool
     done: bool
-    ids: tuple[int, ...] = ()
+    reply: str = ""
     event: dict[str, Any] = field(default_factory=dict)
 
 
-class Environment(Protocol):
-    """What answers the policy. One object serves all concurrent episodes, so it keeps no state of an episode."""
+class Environment(ABC):
+    """What answers the policy. A subclass has to write `step`; all else has a default.
 
-    stop_strings: tuple[str, ...]
+    One object serves all concurrent episodes of a process, so it keeps no state of an episode.
+    """
 
+    stop_strings: tuple[str, ...] = ()
+    """Where sampling of a turn ends, if not at EOS before; the string is part of the turn."""
+
+    tags: tuple[str, ...] = ()
+    """What the policy has to write literally: preflight says whether the tokenizer keeps it."""
+
+    example_turn: str = "I do not know."
+    """A turn that ends an episode, if there is one: preflight tries environment and reward on it."""
+
+    @classmethod
+    def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """How every process makes its own; by default without arguments."""
+        return cls()
+
+    @abstractmethod
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         """Answer the policy's turn `text` (decoded for reading only).
 
         With `tools_allowed` false (the last turn), a tool call is not executed and gets no observation.
         Raises `EnvironmentUnavailable` when infrastructure fails: the episode then ends `failed`.
         """
-        ...
 
-    async def check(self) -> None:
-        """Raise `EnvironmentUnavailable` (naming the address and the command that starts it) when not reachable."""
-        ...
+    async def check(self) -> None:  # noqa: B027  nothing behind it, nothing to check
+        """Before a run: raise `EnvironmentUnavailable` (naming the address and the command that starts what is behind
+        it) when that is not reachable."""
 
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
-class InspectedEnvironment(Environment, Protocol):
-    """An environment that can say more of itself before a run."""
-
-    tags: tuple[str, ...]  # what the policy has to write literally
+    async def close(self) -> None:  # noqa: B027
+        """Free what is held."""
 
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
         """What is wrong with a prompt file for this run, by the file's own `metadata`; None: nothing that is known."""
-        ...
+        return None
 
     async def probe(self, query: str) -> list[str] | None:
-        """Use the tool once for real; returns the titles of what came back, best first, or None without a tool.
+        """Use the tool once for real; returns the titles of what came back, best first, or None without such a tool.
 
         Raises `EnvironmentUnavailable`.
         """
-        ...
+        return None
+
+
+def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """The environment that `agent.environment` names. Raises `ConfigError`, which says what its class lacks."""
+    name = config.agent.environment
+    kind = load_by_name(name, "agent.environment")
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ConfigError(
+            f"agent.environment={name} is no environment: make it a class that derives from "
+            f"{dotted_name(Environment)} and has a method `async def step(self, prompt, text, tools_allowed)`"
+        )
+    if kind.__abstractmethods__:
+        raise ConfigError(
+            f"agent.environment={name} lacks {', '.join(sorted(kind.__abstractmethods__))}: write "
+            "`async def step(self, prompt, text, tools_allowed)`, which returns an Outcome"
+        )
+    if not inspect.iscoroutinefunction(kind.step):
+        raise ConfigError(f"agent.environment={name}: step is a plain function; write `async def step`")
+    try:
+        return kind.from_config(config, tokenizer)
+    except VerlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"agent.environment={name} cannot be made: {in_words(error)}") from error

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.agent.chat_turns import reply_ids
 from verl.agent.environment import Environment, Generation, Outcome, Sampler, Sampling
 from verl.agent.text import decode_turn
-from verl.errors import EnvironmentUnavailable, RolloutError
+from verl.by_name import dotted_name
+from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class _Episode:
             if len(self.context) > self.limits.max_context_length or max_tokens <= 0:
                 return Status.LENGTH_LIMIT
             last = turn == self.limits.max_turns
-            generation = await self._sample(turn, max_tokens)
+            stops = self.environment.stop_strings
+            generation = await self._sample(turn, max_tokens, stops)
             cut = generation.finish_reason == "length" and max_tokens < self.limits.max_response_length
             outcome = await self._ask(turn, generation, tools_allowed=not (last or cut))
             if outcome.done:
@@ -105,10 +108,11 @@ class _Episode:
                 return Status.LENGTH_LIMIT
             if last:
                 return Status.TURN_LIMIT
-            if not self._fits(outcome.ids):
+            ids = reply_ids(self.tokenizer, generation.ids, outcome.reply, self._is_over(generation, stops))
+            if not self._fits(ids):
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
-            self._append(Segment(Source.ENVIRONMENT, outcome.ids))
+            self._append(Segment(Source.ENVIRONMENT, ids))
         raise AssertionError("unreachable: the last turn returns")
 
     def _extend_context(self) -> None:
@@ -124,11 +128,11 @@ class _Episode:
     def _room(self) -> int:
         return self.limits.window - len(self.context)
 
-    async def _sample(self, turn: int, max_tokens: int) -> Generation:
+    async def _sample(self, turn: int, max_tokens: int, stops: tuple[str, ...]) -> Generation:
         sampling = replace(
             self.sampling,
             max_tokens=max_tokens,
-            stop=self.environment.stop_strings,
+            stop=stops,
             seed=None if self.seed is None else turn_seed(self.seed, turn),
         )
         generation = await self.sampler.generate(self.context, sampling)
@@ -136,11 +140,18 @@ class _Episode:
         self.trajectory.num_turns += 1
         return generation
 
+    def _is_over(self, generation: Generation, stops: tuple[str, ...]) -> bool:
+        """Whether the policy itself ended the turn, by EOS."""
+        text = decode_turn(self.tokenizer, generation.ids)
+        return generation.finish_reason == "stop" and not any(stop in text for stop in stops)
+
     async def _ask(self, turn: int, generation: Generation, tools_allowed: bool) -> Outcome:
         text = decode_turn(self.tokenizer, generation.ids)
         event: dict[str, Any] = {"turn": turn, "text": text}
         self.trajectory.events.append(event)
         outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)
+        if not isinstance(outcome, Outcome):
+            raise ConfigError(f"step of {dotted_name(self.environment)} gave {outcome!r}, which is no Outcome")
         event |= outcome.event | {"action": outcome.action, "valid": outcome.valid}
         self.trajectory.num_valid_actions += outcome.valid
         self.trajectory.num_searches += outcome.action == "search" and tools_allowed

@@ -18,7 +18,8 @@ class AgentConfig:
     """The environment that answers the policy's turns."""
 
     environment: str = setting(
-        "search_r1.llm_agent.environment.SearchEnvironment", "Dotted name of the environment class."
+        "search_r1.llm_agent.environment.SearchEnvironment",
+        "Dotted name of the environment, a class that derives from verl.agent.environment.Environment.",
     )
     template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
     feedback: str = setting(FEEDBACK, "Sentence that answers an invalid turn; it must not contain tags.")

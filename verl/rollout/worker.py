@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
-from verl.agent.environment import Environment, Sampling
+from verl.agent.environment import Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.sampling import How, sampling_of
-from verl.by_name import load_by_name
+from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import RolloutError, VerlError
 from verl.protocol import Prompt, Trajectory
@@ -53,8 +53,7 @@ class RolloutWorker:
         self.tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
         )
-        environment_class = load_by_name(config.agent.environment, "agent.environment")
-        self.environment: Environment = environment_class.from_config(config, self.tokenizer)
+        self.environment = make_environment(config, self.tokenizer)
         self.limits = EpisodeLimits.from_config(config)
         self.engine = build_engine(config, self.limits.window, self.device)
         await self.engine.start()
@@ -118,7 +117,7 @@ class RolloutWorker:
                 raise type(error)(f"group {request.group_id} ({request.prompt.data_source}): {error}") from error
             except Exception as error:
                 raise RolloutError(
-                    f"group {request.group_id} ({request.prompt.data_source}): {type(error).__name__}: {error}"
+                    f"group {request.group_id} ({request.prompt.data_source}): {in_words(error)}"
                 ) from error
         trajectory.weight_version = self.engine.weight_version
         return trajectory

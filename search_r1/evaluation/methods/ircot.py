@@ -15,22 +15,22 @@ from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.search_engine import Searcher
-from verl.agent.environment import Outcome
+from verl.agent.environment import Environment, Outcome
 from verl.protocol import Prompt
 
 
-class ThoughtSearch:
-    """Implements `verl.agent.environment.Environment` for one episode: it counts the steps that are left.
+class ThoughtSearch(Environment):
+    """The environment of one episode: it counts the steps that are left.
 
     A turn with an answer ends the episode; else its last thought is looked up. A turn with neither is answered by
-    `feedback_ids`, which costs a step as well.
+    `feedback`, which costs a step as well.
     """
 
     def __init__(
-        self, searcher: Searcher, writer: ObservationWriter, grammar: Grammar, feedback_ids: tuple[int, ...], steps: int
+        self, searcher: Searcher, writer: ObservationWriter, grammar: Grammar, feedback: str, steps: int
     ) -> None:
         self._searcher, self._writer, self._grammar = searcher, writer, grammar
-        self._feedback_ids, self._steps_left = feedback_ids, steps
+        self._feedback, self._steps_left = feedback, steps
         self.stop_strings = self._stops()
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
@@ -41,7 +41,7 @@ class ThoughtSearch:
             return Outcome("answer", valid=True, done=True, event={"answer": answer})
         query = next((thought for thought in reversed(self._grammar.thoughts(text)) if thought), None)
         if query is None:
-            return Outcome("invalid", valid=False, done=False, ids=self._feedback_ids if tools_allowed else ())
+            return Outcome("invalid", valid=False, done=False, reply=self._feedback if tools_allowed else "")
         if not tools_allowed:
             return Outcome("search", valid=True, done=False, event={"query": query, "executed": False})
         return await self._look_up(query)
@@ -69,18 +69,18 @@ class ThoughtSearch:
             "milliseconds": 1000 * (time.perf_counter() - started),
             "observation": observation.text,
         }
-        return Outcome("search", valid=True, done=False, ids=observation.ids, event=event)
+        return Outcome("search", valid=True, done=False, reply=observation.text, event=event)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ircot(Rag):
     """`limits.max_turns` of the agent is the number of steps."""
 
-    feedback_ids: tuple[int, ...]
+    feedback: str
 
     def agent_of(self, prompt: Prompt) -> SearchAgent:
         agent = self.agent
         environment = ThoughtSearch(
-            self.searcher, self.writer, agent.template.grammar, self.feedback_ids, agent.limits.max_turns
+            self.searcher, self.writer, agent.template.grammar, self.feedback, agent.limits.max_turns
         )
         return replace(agent, environment=environment)

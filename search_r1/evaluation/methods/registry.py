@@ -61,12 +61,10 @@ def make_method(
     from search_r1.evaluation.methods.ircot import Ircot
     from search_r1.evaluation.methods.rag import Rag
     from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
-    from verl.agent.text import encode_text
 
     if searcher is None:
         return Method(agent, own_prompts and method == "search")
     writer = ObservationWriter(agent.tokenizer, config.data.max_obs_length, agent.template.grammar)
     if method == "rag":
         return Rag(agent, searcher=searcher, writer=writer)
-    feedback_ids = encode_text(agent.tokenizer, wrap_feedback(config.agent.feedback))
-    return Ircot(agent, searcher=searcher, writer=writer, feedback_ids=feedback_ids)
+    return Ircot(agent, searcher=searcher, writer=writer, feedback=wrap_feedback(config.agent.feedback))

@@ -15,10 +15,9 @@ from search_r1.evaluation.records import Measurer, Record, Scored
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template
-from verl.agent.environment import Generation, Sampling
+from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits
 from verl.agent.text import encode_text
-from verl.by_name import load_by_name
 from verl.config import Config, load_config
 from verl.errors import ConfigError, DataError
 from verl.protocol import Status, Trajectory
@@ -64,7 +63,7 @@ def play(
     template = load_template(config.agent.template)
 
     async def run() -> tuple[Trajectory, Record]:
-        environment = load_by_name(config.agent.environment, "").from_config(config, tokenizer)
+        environment = make_environment(config, tokenizer)
         agent = SearchAgent(script, environment, tokenizer, template, EpisodeLimits.from_config(config), GREEDY)
         searcher = Searcher.from_config(config.retriever) if METHODS[method].needs_context else None
         try:

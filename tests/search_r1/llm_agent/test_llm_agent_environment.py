@@ -98,8 +98,8 @@ def test_a_retrieved_answer_is_not_the_policys(search_url, byte_tokenizer):
 def test_long_passage_keeps_its_closing_tag(search_url, byte_tokenizer):
     outcome = step(environment_at(search_url, byte_tokenizer, max_obs_length=90), "<search>chronicle winter</search>")
     assert outcome.event["document_ids"] == ["long"]
-    assert len(outcome.ids) <= 90
-    assert decode_turn(byte_tokenizer, outcome.ids).endswith("</information>\n\n")
+    assert len(encode_text(byte_tokenizer, outcome.reply)) <= 90
+    assert outcome.reply.endswith("</information>\n\n")
 
 
 def test_ids_of_documents_that_were_left_out_are_not_reported(search_url, byte_tokenizer):
@@ -113,13 +113,13 @@ def test_invalid_turn_gets_the_feedback(search_url, byte_tokenizer):
     environment = environment_at(search_url, byte_tokenizer)
     outcome = step(environment, "<search> </search>")
     assert (outcome.action, outcome.valid, outcome.done) == ("invalid", False, False)
-    assert decode_turn(byte_tokenizer, outcome.ids) == f"\n{FEEDBACK}\n"
-    assert step(environment, "no tags", tools_allowed=False).ids == ()
+    assert outcome.reply == f"\n{FEEDBACK}\n"
+    assert step(environment, "no tags", tools_allowed=False).reply == ""
 
 
 def test_last_turn_does_not_search(byte_tokenizer):
     outcome = step(environment_at(dead_url(), byte_tokenizer), "<search> a </search>", tools_allowed=False)
-    assert (outcome.action, outcome.valid, outcome.done, outcome.ids) == ("search", True, False, ())
+    assert (outcome.action, outcome.valid, outcome.done, outcome.reply) == ("search", True, False, "")
 
 
 def test_without_search_there_is_no_tool(byte_tokenizer):
@@ -168,7 +168,7 @@ def test_settings_that_cannot_work(byte_tokenizer):
 def test_from_config(byte_tokenizer):
     with_search = SearchEnvironment.from_config(load_config("ppo_trainer", []), byte_tokenizer)
     assert with_search.stop_strings == ("</search>", "</answer>")
-    feedback = decode_turn(byte_tokenizer, step(with_search, "no tags").ids)
+    feedback = step(with_search, "no tags").reply
     assert feedback == f"\n{load_config('ppo_trainer', []).agent.feedback.strip()}\n"
     without = SearchEnvironment.from_config(load_config("ppo_trainer", ["do_search=false"]), byte_tokenizer)
     assert without.stop_strings == ("</answer>",)

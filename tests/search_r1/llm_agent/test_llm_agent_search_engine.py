@@ -9,7 +9,6 @@ import pytest
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
-from verl.agent.text import decode_turn
 from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt
@@ -84,14 +83,14 @@ def test_an_engine_named_in_the_config(byte_tokenizer):
     config = load_config("ppo_trainer", [f"retriever.engine={__name__}.Plain", "retriever.topk=1"])
     environment = SearchEnvironment.from_config(config, byte_tokenizer)
     outcome = asyncio.run(environment.step(Prompt((1,), "t", {}), "<search> sea </search>", True))
-    assert decode_turn(byte_tokenizer, outcome.ids) == "\n\n<information>Doc 1(Title: ) sea is wet</information>\n\n"
+    assert outcome.reply == "\n\n<information>Doc 1(Title: ) sea is wet</information>\n\n"
 
 
 def test_the_grammar_is_that_of_the_template(byte_tokenizer):
     overrides = ["agent.template=research", f"retriever.engine={__name__}.Plain"]
     environment = SearchEnvironment.from_config(load_config("ppo_trainer", overrides), byte_tokenizer)
     prompt = Prompt((1,), "t", {})
-    observation = decode_turn(byte_tokenizer, asyncio.run(environment.step(prompt, "<search> sea </search>", True)).ids)
+    observation = asyncio.run(environment.step(prompt, "<search> sea </search>", True)).reply
     assert observation.startswith("\n\n<result>") and observation.endswith("</result>\n\n")
     answer = asyncio.run(environment.step(prompt, r"<answer> It is \boxed{a {b}} </answer>", True))
     assert answer.done and answer.event["answer"] == "a {b}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verl.agent.environment import Generation, Outcome, Sampling
+from verl.agent.environment import Environment, Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode, turn_seed
 from verl.agent.text import decode_turn, encode_text, policy_texts
 from verl.errors import EnvironmentUnavailable, RolloutError
@@ -36,7 +36,7 @@ class ScriptedSampler:
 
 
 @dataclass
-class Library:
+class Library(Environment):
     """Looks up `ask <word>`, ends at `say <word>`, and is closed on request."""
 
     tokenizer: object
@@ -50,16 +50,12 @@ class Library:
         if text.startswith("say"):
             return Outcome("answer", True, True, event={"answer": text[4:]})
         if not text.startswith("ask"):
-            return Outcome("invalid", False, False, encode_text(self.tokenizer, "\nwhat?\n") if tools_allowed else ())
+            return Outcome("invalid", False, False, "\nwhat?\n" if tools_allowed else "")
         if not tools_allowed:
             return Outcome("search", True, False)
         if not self.is_open:
             raise EnvironmentUnavailable("the library is closed")
-        return Outcome("search", True, False, encode_text(self.tokenizer, self.reply), {"query": text[4:]})
-
-    async def check(self) -> None: ...
-
-    async def close(self) -> None: ...
+        return Outcome("search", True, False, self.reply, {"query": text[4:]})
 
 
 def play(tokenizer, lines, limits=LIMITS, seed=7, prompt_text="question: ", **library):

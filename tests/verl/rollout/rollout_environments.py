@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-from verl.agent.environment import Outcome
-from verl.agent.text import encode_text
+from verl.agent.environment import Environment, Outcome
 from verl.errors import EnvironmentUnavailable
 from verl.protocol import Prompt
 
 
-class EchoEnvironment:
+class EchoEnvironment(Environment):
     """Answers each turn with `[number of characters]`. A turn of a prompt whose row says so finds it unavailable:
     `row["failures"]` times in all, then never again. `row["bug"]` raises an error that is nobody's infrastructure.
     """
 
     stop_strings = ("e",)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._failures: Counter[str] = Counter()
-
-    @classmethod
-    def from_config(cls, config: Any, tokenizer: Any) -> EchoEnvironment:
-        return cls(tokenizer)
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         row = prompt.row
@@ -33,11 +26,4 @@ class EchoEnvironment:
         if self._failures[row["name"]] < row.get("failures", 0):
             self._failures[row["name"]] += 1
             raise EnvironmentUnavailable(f"no answer for {row['name']}")
-        ids = encode_text(self._tokenizer, f"[{len(text)}]") if tools_allowed else ()
-        return Outcome("search", valid=True, done=False, ids=ids)
-
-    async def check(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
+        return Outcome("search", valid=True, done=False, reply=f"[{len(text)}]" if tools_allowed else "")

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,14 +26,13 @@ from verl.tracking.secrets import mask_text
 from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
 from verl.trainer.preflight import disk, machine, prompts
 from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.inputs import check_sources
+from verl.trainer.preflight.inputs import Sources, check_sources
 from verl.trainer.preflight.models import Models, models_of
 from verl.trainer.preflight.network import check_network
 from verl.trainer.preflight.plan import fits, table
 from verl.trainer.preflight.quantities import GIB, Place
 from verl.trainer.preflight.retrieval import check_environment
 from verl.trainer.preflight.reward import try_reward
-from verl.trainer.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,10 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
         yield Finding("FAIL", "inputs", str(error))
         return  # what follows reads the same files and asks the same environment
     yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
-    tokenizer, environment, scorer = sources
+    tokenizer, environment, _ = sources
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
-    yield _tried_reward(config, scorer, tokenizer)
+    yield _tried_reward(config, sources)
     lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
     yield from lengths
     yield check_environment(config, environment)
@@ -117,9 +115,9 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
         yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
 
 
-def _tried_reward(config: Config, scorer: Scorer, tokenizer: Any) -> Finding:
+def _tried_reward(config: Config, sources: Sources) -> Finding:
     try:
-        return Finding("ok", "reward", try_reward(config, scorer, tokenizer))
+        return Finding("ok", "reward", try_reward(config, sources))
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
 

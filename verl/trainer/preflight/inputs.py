@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer
 
-from verl.by_name import load_by_name
+from verl.agent.environment import Environment, make_environment
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
@@ -17,13 +17,12 @@ from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
 from verl.trainer.preflight.models import Models, models_of
 from verl.trainer.preflight.quantities import window_of
+from verl.trainer.preflight.retrieval import try_step
 from verl.trainer.preflight.reward import try_reward
 from verl.trainer.scoring import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.agent.environment import Environment
 
 
 class Sources(NamedTuple):
@@ -46,8 +45,8 @@ def check_inputs(config: Config) -> Models:
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
-    try_reward(config, sources.scorer, sources.tokenizer)
-    run_to_end(_check(sources.environment))
+    try_reward(config, sources)
+    run_to_end(_check(config, sources.environment))
     return models
 
 
@@ -67,8 +66,7 @@ def check_sources(config: Config) -> Sources:
         raise ConfigError(
             f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
         ) from error
-    kind: Any = load_by_name(config.agent.environment, "agent.environment")
-    return Sources(tokenizer, kind.from_config(config, tokenizer), scorer)
+    return Sources(tokenizer, make_environment(config, tokenizer), scorer)
 
 
 def _check_window(config: Config, window: int | None) -> None:
@@ -92,8 +90,9 @@ def _check_critic(path: str) -> None:
         ) from error
 
 
-async def _check(environment: Environment) -> None:
+async def _check(config: Config, environment: Environment) -> None:
     try:
         await environment.check()
+        await try_step(config, environment)
     finally:
         await environment.close()

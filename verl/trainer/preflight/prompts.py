@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
-from verl.agent.environment import InspectedEnvironment
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.files import file_list
 from verl.data.prompts import PromptSource
@@ -25,10 +25,8 @@ def prompt_files(config: Config) -> Iterator[str | list[str]]:
     yield from (files for files in (data.train_files, data.val_files, data.test_files) if files)
 
 
-def check_templates(config: Config, environment: Any) -> Iterator[Finding]:
+def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
     """Whether each file was made with the template of the run, as far as the environment's class can tell."""
-    if not isinstance(environment, InspectedEnvironment):
-        return
     for files in prompt_files(config):
         for path in file_list(files):
             problem = environment.check_prompt_file(config, footer(pq.read_schema(path).metadata))
@@ -66,10 +64,8 @@ def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: in
     yield judge(window is None or longest <= window, "window", found, todo)
 
 
-def check_tags(environment: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def check_tags(environment: Environment, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Whether what the policy has to write survives encoding and decoding, and how many tokens it takes."""
-    if not isinstance(environment, InspectedEnvironment):
-        return
     for tag in environment.tags:
         ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

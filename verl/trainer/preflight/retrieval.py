@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 
-import pyarrow.parquet as pq
-
-from verl.agent.environment import Environment, InspectedEnvironment
+from verl.agent.environment import Environment, Outcome
+from verl.by_name import dotted_name, in_words
 from verl.config import Config
 from verl.data.files import file_list
-from verl.errors import DataError, VerlError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.event_loop import run_to_end
+from verl.protocol import Prompt
 from verl.tracking.trajectory_rows import question_of
 from verl.trainer.preflight.finding import Finding, judge
+from verl.trainer.preflight.rows import first_row
 
 
 def check_environment(config: Config, environment: Environment) -> Finding:
@@ -22,19 +23,33 @@ def check_environment(config: Config, environment: Environment) -> Finding:
 
 def first_question(config: Config) -> str:
     """Of the first training row; where the row has none, the last line of its prompt. Raises DataError."""
-    path, key = file_list(config.data.train_files)[0], config.data.prompt_key
-    row = next(pq.ParquetFile(path).iter_batches(batch_size=1)).to_pylist()[0]
+    key, row = config.data.prompt_key, first_row(config)
     question = question_of(row) or (_last_line(row[key][-1]["content"]) if row[key] else None)
     if not question:
-        raise DataError(f"{path}: row 0 has neither a question nor a prompt in column {key!r}")
+        raise DataError(
+            f"{file_list(config.data.train_files)[0]}: row 0 has neither a question nor a prompt in column {key!r}"
+        )
     return question
+
+
+async def try_step(config: Config, environment: Environment) -> None:
+    """Let it answer a turn of its own making, in which no tool may be used. Raises ConfigError for an answer that is
+    none."""
+    row = first_row(config)
+    try:
+        outcome = await environment.step(Prompt((), row["data_source"], row), environment.example_turn, False)
+    except VerlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"step of {dotted_name(environment)} raised {in_words(error)}") from error
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is no Outcome")
 
 
 async def _check(config: Config, environment: Environment) -> Finding:
     try:
         await environment.check()
-        if not isinstance(environment, InspectedEnvironment):
-            return Finding("ok", "environment", "answers")
+        await try_step(config, environment)
         query = first_question(config)
         started = time.perf_counter()
         titles = await environment.probe(query)
@@ -44,7 +59,7 @@ async def _check(config: Config, environment: Environment) -> Finding:
     finally:
         await environment.close()
     if titles is None:
-        return Finding("ok", "environment", "has no tool in this run")
+        return Finding("ok", "environment", "answers a turn, and has no tool to try in this run")
     found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms" + _first(titles)
     return judge(bool(titles), "environment", found, "see that the retriever has the corpus you mean", "warn")
 
