@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(StrEnum):
@@ -105,6 +106,8 @@ class TrainBatch:
     `tokens[name]` is [T] (or [T, ...]): all rows' tokens one after the other. `rows[name]` is [B].
     Always present: `tokens["ids"]` int64, `tokens["loss_mask"]` bool. A per-token value at position t belongs to
     token t (its log-prob given the tokens before it in the same row); at a row's first token it is 0 and masked.
+
+    Its methods import torch themselves: programs that only play episodes start, and refuse, without waiting for it.
     """
 
     lengths_B: torch.Tensor
@@ -114,6 +117,8 @@ class TrainBatch:
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
         """Adds `rollout_log_probs` [T] float32, `reward` [B] float32, `group` [B] int64 (0.. in order of first use)."""
+        import torch
+
         groups: dict[str, int] = {}
         group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
         tokens = {
@@ -134,11 +139,15 @@ class TrainBatch:
     @property
     def row_of_token_T(self) -> torch.Tensor:
         """[T] int64: which row a token belongs to."""
+        import torch
+
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths_B)
 
     @property
     def turn_of_token_T(self) -> torch.Tensor:
         """[T] int64: at policy tokens, which run of policy tokens of its row a token belongs to, from 0."""
+        import torch
+
         mask_T, row_T = self.tokens["loss_mask"], self.row_of_token_T
         goes_on_T = torch.zeros_like(mask_T)
         goes_on_T[1:] = mask_T[:-1] & (row_T[1:] == row_T[:-1])
@@ -149,6 +158,8 @@ class TrainBatch:
 
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
         """The given rows, in the given order."""
+        import torch
+
         index_B = torch.as_tensor(row_indices, dtype=torch.int64)
         ends_B = self.lengths_B.cumsum(0)
         spans = [torch.arange(int(ends_B[i] - self.lengths_B[i]), int(ends_B[i])) for i in index_B.tolist()]
@@ -161,10 +172,14 @@ class TrainBatch:
 
     def padded(self, name: str, value: float = 0) -> torch.Tensor:
         """[B, longest] copy of `tokens[name]`, right-padded with `value`."""
+        import torch
+
         return torch.nn.utils.rnn.pad_sequence(
             list(self.tokens[name].split(self.lengths_B.tolist())), batch_first=True, padding_value=value
         )
 
 
 def _flat(values: Iterable[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
     return torch.tensor([item for row in values for item in row], dtype=dtype)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from llm_agent_world import ROOT
 
 import infer
 from search_r1.evaluation.command_line import method_config
@@ -185,3 +188,24 @@ def test_an_override_behind_the_files_of_an_evaluation_is_no_file(capsys: pytest
     assert "retriever.topk=5 stands among the files of --data" in capsys.readouterr().err
     config = of_evaluation("--model", "m", "retriever.topk=5", "--data", "nq=nq.jsonl")
     assert config.retriever.topk == 5
+
+
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    program = """
+import sys
+import infer
+from search_r1.evaluation.__main__ import main as evaluate
+from search_r1.serve.__main__ import main as serve
+
+absent, data = sys.argv[1:]
+assert infer.main(["--model", absent, "--question", "who"]) == 1
+assert serve(["--model", absent, "--port", "0"]) == 1
+assert evaluate(["--model", absent, "--data", f"nq={data}", "--method", "direct", "--output_dir", f"{absent}.out"]) == 1
+assert not {"torch", "transformers", "vllm"} & set(sys.modules)
+"""
+    data = tmp_path / "nq.jsonl"
+    data.write_text('{"question": "Who?", "golden_answers": ["me"]}\n')
+    command = [sys.executable, "-c", program, str(tmp_path / "absent"), str(data)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"error: model {tmp_path}/absent: there is no such folder") == 3
