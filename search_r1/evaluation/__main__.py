@@ -50,8 +50,8 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.methods.base import text_of
     from search_r1.evaluation.methods.registry import METHODS
     from search_r1.evaluation.questions import load_questions
-    from search_r1.evaluation.retriever_info import serves
-    from search_r1.evaluation.store import Store
+    from search_r1.evaluation.retriever_info import check_same_index, serves
+    from search_r1.evaluation.store import SETTINGS, Store
     from search_r1.evaluation.subset import stratified_subset
 
     with phase("reading the questions"):
@@ -66,6 +66,8 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     if METHODS[args.method].retrieves:
         with phase(f"asking the retriever {mask_text(config.retriever.engine or config.retriever.url)}"):
             served = asyncio.run(serves(config.retriever))
+    if not args.restart:
+        check_same_index(args.output_dir / SETTINGS, served)
     settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
     store = Store(args.output_dir, settings, args.restart)
     asyncio.run(run(args, config, questions, store))

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from search_r1.llm_agent.search_engine import Searcher
+from search_r1.search.address import without_credentials
 from verl.config import RetrieverConfig
+from verl.errors import ConfigError
 
 _PATHS = ("/info", "/healthz")
 _DEADLINE_S = 5.0
+_VERSION = "index_version"
+_IDENTITY = ("retriever", "corpus_size", _VERSION)  # what does not change when the same index is served otherwise
 
 
 async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
-    """What the retriever says about itself, if anything. Raises `EnvironmentUnavailable` when it does not answer."""
+    """What the retriever says about its index, if anything.
+
+    Raises `EnvironmentUnavailable` when it does not answer, `ConfigError` when several servers hold different indexes.
+    """
     searcher = Searcher.from_config(retriever)
     try:
         await searcher.check()
     finally:
         await searcher.close()
-    return await retriever_info(retriever.url) if retriever.engine is None else None
+    if retriever.engine is not None:
+        return None
+    urls = [url.strip() for url in retriever.url.split(",") if url.strip()]
+    told = await asyncio.gather(*map(retriever_info, urls))
+    found = {without_credentials(url): info for url, info in zip(urls, told, strict=True) if info is not None}
+    versions = {url: info[_VERSION] for url, info in found.items() if _has(info)}
+    if len(set(versions.values())) > 1:
+        raise ConfigError(f"the servers of retriever.url hold different indexes: {versions}; start them over the same")
+    return next(map(_identity, found.values()), None)
 
 
 async def retriever_info(url: str) -> dict[str, Any] | None:
-    """The JSON object of `/info`, else of `/healthz`, of the (first) service at `url`; None when it has neither."""
-    parts = urlsplit(url.split(",")[0].strip())
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_DEADLINE_S)) as session:
+    """The JSON object of `/info`, else of `/healthz`, of the service at `url`; None when it has neither."""
+    parts = urlsplit(url)
+    token = os.environ.get("RETRIEVAL_AUTH_TOKEN", "").strip()
+    headers = {"Authorization": f"Bearer {token}"} if token and parts.username is None else {}
+    timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         for path in _PATHS:
             try:
                 async with session.get(f"{parts.scheme}://{parts.netloc}{path}") as response:
@@ -38,3 +60,29 @@ async def retriever_info(url: str) -> dict[str, Any] | None:
             if isinstance(found, dict):
                 return found
     return None
+
+
+def check_same_index(settings_file: Path, served: dict[str, Any] | None) -> None:
+    """Raises `ConfigError` when the evaluation of `settings_file`, if there is one, was made with another index."""
+    before: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or one that the store judges
+        before = json.loads(settings_file.read_text(encoding="utf-8"))["retriever"]["serves"]
+    if served is None or not (_has(before) and _has(served)) or before[_VERSION] == served[_VERSION]:
+        return
+    raise ConfigError(
+        f"{settings_file.parent} has an evaluation over another index: it was {_shown(before)}, and the retriever "
+        f"serves {_shown(served)} now. Serve the earlier one again, give another --output_dir, or start anew by "
+        "--restart, which throws away what is there"
+    )
+
+
+def _identity(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: info.get(name) for name in _IDENTITY} if _has(info) else info
+
+
+def _has(info: Any) -> bool:
+    return isinstance(info, dict) and _VERSION in info
+
+
+def _shown(info: dict[str, Any]) -> str:
+    return f"version {info[_VERSION]} ({info.get('retriever')}, {info.get('corpus_size')} passages)"

@@ -14,20 +14,15 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from search_r1.search.deadline import ClientGone, DeadlineExpired
-from search_r1.search.errors import (
-    OnlineRejected,
-    OnlineReplyError,
-    OnlineUnavailable,
-    ReplayMissError,
-    SearchError,
-    ServiceUnavailable,
-)
+from search_r1.search.errors import SearchError, ServiceUnavailable
+from search_r1.search.failures import retry_header, status_of
 from search_r1.search.gate import Gate, ServerState
 from search_r1.search.mcp_http import mcp_router
 from search_r1.search.metrics import Metrics
 from search_r1.search.routes import SearchOptions, search_router
 from search_r1.search.short_cut import ShortCut
 from search_r1.search.source import NeedsWarmUp, Served, Source
+from search_r1.search.wire import LIMITS
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,10 +89,17 @@ async def _warm_up(served: Served, state: ServerState) -> None:
 def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> None:
     state: ServerState = app.state.server
 
+    what = {"retriever": served.name, "corpus_size": served.num_passages, "index_version": served.version}
+
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
         """The process lives; what it serves."""
-        return {"status": "ok", "retriever": served.name, "corpus_size": served.num_passages, "topk": topk}
+        return {"status": "ok", "topk": topk} | what
+
+    @app.get("/info")
+    async def info() -> dict[str, Any]:
+        """What the answers depend on: equal for servers that answer alike. And what a request may hold."""
+        return what | {"topk": topk, "batch_size": served.batch_size, "limits": LIMITS}
 
     @app.get("/readyz", responses={503: {"description": "Not yet, or not any more."}})
     async def readyz() -> JSONResponse:
@@ -120,29 +122,12 @@ def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> No
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(SearchError)
     async def failed(_: Request, error: SearchError) -> JSONResponse:
-        metrics.errors.inc()
-        _LOG.error("search failed: %s", error)
-        return JSONResponse({"detail": str(error)}, 500)
-
-    @app.exception_handler(ServiceUnavailable)
-    async def overloaded(_: Request, error: ServiceUnavailable) -> JSONResponse:
-        metrics.rejected.inc()
-        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after_s)})
-
-    @app.exception_handler(OnlineUnavailable)
-    async def engine_unavailable(_: Request, error: OnlineUnavailable) -> JSONResponse:
-        metrics.errors.inc()
-        _LOG.warning("%s", error)
-        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
-
-    async def engine_failed(_: Request, error: Exception) -> JSONResponse:
-        """424: what this server depends on failed, and a client that retries 5xx would pay for the same again."""
-        metrics.errors.inc()
-        _LOG.error("%s", error)
-        return JSONResponse({"detail": str(error)}, 424)
-
-    for failure in (OnlineRejected, OnlineReplyError, ReplayMissError):
-        app.add_exception_handler(failure, engine_failed)
+        if isinstance(error, ServiceUnavailable):
+            metrics.rejected.inc()
+        else:
+            metrics.errors.inc()
+            _LOG.error("search failed: %s", error)
+        return JSONResponse({"detail": str(error)}, status_of(error), retry_header(error))
 
     @app.exception_handler(DeadlineExpired)
     async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, cast
 
-from search_r1.search.errors import ServiceUnavailable
+from search_r1.search.errors import SearchError, ServiceUnavailable
 from search_r1.search.fair_queue import FairQueue, Query, Request, Result, Ticket
 from search_r1.search.metrics import StageMetrics
 
@@ -32,7 +32,7 @@ class Batcher(Generic[Query, Result]):
 
     def __init__(
         self,
-        run: Callable[[list[Query], int], Sequence[Result | Exception]],
+        run: Callable[[list[Query], int], Sequence[Result | SearchError]],
         keep: Callable[[Query, int, Result], None],
         limits: BatchLimits,
         metrics: StageMetrics,
@@ -54,8 +54,8 @@ class Batcher(Generic[Query, Result]):
         self._owner = threading.Thread(target=self._own, name=metrics.stage, daemon=True)
         self._owner.start()
 
-    async def ask(self, queries: list[Query], k: int) -> list[Result]:
-        """The results of distinct `queries`. Raises `ServiceUnavailable` at once, or what the search raised.
+    async def ask(self, queries: list[Query], k: int) -> list[Result | SearchError]:
+        """The result or the error of each of the distinct `queries`. Raises `ServiceUnavailable` at once.
 
         One who is cancelled leaves the queue; a query that others wait for too stays.
         """
@@ -67,7 +67,7 @@ class Batcher(Generic[Query, Result]):
             await request.done
         finally:
             self._leave(request)
-        return [cast(Result, ticket.answer) for ticket in request.tickets]
+        return [cast(Result | SearchError, ticket.outcome) for ticket in request.tickets]
 
     def close(self) -> None:
         """Let the running batch end and fail whoever waits."""
@@ -144,17 +144,14 @@ class Batcher(Generic[Query, Result]):
                 request.fail(_stopping())
 
     def _settle(
-        self, batch: list[Ticket[Query, Result]], outcomes: Sequence[Result | Exception], seconds: float
+        self, batch: list[Ticket[Query, Result]], outcomes: Sequence[Result | SearchError], seconds: float
     ) -> None:
         self._metrics.batch_done(len(batch), seconds)
         for ticket, outcome in zip(batch, outcomes, strict=True):
             self._open.pop((ticket.query, ticket.k), None)
-            if isinstance(outcome, Exception):
-                for request in ticket.requests:
-                    request.fail(outcome)
-                continue
-            ticket.answer = outcome
-            self._keep(ticket.query, ticket.k, outcome)
+            ticket.outcome = outcome
+            if not isinstance(outcome, SearchError):
+                self._keep(ticket.query, ticket.k, outcome)
             for request in ticket.requests:
                 request.advance()
 

@@ -8,48 +8,35 @@ never an error in the shape of a result.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import aiohttp
 
 from search_r1.search.address import without_credentials
 from search_r1.search.backoff import backoff_s
-from search_r1.search.errors import RetrieverError, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
-from search_r1.search.reply import parse_reply, retry_after_s, server_message
+from search_r1.search.errors import (
+    RetrieverError,
+    RetrieverQueryFailed,
+    RetrieverRejected,
+    RetrieverReplyError,
+    RetrieverUnavailable,
+)
+from search_r1.search.exchange import Reply, Trouble, post
+from search_r1.search.open_question import FIRST_PAUSE_S, LONGEST_PAUSE_S, OpenQuestion
+from search_r1.search.reply import Passages, QueryFailure
 from search_r1.search.routing import Router, Server
 
-Passages = list[dict[str, Any]]
-
+_LOG = logging.getLogger(__name__)
 _GATHER_S = 0.001  # how long the first query of a batch waits for others
 _IDLE_S = 0.5  # connections take turns: kept for longer, there would always be as many as ever were busy at once
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0, 0.05
+_LAST_PAUSE_S = 0.05
 _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
-_RETRIED = frozenset({500, 502, 503, 504})
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"  # the one that the server reads
 _BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would not answer one of them
-
-
-class _Trouble(Exception):
-    """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
-
-    def __init__(self, server: Server, cause: str, pause_s: float = 0.0) -> None:
-        super().__init__(f"{server.name}: {without_credentials(cause)}")
-        self.pause_s = pause_s
-
-
-class _Question:
-    """A query and those who wait for it: `deadline` (monotonic seconds) is the latest of theirs."""
-
-    def __init__(self, query: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.query = query
-        self.deadline = 0.0
-        self.answer: asyncio.Future[Passages] = loop.create_future()
-        # an error nobody waits for any more is not worth a warning at exit
-        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
 
 class RetrievalClient:
@@ -80,7 +67,8 @@ class RetrievalClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
-        self._max_batch = max_batch
+        self._max_batch = self._list_size = max_batch
+        self.index_versions: tuple[str, ...] = ()  # of the servers that answered, in the order in which they appeared
         # silence for a shorter time, at the end of a deadline, is not held against a server
         self._fair_s = min(timeout_s, deadline_s) / 2
         self._forget()
@@ -89,7 +77,8 @@ class RetrievalClient:
         """The passages for `query`, best first: dicts with `id`, `contents`, `score` and the row's further keys.
 
         `id` and `score` are None when the server does not send them. Raises `RetrieverUnavailable` (no answer within
-        the deadline), `RetrieverRejected` (HTTP 4xx) or `RetrieverReplyError` (an answer that is none).
+        the deadline), `RetrieverQueryFailed` (the server fails at this query), `RetrieverRejected` (HTTP 4xx) or
+        `RetrieverReplyError` (an answer that is none).
         """
         self._attach()
         question = self._question(query.encode("utf-8", "replace").decode())
@@ -107,11 +96,15 @@ class RetrievalClient:
         Raises `RetrieverUnavailable`, which names the URL and the command that starts a server, for any failure.
         """
         self._attach()
-        deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
+        question = OpenQuestion("health check", asyncio.get_running_loop(), self._num_answered)
+        question.deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
         try:
-            await self._ask(["health check"], lambda: deadline)
-        except (RetrieverRejected, RetrieverReplyError) as error:
+            outcomes = await self._ask([question])
+        except (RetrieverRejected, RetrieverReplyError, RetrieverQueryFailed) as error:
             raise self._unavailable(str(error)) from error
+        for outcome in outcomes:
+            if isinstance(outcome, QueryFailure):
+                raise self._unavailable(f"HTTP {outcome.status}: {outcome.detail}")
 
     async def close(self) -> None:
         """Close the connections; searches that wait raise `RetrieverUnavailable`. The client may be used again."""
@@ -131,11 +124,12 @@ class RetrievalClient:
     def _forget(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._open: dict[str, _Question] = {}
-        self._waiting: list[_Question] = []
+        self._open: dict[str, OpenQuestion] = {}
+        self._waiting: list[OpenQuestion] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._last_trouble = "none"
+        self._num_answered = 0
         self._router = Router(self.urls)
 
     def _attach(self) -> None:
@@ -149,14 +143,14 @@ class RetrievalClient:
         self._loop = loop
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S))
 
-    def _question(self, query: str) -> _Question:
+    def _question(self, query: str) -> OpenQuestion:
         """The open question with this query, or a new one that leaves with the next batch."""
         if query in self._open:
             return self._open[query]
         assert self._loop is not None
-        question = self._open[query] = _Question(query, self._loop)
+        question = self._open[query] = OpenQuestion(query, self._loop, self._num_answered)
         self._waiting.append(question)
-        if len(self._waiting) >= self._max_batch:
+        if len(self._waiting) >= self._list_size:
             self._send()
         elif self._timer is None:
             self._timer = self._loop.call_later(_GATHER_S, self._send)
@@ -172,100 +166,127 @@ class RetrievalClient:
             self._batches.add(task)
             task.add_done_callback(self._batches.discard)
 
-    async def _answer(self, batch: list[_Question]) -> None:
-        """Settle every question of the batch. After a refusal or an answer that is none they are asked one by one.
+    async def _answer(self, batch: list[OpenQuestion]) -> None:
+        """Settle every question of the batch as soon as its own outcome is known.
 
-        So a bad query, and one spoilt answer, fails nobody else.
+        What may be the fault of one query of several is found by halving: a bad query fails nobody else.
         """
         try:
-            answers = await self._ask([q.query for q in batch], lambda: max(q.deadline for q in batch))
+            while batch:
+                batch = await self._settle(batch, await self._ask(batch))
         except Exception as error:  # whatever it is belongs to those who wait
             if len(batch) > 1 and _may_be_one_query(error):
-                await asyncio.gather(*(self._answer([question]) for question in batch))
+                half = len(batch) // 2
+                await asyncio.gather(self._answer(batch[:half]), self._answer(batch[half:]))
                 return
             for question in batch:
-                self._open.pop(question.query, None)
-                question.answer.set_exception(error)
-            return
-        for question, passages in zip(batch, answers, strict=True):
-            self._open.pop(question.query, None)
-            question.answer.set_result(passages)
+                self._end(question, error)
 
-    async def _ask(self, queries: Sequence[str], deadline: Callable[[], float]) -> list[Passages]:
+    async def _settle(self, batch: list[OpenQuestion], outcomes: list[Passages | QueryFailure]) -> list[OpenQuestion]:
+        """Those to ask again, after the pause that they need; the others have an answer or an error."""
+        pauses: dict[OpenQuestion, float] = {}
+        for question, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, list):
+                self._num_answered += 1
+                self._end(question, outcome)
+                continue
+            self._last_trouble = f"HTTP {outcome.status}: {outcome.detail}"
+            try:
+                pauses[question] = question.pause_after(outcome, self._num_answered, self.name)
+            except RetrieverError as error:
+                self._end(question, error)
+        if pauses:
+            await asyncio.sleep(max(pauses.values()))
+        return list(pauses)
+
+    def _end(self, question: OpenQuestion, outcome: Passages | Exception) -> None:
+        self._open.pop(question.query, None)
+        question.end(outcome)
+
+    async def _ask(self, batch: list[OpenQuestion]) -> list[Passages | QueryFailure]:
         """Attempt until it works or the deadline (which may move while we wait) would pass.
 
-        A server that failed is not asked again before the others were, and then after a pause.
+        A server that failed is not asked again before the others were, and then after a pause. Raises
+        `RetrieverQueryFailed` when one query may be to blame.
         """
         start, attempts, rounds = time.monotonic(), 0, 0
-        failed: list[Server] = []
+        troubles: dict[Server, Trouble] = {}
         while True:
-            in_time = not attempts or time.monotonic() < deadline()
-            server = self._router.choose(avoid=failed) if in_time else None
+            left_s = max(question.left_s() for question in batch)
+            server = self._router.choose(avoid=troubles) if not attempts or left_s > 0 else None
             if server is not None:
                 attempts += 1
                 try:
-                    return await self._attempt(server, queries, deadline())
-                except _Trouble as trouble:
+                    return await self._attempt(server, batch, left_s)
+                except Trouble as trouble:
                     self._last_trouble = str(trouble)
-                    failed.append(server)
+                    troubles[server] = trouble
                     continue
-            left_s, rest_s = deadline() - time.monotonic(), self._router.rest_s()
+            if any(trouble.failed for trouble in troubles.values()):
+                self._blame(batch)
+            rest_s = self._router.rest_s()
             if left_s <= max(rest_s, _LAST_PAUSE_S):
                 elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
                 raise self._unavailable(f"{elapsed}; last: {self._last_trouble}")
             rounds += 1
-            pause_s = self._router.wait_s() or backoff_s(rounds, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            pause_s = self._router.wait_s() or backoff_s(rounds, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(max(rest_s, min(pause_s, left_s / 2)))
-            failed.clear()
+            troubles.clear()
 
-    async def _attempt(self, server: Server, queries: Sequence[str], deadline: float) -> list[Passages]:
+    def _blame(self, batch: list[OpenQuestion]) -> None:
+        """After HTTP 500. Raises `RetrieverQueryFailed` for a list, to halve it, and for a query that is at fault."""
+        if len(batch) > 1:
+            raise RetrieverQueryFailed(self._last_trouble)
+        batch[0].failed_alone(self._num_answered, self._last_trouble)
+
+    async def _attempt(self, server: Server, batch: list[OpenQuestion], left_s: float) -> list[Passages | QueryFailure]:
         """One request to one server, and what it says about the server's health."""
-        timeout_s = min(self._timeout_s, max(deadline - time.monotonic(), 0.001))
+        timeout_s = min(self._timeout_s, max(left_s, 0.001))
         is_probe = server.begin()
         try:
-            passages = await self._post(server, queries, timeout_s)
-        except _Trouble as trouble:
+            assert self._session is not None
+            queries = [question.query for question in batch]
+            reply = await post(self._session, server, queries, self.topk, timeout_s, self._headers)
+        except Trouble as trouble:
             if trouble.pause_s:
                 server.rests(trouble.pause_s)
-            elif not isinstance(trouble.__cause__, TimeoutError) or timeout_s >= self._fair_s:
+            elif trouble.explained and trouble.failed:
+                server.works()  # an application's error is not a question of its health
+            elif self._is_held_against(server, batch, trouble, timeout_s, is_probe):
                 server.fails(is_probe)
             raise
         except RetrieverError:
-            server.works()  # what it refuses or mistakes is not a question of its health
+            server.works()  # nor is what it refuses or mistakes
             raise
         finally:
             server.end(is_probe)
         server.works()
-        return passages
+        self._learn(server, reply)
+        return reply.outcomes
 
-    async def _post(self, server: Server, queries: Sequence[str], timeout_s: float) -> list[Passages]:
-        """One POST. Raises `_Trouble` for what may pass, else a `RetrieverError`."""
-        assert self._session is not None
-        body = {"queries": list(queries), "topk": self.topk, "return_scores": True}
-        # the server may drop a request that nobody waits for any more
-        headers = self._headers | {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s)))}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.post(server.url, json=body, headers=headers, timeout=timeout) as response:
-                payload = await response.read()
-        except aiohttp.InvalidURL as error:
-            raise self._unavailable(f"retriever.url: {server.name} is not an http:// or https:// URL") from error
-        except TimeoutError as error:
-            raise _Trouble(server, f"no answer to one request in {timeout_s:.1f} s") from error
-        except aiohttp.ClientError as error:
-            raise _Trouble(server, f"{type(error).__name__}: {error}") from error
-        except ValueError as error:  # a token beside a user and password
-            raise self._unavailable(f"retriever.url: {server.name}: {error}") from error
-        if response.status in _RETRIED:
-            pause_s = retry_after_s(response.headers.get("Retry-After"))
-            raise _Trouble(server, f"HTTP {response.status}: {server_message(payload)}", pause_s)
-        if response.status != 200:
-            rejected = RetrieverRejected(
-                f"retriever {server.name} refused the request with HTTP {response.status}: {server_message(payload)}"
+    def _is_held_against(
+        self, server: Server, batch: list[OpenQuestion], trouble: Trouble, timeout_s: float, is_probe: bool
+    ) -> bool:
+        """Whether this is a sign of a sick server: of a bad query only the first time, and of a list not yet."""
+        if isinstance(trouble.__cause__, TimeoutError):
+            return timeout_s >= self._fair_s
+        if not trouble.failed:
+            return True
+        return is_probe or (len(batch) == 1 and batch[0].accuses(server))
+
+    def _learn(self, server: Server, reply: Reply) -> None:
+        """What the server says of itself: what index it has, and how long lists should be."""
+        self._list_size = min(self._max_batch, reply.batch_size or self._max_batch)
+        version = reply.index_version
+        if version is None or version in self.index_versions:
+            return
+        if self.index_versions:
+            _LOG.warning(
+                "retrieval server %s has the index version %s; answers came from %s before: the index was changed, or "
+                "the servers hold different ones",
+                *(server.name, version, ", ".join(self.index_versions)),
             )
-            rejected.status = response.status
-            raise rejected
-        return parse_reply(payload, len(queries), server.name)
+        self.index_versions = (*self.index_versions, version)
 
     def _unavailable(self, reason: str) -> RetrieverUnavailable:
         return RetrieverUnavailable(
@@ -275,6 +296,5 @@ class RetrievalClient:
 
 def _may_be_one_query(error: Exception) -> bool:
     """Whether the others of its batch could be answered."""
-    if isinstance(error, RetrieverRejected):
-        return error.status in _BLAMES_A_QUERY
-    return isinstance(error, RetrieverReplyError)
+    refused = isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY
+    return refused or isinstance(error, RetrieverReplyError | RetrieverQueryFailed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +33,8 @@ class Corpus:
     def __init__(self, path: str | Path) -> None:
         """Find the lines of the file and parse a sample of them. Raises `CorpusError`.
 
-        Costs 8 bytes of memory a row and one sequential read of the file.
+        Costs 8 bytes of memory a row and one sequential read of the file. `checksum` is the CRC-32 of all of it; the
+        `digest`, by which indexes know their corpus, is of a sample.
         """
         self.path = Path(path)
         if not self.path.is_file():
@@ -41,7 +43,7 @@ class Corpus:
         if plain.stat().st_size == 0:
             raise CorpusError(f"corpus file {self.path} is empty")
         self._file = plain.open("rb")
-        self._starts = _line_starts(self._file)
+        self._starts, self.checksum = _line_starts(self._file)
         self.digest = self._sample_digest()
 
     def __len__(self) -> int:
@@ -122,11 +124,12 @@ def _contents(value: dict[str, Any]) -> str:
     return f'"{title}"\n{text}' if isinstance(title, str) else text
 
 
-def _line_starts(file: BinaryIO) -> np.ndarray:
-    """Byte offsets of the lines, int64 [rows + 1]; the last one is the end of the last line."""
-    ends, size = [np.zeros(1, dtype=np.int64)], 0
+def _line_starts(file: BinaryIO) -> tuple[np.ndarray, int]:
+    """Byte offsets of the lines, int64 [rows + 1]; the last one is the end of the last line. And the CRC-32 of all."""
+    ends, size, checksum = [np.zeros(1, dtype=np.int64)], 0, 0
     while block := file.read(_SCAN_BYTES):
         ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + size + 1)
         size += len(block)
+        checksum = zlib.crc32(block, checksum)
     starts = np.concatenate(ends)
-    return starts if starts[-1] == size else np.append(starts, size)
+    return (starts if starts[-1] == size else np.append(starts, size)), checksum

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from search_r1.search.encoder_model import json_reader, load_cross_encoder, load_tokenizer
+from search_r1.search.encoder_model import json_reader, load_cross_encoder, load_tokenizer, weights_digest
 from search_r1.search.errors import EncoderError
 from search_r1.search.lanes import Lanes
 from search_r1.search.length_batches import batch_cost, length_batches
@@ -61,6 +61,7 @@ class CrossEncoder:
         self.precision = precision_name(dtype)
         self._tokenizer = load_tokenizer(options.model)
         model = load_cross_encoder(options.model)
+        self.fingerprint = weights_digest(model)
         config: Any = model.config
         if config.num_labels != 1:
             raise EncoderError(

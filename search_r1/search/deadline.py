@@ -55,11 +55,11 @@ async def answer_in_time(
 ) -> T:
     """The result of `work(body)`, cancelled when the client leaves or its time is over.
 
-    The time is `timeout_s` or the milliseconds of the header X-Deadline-Ms, whichever is shorter, counted from here.
+    The time is that of `allowed_s`, counted from here.
     Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too much is being uploaded, or `HTTPException`
     when the body is too large or the header no number.
     """
-    timeout_s = _allowed_s(http, timeout_s)
+    timeout_s = allowed_s(http, timeout_s)
     clock = asyncio.timeout(timeout_s)
     watch: asyncio.Task[None] | None = None
     try:
@@ -79,7 +79,11 @@ async def answer_in_time(
         raise DeadlineExpired(f"not answered within the deadline of {timeout_s:g} s") from error
 
 
-def _allowed_s(http: Request, timeout_s: float) -> float:
+def allowed_s(http: Request, timeout_s: float) -> float:
+    """`timeout_s`, or the milliseconds of the header X-Deadline-Ms where that is less.
+
+    Raises `HTTPException` when the header is no number.
+    """
     header = next((value for name, value in http.scope["headers"] if name == DEADLINE_HEADER), None)
     if header is None:
         return timeout_s

@@ -39,6 +39,10 @@ class RetrieverRejected(RetrieverError):
     status: int = 0
 
 
+class RetrieverQueryFailed(RetrieverError):
+    """The server works, but fails at this query each time it is asked."""
+
+
 class RetrieverReplyError(RetrieverError):
     """The server answered 200 with something that is not a retrieval reply."""
 
@@ -48,7 +52,15 @@ class OnlineError(SearchError):
 
 
 class OnlineUnavailable(OnlineError):
-    """The online engine gave no answer within the deadline or the attempts allowed; it may later."""
+    """The online engine gave no answer within the deadline or the attempts allowed; it may after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OnlineBusy(OnlineUnavailable):
+    """The query was not asked: its turn comes later than its client waits."""
 
 
 class OnlineRejected(OnlineError):

@@ -15,13 +15,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from search_r1.search.errors import SearchError
+
 Query = TypeVar("Query", bound=Hashable)
 Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
 class Request(Generic[Query, Result]):
-    """One caller. `waiting` are its tickets in the queue, `missing` counts the ones without an answer."""
+    """One caller. `waiting` are its tickets in the queue, `missing` counts the ones that are not settled."""
 
     k: int
     done: asyncio.Future[None]
@@ -30,7 +32,7 @@ class Request(Generic[Query, Result]):
     missing: int = 0
 
     def advance(self) -> None:
-        """One more of its tickets is answered."""
+        """One more of its tickets is settled."""
         self.missing -= 1
         if not self.missing and not self.done.done():
             self.done.set_result(None)
@@ -42,13 +44,13 @@ class Request(Generic[Query, Result]):
 
 @dataclass(eq=False, slots=True)
 class Ticket(Generic[Query, Result]):
-    """A query to answer once, however many `requests` wait for it. `answer` is None until it is settled."""
+    """A query to answer once, however many `requests` wait for it. `outcome` is None until it is settled."""
 
     query: Query
     k: int
     requests: dict[Request[Query, Result], None] = field(default_factory=dict)
     queued: bool = True
-    answer: Result | None = None
+    outcome: Result | SearchError | None = None
 
 
 class FairQueue(Generic[Query, Result]):

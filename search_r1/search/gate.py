@@ -17,6 +17,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+FAILED_QUERIES = "failed_queries"  # in the scope of a request that was answered: how many of its queries were not
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # without a token: an orchestrator asks them
 _PROBES = OPEN_PATHS | {"/health", "/metrics"}  # answered while the server drains
 
@@ -71,6 +72,7 @@ class Gate:
             # the template of the route, never what the client made up: a label must not grow without bound
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.request_done(route, status, time.perf_counter() - start)
+            self._metrics.failed_queries.inc(scope.get(FAILED_QUERIES, 0))
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"]

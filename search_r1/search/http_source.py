@@ -13,6 +13,8 @@ class HttpSource:
     """A running server as a `Source`. Score and id are None when it sends none."""
 
     num_passages: int | None = None
+    version = ""  # that of the server, which may change
+    batch_size: int | None = None
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s` bounds a search with its retries. Raises `ValueError` without an address."""

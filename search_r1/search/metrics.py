@@ -55,6 +55,9 @@ class Metrics:
         self.expired = Counter(f"{server}_expired", "Requests whose deadline passed.", registry=registry)
         self.gone = Counter(f"{server}_gone", "Requests whose client went away.", registry=registry)
         self.errors = Counter(f"{server}_errors", "Requests whose search failed.", registry=registry)
+        self.failed_queries = Counter(
+            f"{server}_failed_queries", "Queries that failed in requests that were answered.", registry=registry
+        )
         ProcessCollector(registry=registry)
         self._by_route: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 

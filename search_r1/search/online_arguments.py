@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from search_r1.search.online import OnlineSource
     from search_r1.search.online.options import CacheMode
 
+_LOG = logging.getLogger(__name__)
+_KEPT = {
+    "off": "answers are not kept: every repetition is paid",
+    "memory": "answers are kept in memory; --online_cache FILE keeps them for the next start too",
+    "record": "answers are kept in the file of --online_cache",
+    "replay": "answers come only from the file of --online_cache",
+}
 ENGINES = ("serper", "serpapi", "google", "brave", "tavily")  # the names in `search_r1.search.online.PROVIDERS`
 
 
@@ -31,7 +39,9 @@ def add_online_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--online_cache", metavar="PATH", help="file of the response cache")
     group.add_argument(
-        "--online_cache_mode", choices=("off", "record", "replay"), help="default: record with --online_cache"
+        "--online_cache_mode",
+        choices=("off", "memory", "record", "replay"),
+        help="default: record with --online_cache, else memory, which lasts as long as the server",
     )
     group.add_argument("--online_deny_file", metavar="PATH", help="more pages that are never found, one a line")
     group.add_argument("--online_per_second", type=float, help="requests a second; default: of a small plan")
@@ -43,24 +53,27 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
     """The engine named by `--retriever_name`. Raises a `SearchError`."""
     from search_r1.search.online import OnlineOptions, load_online
 
-    mode: CacheMode = arguments.online_cache_mode or ("record" if arguments.online_cache else "off")
-    if mode != "off" and not arguments.online_cache:
+    mode: CacheMode = arguments.online_cache_mode or ("record" if arguments.online_cache else "memory")
+    in_file = mode in ("record", "replay")
+    if in_file and not arguments.online_cache:
         raise ServerError(f"--online_cache_mode {mode} needs --online_cache, the file of the response cache")
     options = OnlineOptions(
         endpoint=arguments.online_endpoint,
         api_key_file=arguments.online_key_file,
         fields=dict(_field(text) for text in arguments.online_field),
         cache_mode=mode,
-        cache_path=None if mode == "off" else arguments.online_cache,
+        cache_path=arguments.online_cache if in_file else None,
         deny_file=arguments.online_deny_file,
         per_second=arguments.online_per_second,
         concurrency=arguments.online_concurrency,
         price_per_1000=arguments.online_price_per_1000,
     )
     try:
-        return load_online(arguments.retriever_name, options)
+        engine = load_online(arguments.retriever_name, options)
     except OnlineError as error:
         raise ServerError(f"--retriever_name {arguments.retriever_name}: {error}") from error
+    _LOG.info("%s: at most %g requests a second; %s", engine.name, engine.per_second, _KEPT[mode])
+    return engine
 
 
 def use_key(variable: str, key: str | None, flag: str) -> None:

@@ -5,32 +5,55 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from search_r1.search.address import without_credentials
 from search_r1.search.errors import RetrieverReplyError
 
 _SHOWN_CHARS = 300
 
 
-def parse_reply(payload: bytes, num_queries: int, url: str) -> list[list[dict[str, Any]]]:
-    """The passages of each query. Raises `RetrieverReplyError`.
+Passages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class QueryFailure:
+    """Why one query of several has no passages: the status and message that it would have had alone."""
+
+    status: int
+    detail: str
+    retry_after_s: float = 0.0
+
+
+def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | QueryFailure]:
+    """The passages of each query, or why it has none. Raises `RetrieverReplyError`.
 
     Read are `{"document": {...}, "score": x}`, a document that is a string (the published reranking server), and bare
     documents. Each passage has `contents`; a missing `id` or `score` becomes None.
     """
     try:
-        result = json.loads(payload)["result"]
+        reply = json.loads(payload)
+        result, errors = reply["result"], reply.get("errors") or {}
         if len(result) != num_queries:
             raise ValueError(f"{len(result)} results for {num_queries} queries")
-        return [[_passage(item) for item in _listed(items)] for items in result]
-    except (ValueError, KeyError, TypeError) as error:
+        return [
+            _failure(errors[str(number)]) if str(number) in errors else [_passage(item) for item in _listed(items)]
+            for number, items in enumerate(result)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         shown = payload[:_SHOWN_CHARS].decode("utf-8", "replace")
         raise RetrieverReplyError(
             f"{url} answered 200 but not with a retrieval reply ({type(error).__name__}: {error}): {shown!r}; "
             "check that retriever.url is the /retrieve route of a retrieval server"
         ) from error
+
+
+def _failure(error: Any) -> QueryFailure:
+    detail = without_credentials(str(error["detail"])[:_SHOWN_CHARS])
+    return QueryFailure(int(error["status"]), detail, max(0.0, float(error.get("retry_after_s", 0.0))))
 
 
 def _listed(items: Any) -> list[Any]:

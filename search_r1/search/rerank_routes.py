@@ -8,14 +8,23 @@ from search_r1.search.deadline import answer_in_time
 from search_r1.search.rerank_wire import RerankedRetrieveRequest, RerankRequest
 from search_r1.search.reranked import RerankedSource
 from search_r1.search.reranker import Reranker
-from search_r1.search.routes import RESPONSES, RawRoute, SearchOptions, json_response, parse, schema_of, search_routes
-from search_r1.search.source import EncodedSearch
+from search_r1.search.routes import (
+    RESPONSES,
+    RawRoute,
+    SearchOptions,
+    json_response,
+    parse,
+    reply_headers,
+    schema_of,
+    search_routes,
+)
+from search_r1.search.source import EncodedSearch, answers_of
 from search_r1.search.wire import SearchRequest
 
 
 def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
     """`/rerank` alone."""
-    router = APIRouter(route_class=RawRoute)
+    router, headers = APIRouter(route_class=RawRoute), reply_headers(reranker)
 
     @router.post("/rerank", openapi_extra=schema_of(RerankRequest), responses=RESPONSES)
     async def rerank(http: Request) -> Response:
@@ -23,10 +32,10 @@ def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
 
         async def work(body: bytes) -> bytes:
             request = parse(RerankRequest, body)
-            answers = await reranker.rerank(request.queries, request.documents, request.limit(options.topk))
-            return request.reply(answers)
+            outcomes = await reranker.rerank(request.queries, request.documents, request.limit(options.topk))
+            return request.reply(answers_of(outcomes))
 
-        return json_response(await answer_in_time(http, options.timeout_s, work))
+        return json_response(await answer_in_time(http, options.timeout_s, work), headers)
 
     return router
 
@@ -37,6 +46,6 @@ def reranked_router(source: RerankedSource, reranker: Reranker, options: SearchO
     def search_of(request: SearchRequest) -> EncodedSearch:
         return source.among(request.num_candidates() if isinstance(request, RerankedRetrieveRequest) else None)
 
-    router = search_routes(RerankedRetrieveRequest, search_of, options)
+    router = search_routes(RerankedRetrieveRequest, search_of, options, reply_headers(source))
     router.include_router(rerank_router(reranker, options))
     return router

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from search_r1.search.source import Answer
-from search_r1.search.wire import MAX_QUERIES, MAX_TOPK, Queries, RetrieveRequest, result
+from search_r1.search.wire import MAX_QUERIES, MAX_TOPK, KnownFields, Queries, RetrieveRequest, result
 
 MAX_DOCUMENTS = 1000  # of a query
 MAX_PAIRS = 65_536  # of a request; the published trainer's largest has 2560 queries
@@ -32,8 +32,8 @@ _SCHEMA = {"type": "object", "properties": {"contents": {"type": "string"}}, "ad
 Document = Annotated[bytes, BeforeValidator(_encoded), WithJsonSchema(_SCHEMA)]
 
 
-class RerankRequest(BaseModel):
-    """`POST /rerank`: each query with documents of its own. Unknown fields are ignored."""
+class RerankRequest(KnownFields):
+    """`POST /rerank`: each query with documents of its own."""
 
     queries: Queries
     documents: list[Annotated[list[Document], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
@@ -61,7 +61,7 @@ class RerankRequest(BaseModel):
         return result(answers, self.return_scores)
 
 
-class Reranking(BaseModel):
+class Reranking(KnownFields):
     """What a request may say of the reranker."""
 
     candidates: Choice = None

@@ -13,7 +13,7 @@ from search_r1.search.cache import ScoreCache
 from search_r1.search.cross_encoder import CrossEncoder, Pair
 from search_r1.search.errors import SearchError, SearchFailed
 from search_r1.search.metrics import Metrics
-from search_r1.search.source import Answer, EncodedHit
+from search_r1.search.source import EncodedHit, Outcome, version_of
 
 _SCORES_A_PAIR = 1  # stands for the k of a search: all pairs may share a batch
 
@@ -30,10 +30,13 @@ class Reranker:
     """Call it from one event loop; a thread of its own runs the model."""
 
     num_passages: int | None = None
+    batch_size: int | None = None
 
     def __init__(self, model: CrossEncoder, limits: RerankLimits | None = None, metrics: Metrics | None = None) -> None:
         limits = limits or RerankLimits()
         self.name = model.name
+        parts = (getattr(model, name, None) for name in ("fingerprint", "max_length", "precision"))
+        self.version = version_of(model.name, *parts)
         self.metrics = metrics or Metrics()
         self._model = model
         self._counts = self.metrics.rerank
@@ -41,33 +44,33 @@ class Reranker:
         self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
         self._batcher: Batcher[Pair, float] = Batcher(self._run, self._keep, limits, self._counts)
 
-    async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Answer]:
+    async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Outcome]:
         """The best `k` documents of each query among its own, best first; equal scores keep the order given.
 
-        A document is JSON with `contents`; equal contents have equal scores. Raises `ServiceUnavailable` when the
-        queue is full, or another `SearchError`. One who is cancelled gives the place in the queue back.
+        A document is JSON with `contents`; equal contents have equal scores. A query of which a pair fails has the
+        error in place of an answer. Raises `ServiceUnavailable` when the queue is full. One who is cancelled gives the
+        place in the queue back.
         """
         pairs = [
             [Pair(query, passage_text(json.loads(document)["contents"])) for document in own]
             for query, own in zip(queries, documents, strict=True)
         ]
         scores = await self._scores(list(dict.fromkeys(pair for own in pairs for pair in own)))
-        return [
-            _best([EncodedHit(document, scores[pair]) for document, pair in zip(*of_one, strict=True)], k)
-            for of_one in zip(documents, pairs, strict=True)
-        ]
+        return [_best(own, [scores[pair] for pair in of_one], k) for own, of_one in zip(documents, pairs, strict=True)]
 
     async def warm_up(self) -> None:
         """Score one pair. Raises `SearchError`."""
-        await self._batcher.ask([Pair("warm", "up")], _SCORES_A_PAIR)
+        (score,) = await self._batcher.ask([Pair("warm", "up")], _SCORES_A_PAIR)
+        if isinstance(score, SearchError):
+            raise score
 
     def close(self) -> None:
         """Let the running batch end and fail whoever waits."""
         self._batcher.close()
 
-    async def _scores(self, pairs: list[Pair]) -> dict[Pair, float]:
-        """The scores of distinct pairs."""
-        scores: dict[Pair, float] = {}
+    async def _scores(self, pairs: list[Pair]) -> dict[Pair, float | SearchError]:
+        """The score or the error of each of the distinct pairs."""
+        scores: dict[Pair, float | SearchError] = {}
         for pair in pairs:
             score = self._cache.get(*pair)
             if score is not None:
@@ -82,12 +85,12 @@ class Reranker:
     def _keep(self, pair: Pair, _: int, score: float) -> None:
         self._cache.put(*pair, score)
 
-    def _run(self, pairs: list[Pair], _: int) -> list[float | Exception]:
+    def _run(self, pairs: list[Pair], _: int) -> list[float | SearchError]:
         """A score or the error of each pair, whatever the others do."""
         found = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, f"the reranker {self.name}")
         return [self._checked(score) for score in found]
 
-    def _checked(self, score: float | SearchError) -> float | Exception:
+    def _checked(self, score: float | SearchError) -> float | SearchError:
         if isinstance(score, float) and not math.isfinite(score):
             return SearchFailed(f"the reranker {self.name} scored a passage with {score}")
         return score
@@ -99,5 +102,10 @@ def passage_text(contents: str) -> str:
     return f"(Title: {title}) {text}"
 
 
-def _best(hits: list[EncodedHit], k: int) -> Answer:
+def _best(documents: Sequence[bytes], scores: Sequence[float | SearchError], k: int) -> Outcome:
+    hits: list[EncodedHit] = []
+    for document, score in zip(documents, scores, strict=True):
+        if isinstance(score, SearchError):
+            return score
+        hits.append(EncodedHit(document, score))
     return tuple(sorted(hits, key=lambda hit: -hit.score)[:k])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,10 +12,14 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from search_r1.search.deadline import answer_in_time
-from search_r1.search.source import EncodedSearch, Source, encoded_search
+from search_r1.search.deadline import allowed_s, answer_in_time
+from search_r1.search.errors import SearchError
+from search_r1.search.failures import EACH_HEADER
+from search_r1.search.gate import FAILED_QUERIES
+from search_r1.search.source import EncodedSearch, Outcome, Served, Source, answers_of, encoded_search
 from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest, SearchRequest, explain
 
+_LOG = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=BaseModel)
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -46,23 +52,38 @@ class RawRoute(APIRoute):
 def search_router(source: Source, options: SearchOptions) -> APIRouter:
     """The three routes over one source."""
     search = encoded_search(source)
-    return search_routes(RetrieveRequest, lambda _: search, options)
+    return search_routes(RetrieveRequest, lambda _: search, options, reply_headers(source))
+
+
+def reply_headers(served: Served) -> dict[str, str]:
+    """What a client learns from any reply: the version of the index, and how many queries a request should have."""
+    hint = {} if served.batch_size is None else {"X-Batch-Size": str(served.batch_size)}
+    return {"X-Index-Version": served.version} | hint
 
 
 def search_routes(
     retrieve_model: type[RetrieveRequest],
     search_of: Callable[[SearchRequest], EncodedSearch],
     options: SearchOptions,
+    headers: Mapping[str, str],
 ) -> APIRouter:
-    """The three routes; `/retrieve` reads a `retrieve_model`, and `search_of(request)` answers a request."""
+    """The three routes; `/retrieve` reads a `retrieve_model`, and `search_of(request)` answers a request.
+
+    `headers` are those of every reply.
+    """
     router = APIRouter(route_class=RawRoute)
 
     async def answer(http: Request, parse: Callable[[bytes], SearchRequest]) -> Response:
+        clock = asyncio.get_running_loop().time
+        end = clock() + allowed_s(http, options.timeout_s)
+
         async def work(body: bytes) -> bytes:
             request = parse(body)
-            return request.reply(await search_of(request)(request.texts(), request.limit(options.topk)))
+            search = search_of(request)
+            outcomes = await search(request.texts(), request.limit(options.topk), end - clock())
+            return _reply(http, request, outcomes)
 
-        return json_response(await answer_in_time(http, options.timeout_s, work))
+        return json_response(await answer_in_time(http, options.timeout_s, work), headers)
 
     @router.post("/retrieve", openapi_extra=schema_of(retrieve_model), responses=RESPONSES)
     async def retrieve(http: Request) -> Response:
@@ -91,7 +112,7 @@ def parse(model: type[Model], body: bytes) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise HTTPException(422, explain(error)) from error
+        raise HTTPException(422, explain(error, model.model_fields)) from error
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -99,9 +120,24 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
-def json_response(body: bytes) -> Response:
+def json_response(body: bytes, headers: Mapping[str, str] | None = None) -> Response:
     """`body` is JSON already."""
-    return Response(body, media_type="application/json")
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _reply(http: Request, request: SearchRequest, outcomes: Sequence[Outcome]) -> bytes:
+    """The errors of single queries are part of the reply for one who asks for them. Otherwise raises the first one."""
+    if not (_wants_each(http) and isinstance(request, RetrieveRequest)):
+        return request.reply(answers_of(outcomes))
+    failed = [outcome for outcome in outcomes if isinstance(outcome, SearchError)]
+    http.scope[FAILED_QUERIES] = len(failed)
+    if failed:
+        _LOG.warning("%d of %d queries failed; the first: %s", len(failed), len(outcomes), failed[0])
+    return request.reply(outcomes)
+
+
+def _wants_each(http: Request) -> bool:
+    return any(name == EACH_HEADER and value == b"each" for name, value in http.scope["headers"])
 
 
 def _parse_not_empty(body: bytes) -> FlashRagRequest:

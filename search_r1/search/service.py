@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,10 @@ from search_r1.search.attempts import attempt, attempt_each
 from search_r1.search.batching import Batcher, BatchLimits
 from search_r1.search.cache import AnswerCache
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import IndexMismatchError, SearchFailed
+from search_r1.search.errors import IndexMismatchError, SearchError, SearchFailed
 from search_r1.search.metrics import Metrics
 from search_r1.search.retriever import Hit, Retriever
-from search_r1.search.source import Answer, EncodedHit, Found, encode
+from search_r1.search.source import Answer, EncodedHit, Found, Outcome, answers_of, decode_answers, encode, version_of
 
 _WARM_UP_WORDS = 8
 
@@ -32,6 +31,8 @@ class RetrievalService:
     The owner thread keeps the event loop free and the index from concurrent calls, which neither FAISS on a GPU nor
     the stemmer allows. Runs of white space in a query count as one space.
     """
+
+    batch_size: int | None = None
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class RetrievalService:
         self.name = retriever.name
         self.num_passages: int | None = len(corpus)
         fingerprint = getattr(retriever, "fingerprint", retriever.name)
+        self.version = version_of(fingerprint, corpus.digest, corpus.checksum)
         self._cache = AnswerCache(int(options.cache_mib * 2**20), fingerprint)
         self._counts = self.metrics.search
         self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
@@ -60,23 +62,22 @@ class RetrievalService:
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """See `Source.search`."""
-        answers = await self.search_encoded(queries, k)
-        return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers]
+        return decode_answers(await self.search_encoded(queries, k))
 
-    async def search_encoded(self, queries: list[str], k: int) -> list[Answer]:
-        """See `Source.search`; the documents are JSON."""
+    async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """See `EncodedSearch`. One who waits no longer is cancelled, whatever `wait_s`."""
         plain = [" ".join(query.split()) for query in queries]
-        answers = {query: self._known(query, k) for query in plain}
-        missing = [query for query, answer in answers.items() if answer is None]
+        found: dict[str, Outcome | None] = {query: self._known(query, k) for query in plain}
+        missing = [query for query, answer in found.items() if answer is None]
         self._counts.cache_misses.inc(len(missing))
         if missing:
-            answers.update(zip(missing, await self._batcher.ask(missing, k), strict=True))
-        return [answers[query] or () for query in plain]
+            found.update(zip(missing, await self._batcher.ask(missing, k), strict=True))
+        return [found[query] or () for query in plain]
 
     async def warm_up(self) -> None:
         """Run one query through the index: words of the first row, which find something. Raises `SearchError`."""
         words = str(self.corpus[0]["contents"]).split()[:_WARM_UP_WORDS]
-        await self._batcher.ask([" ".join(words)], 1)
+        answers_of(await self._batcher.ask([" ".join(words)], 1))
 
     def close(self) -> None:
         """Let the running batch end and fail whoever waits."""
@@ -90,11 +91,11 @@ class RetrievalService:
             self._counts.cache_hits.inc()
         return answer
 
-    def _run(self, queries: list[str], k: int) -> list[Answer | Exception]:
+    def _run(self, queries: list[str], k: int) -> list[Outcome]:
         """An answer or the error of each query, whatever the others do."""
         who = f"the {self.name} retriever"
         found = attempt_each(partial(self.retriever.search, k=min(k, len(self.retriever))), queries, who)
-        return [hits if isinstance(hits, Exception) else attempt(partial(self._fetch, hits), who) for hits in found]
+        return [hits if isinstance(hits, SearchError) else attempt(partial(self._fetch, hits), who) for hits in found]
 
     def _fetch(self, hits: list[Hit]) -> Answer:
         for hit in hits:

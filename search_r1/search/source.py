@@ -6,10 +6,15 @@ again; `encoded_search` asks every source in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import hashlib
+import json
+import math
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+
+from search_r1.search.errors import SearchError
 
 _encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
 
@@ -24,7 +29,19 @@ class EncodedHit(NamedTuple):
 
 
 Answer = tuple[EncodedHit, ...]  # the hits of one query, best first
-EncodedSearch = Callable[[list[str], int], Awaitable[list[Answer]]]
+Outcome = Answer | SearchError  # what became of one query: one that fails fails alone
+
+
+class EncodedSearch(Protocol):
+    """How a source that keeps its documents as JSON is asked."""
+
+    async def __call__(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """What became of each query, in their order; answers as `Source.search` gives them.
+
+        Nobody waits longer than `wait_s` seconds: a source that costs money asks nothing that comes later. Raises
+        `ServiceUnavailable` when the queue is full, or another `SearchError` that is the fault of no single query.
+        """
+        ...
 
 
 class Served(Protocol):
@@ -32,6 +49,8 @@ class Served(Protocol):
 
     name: str
     num_passages: int | None  # None: not known, as of a search engine
+    version: str  # changes with whatever changes the answers: the corpus, the index, the encoder, the engine's fields
+    batch_size: int | None  # queries that a request should have at most, None for any number
 
     def close(self) -> Awaitable[None] | None:
         """Let what runs end and fail the ones that wait."""
@@ -44,7 +63,7 @@ class Source(Served, Protocol):
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """At most `k` passages a query, in the queries' order, best first. A blank query finds nothing.
 
-        Raises `ServiceUnavailable` when the queue is full, or another `SearchError`.
+        Raises `ServiceUnavailable` when the queue is full, or another `SearchError`; the first one of a query.
         """
         ...
 
@@ -53,8 +72,8 @@ class Source(Served, Protocol):
 class EncodedSource(Protocol):
     """A source that also gives its documents as JSON."""
 
-    async def search_encoded(self, queries: list[str], k: int) -> list[Answer]:
-        """See `Source.search`."""
+    async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """See `EncodedSearch`."""
         ...
 
 
@@ -72,11 +91,36 @@ def encoded_search(source: Source) -> EncodedSearch:
     if isinstance(source, EncodedSource):
         return source.search_encoded
 
-    async def search(queries: list[str], k: int) -> list[Answer]:
+    async def search(queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         found = await source.search(queries, k)
-        return [tuple(EncodedHit(encode(passage), score) for passage, score in passages) for passages in found]
+        return [encode_answer(passages) for passages in found]
 
     return search
+
+
+def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
+    """The answers, for one who needs all. Raises the first error."""
+    answers: list[Answer] = []
+    for outcome in outcomes:
+        if isinstance(outcome, SearchError):
+            raise outcome
+        answers.append(outcome)
+    return answers
+
+
+def decode_answers(outcomes: Sequence[Outcome]) -> list[list[Found]]:
+    """The answers as `Source.search` gives them. Raises the first error."""
+    return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers_of(outcomes)]
+
+
+def encode_answer(passages: Sequence[Found]) -> Answer:
+    """The passages of one query with their documents as JSON."""
+    return tuple(EncodedHit(encode(passage), score) for passage, score in passages)
+
+
+def version_of(*parts: object) -> str:
+    """A short name of all that the answers depend on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def encode(passage: dict[str, Any]) -> bytes:

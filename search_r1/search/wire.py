@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Protocol
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from search_r1.search.source import Answer, EncodedHit
+from search_r1.search.errors import SearchError
+from search_r1.search.failures import failure
+from search_r1.search.source import Answer, EncodedHit, Outcome
 
 MAX_QUERIES = 4096  # the published trainer sends all trajectories of a step in one request (512 prompts x 5)
 MAX_QUERY_CHARS = 32_768
 MAX_TOPK = 100
+_SHOWN_CHARS = 100
 MAX_BODY_BYTES = 32 << 20
+LIMITS = {"queries": MAX_QUERIES, "query_chars": MAX_QUERY_CHARS, "topk": MAX_TOPK, "body_bytes": MAX_BODY_BYTES}
 
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 Queries = Annotated[list[Query], Field(max_length=MAX_QUERIES)]
@@ -34,8 +40,14 @@ class SearchRequest(Protocol):
         ...
 
 
-class RetrieveRequest(BaseModel):
-    """`queries` is the published field; SkyRL sends `query`, a string or a list. Unknown fields are ignored."""
+class KnownFields(BaseModel):
+    """A request without unknown fields: one that were ignored would be believed in, as "top_k" for "topk"."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RetrieveRequest(KnownFields):
+    """`queries` is the published field; SkyRL sends `query`, a string or a list."""
 
     queries: Queries | None = None
     query: Query | Queries | None = None
@@ -56,12 +68,12 @@ class RetrieveRequest(BaseModel):
     def limit(self, default: int) -> int:
         return self.topk or default
 
-    def reply(self, answers: list[Answer]) -> bytes:
+    def reply(self, answers: Sequence[Outcome]) -> bytes:
         return result(answers, self.return_scores)
 
 
-class FlashRagRequest(BaseModel):
-    """`POST /search` of FlashRAG, ReSearch and ReCall: one query. Unknown fields are ignored."""
+class FlashRagRequest(KnownFields):
+    """`POST /search` of FlashRAG, ReSearch and ReCall: one query."""
 
     query: Query
     top_n: int = Field(default=10, ge=1, le=MAX_TOPK)
@@ -78,8 +90,8 @@ class FlashRagRequest(BaseModel):
         return _array([_documents(answer), _scores(answer)]) if self.return_score else _documents(answer)
 
 
-class FlashRagBatchRequest(BaseModel):
-    """`POST /batch_search` of FlashRAG, ReSearch and ReCall: a list of queries. Unknown fields are ignored."""
+class FlashRagBatchRequest(KnownFields):
+    """`POST /batch_search` of FlashRAG, ReSearch and ReCall: a list of queries."""
 
     query: Queries
     top_n: int = Field(default=10, ge=1, le=MAX_TOPK)
@@ -96,16 +108,30 @@ class FlashRagBatchRequest(BaseModel):
         return _array([documents, _array(map(_scores, answers))]) if self.return_score else documents
 
 
-def result(answers: list[Answer], return_scores: bool) -> bytes:
-    """`{"result": [...]}` with a list for each query: documents, or `{"document": ..., "score": ...}`."""
-    return b'{"result": %b}' % _array(map(_scored if return_scores else _documents, answers))
+def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
+    """`{"result": [...]}` with a list for each query: documents, or `{"document": ..., "score": ...}`.
+
+    A query that failed has null, and its `failure` under its number in `"errors"`, which is there only then.
+    """
+    shown = _scored if return_scores else _documents
+    lists = _array(b"null" if isinstance(outcome, SearchError) else shown(outcome) for outcome in outcomes)
+    errors = {number: failure(error) for number, error in enumerate(outcomes) if isinstance(error, SearchError)}
+    told = b', "errors": %b' % json.dumps(errors).encode() if errors else b""
+    return b'{"result": %b%b}' % (lists, told)
 
 
-def explain(error: ValidationError) -> str:
-    """One line a problem, without echoing the request."""
+def explain(error: ValidationError, known: Collection[str] = ()) -> str:
+    """One line a problem, without echoing what the request asks; `known` are the fields that it may have."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
-    lines = [f"{'.'.join(map(str, item['loc'])) or 'request'}: {item['msg']}" for item in problems[:5]]
-    return "; ".join(lines)
+    return "; ".join(_problem(item["loc"], item["type"], item["msg"], known) for item in problems[:5])
+
+
+def _problem(place: Sequence[int | str], kind: str, message: str, known: Collection[str]) -> str:
+    name = ".".join(map(str, place))[:_SHOWN_CHARS] or "request"
+    if kind != "extra_forbidden":
+        return f"{name}: {message}"
+    nearest = get_close_matches(name, known, n=1, cutoff=0.0) if len(place) == 1 else []
+    return f"{name}: unknown field" + "".join(f'; the nearest of {", ".join(known)} is "{one}"' for one in nearest)
 
 
 def _array(items: Iterable[bytes]) -> bytes:

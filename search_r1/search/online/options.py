@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from search_r1.search.errors import OnlineError
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
 
-CacheMode = Literal["off", "record", "replay"]
+CacheMode = Literal["off", "memory", "record", "replay"]
 _POSITIVE = ("timeout_s", "deadline_s", "max_attempts", "keep_s", "keep_empty_s", "per_second", "concurrency")
 
 
@@ -24,12 +24,13 @@ class OnlineOptions:
     """A file that holds only the API key; None: the engine's environment variable."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the request, as the engine documents them, for example {"gl": "us", "hl": "en"}."""
-    cache_mode: CacheMode = "off"
-    """record: read the cache, else ask and store. replay: never ask; a query that is not stored is an error."""
+    cache_mode: CacheMode = "memory"
+    """memory: answers are kept while the process lives. record: in a file. replay: never ask; a query that is not in
+    the file is an error. off: asked again, and paid again, each time."""
     cache_path: str | None = None
-    """The SQLite file of the response cache."""
+    """The SQLite file of the response cache, of `record` and `replay`."""
     keep_s: float = math.inf
-    """Seconds for which `record` takes a stored answer. `replay` takes every age."""
+    """Seconds for which `memory` and `record` take a stored answer. `replay` takes every age."""
     keep_empty_s: float = 3600.0
     """The same for an answer without results."""
     per_second: float | None = None
@@ -39,7 +40,7 @@ class OnlineOptions:
     timeout_s: float = 10.0
     """Seconds for one HTTP attempt."""
     deadline_s: float = 30.0
-    """Seconds for one query with all waiting and retries."""
+    """Seconds for one query with its retries, from its first attempt. How long it waits for its turn is the asker's."""
     max_attempts: int = 4
     """HTTP attempts for one query."""
     deny: tuple[str, ...] = BENCHMARK_PAGES
@@ -57,7 +58,7 @@ class OnlineOptions:
                 raise OnlineError(f"{name} is {value}; it must be more than 0")
         if self.cache_mode not in get_args(CacheMode):
             raise OnlineError(f"the cache mode is {self.cache_mode!r}; it is one of {', '.join(get_args(CacheMode))}")
-        if (self.cache_mode == "off") != (self.cache_path is None):
+        if (self.cache_mode in ("record", "replay")) != (self.cache_path is not None):
             raise OnlineError("a cache path and the cache mode record or replay go together; only one is set")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise OnlineError(f"the endpoint {self.endpoint!r} is not an http:// or https:// URL")

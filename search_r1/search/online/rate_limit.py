@@ -7,26 +7,23 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """`per_second` tokens a second, at most one second's worth (at least one token) saved up.
-
-    `reserve` never sleeps: the caller does, in its own way. Those who reserve are served in the order they came.
-    """
+    """`per_second` tokens a second, at most one second's worth (at least one token) saved up. It never sleeps."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_second = per_second
         self._interval_s = 1.0 / per_second
         self._saved_s = max(1.0, self._interval_s) - self._interval_s
         self._clock = clock
         self._next = clock() - self._saved_s  # when the token after the last one taken is due
 
-    def reserve(self, longest_s: float) -> float | None:
-        """Take a token; seconds until it is due. None, and no token is taken, when that is more than `longest_s`."""
+    def due_s(self, num_before: int = 0) -> float:
+        """Seconds until a token is due for one before whom `num_before` others take theirs."""
         now = self._clock()
-        due = max(self._next, now - self._saved_s)
-        wait_s = max(0.0, due - now)
-        if wait_s > longest_s:
-            return None
-        self._next = due + self._interval_s
-        return wait_s
+        return max(0.0, max(self._next, now - self._saved_s) + num_before * self._interval_s - now)
+
+    def take(self) -> None:
+        """Take the token that is due."""
+        self._next = max(self._next, self._clock() - self._saved_s) + self._interval_s
 
     def pause(self, seconds: float) -> None:
         """No token is due for `seconds` from now: the engine asked for it."""

@@ -1,26 +1,28 @@
-"""Requests to an online engine: its rate, its limit of concurrent requests, retries of what may pass, one deadline."""
+"""Requests to an online engine: in turn, with retries of what may pass, and none that nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import httpx
 
 from search_r1.search.backoff import backoff_s
-from search_r1.search.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.search.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.search.online.api_key import ApiKey
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.provider import Fields, Provider
 from search_r1.search.online.rate_limit import RateLimit
+from search_r1.search.online.turns import Turns
 from search_r1.search.online.usage import Usage
 from search_r1.search.reply import retry_after_s
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _MAX_BODY_BYTES = 16 << 20
 _SHOWN_CHARS = 200
+_SOON_S = 0.5  # the shortest time after which one whose turn is far away should come again
 
 
 class _Trouble(Exception):
@@ -29,6 +31,23 @@ class _Trouble(Exception):
     def __init__(self, cause: str, pause_s: float = 0.0) -> None:
         super().__init__(cause)
         self.pause_s = pause_s
+
+
+@dataclass
+class Patience:
+    """Until when somebody waits for an answer (monotonic seconds); `asked`: the engine works, and charges, for it.
+
+    `settled` is done with the answer, or as soon as a first attempt had `trouble`: others need not wait for the next.
+    """
+
+    until: float = -math.inf
+    asked: bool = False
+    trouble: str = ""
+    settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
 
 
 class Transport:
@@ -41,50 +60,62 @@ class Transport:
         self._limit = limit
         self._usage = usage
         concurrency = options.concurrency or provider.concurrency
-        self._slots = asyncio.Semaphore(concurrency)
+        self._turns = Turns(limit, concurrency)
         self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency))
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def ask(self, fields: Fields) -> str:
+    async def ask(self, fields: Fields, patience: Patience) -> str:
         """The body of the engine's HTTP 200.
 
-        Raises `OnlineUnavailable` (no answer within the deadline or the attempts allowed), `OnlineRejected` or
-        `OnlineReplyError` (a body without end).
+        Raises `OnlineBusy` (its turn comes later than `patience` lasts), `OnlineUnavailable` (no answer within the
+        deadline or the attempts allowed), `OnlineRejected` or `OnlineReplyError` (a body without end).
         """
-        deadline = time.monotonic() + self._options.deadline_s
+        deadline = math.inf  # known when the first attempt begins
         for attempt in range(1, self._options.max_attempts + 1):
-            try:
-                return await self._attempt(fields, deadline)
-            except _Trouble as trouble:
-                pause_s = max(trouble.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-                last = attempt == self._options.max_attempts or pause_s >= deadline - time.monotonic()
-                if last:
-                    raise self._unavailable(f"{attempt} attempts; last: {trouble}") from None
+            self._check_turn(patience, deadline)
+            async with self._turns.turn():
+                if time.monotonic() >= patience.until:
+                    raise self.busy(patience)
+                deadline = min(deadline, time.monotonic() + self._options.deadline_s)
+                try:
+                    return await self._attempt(fields, patience, deadline)
+                except _Trouble as trouble:
+                    pause_s = max(trouble.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+                    last = attempt == self._options.max_attempts or pause_s >= deadline - time.monotonic()
+                    if last:
+                        raise self._unavailable(f"{attempt} attempts; last: {trouble}") from None
             await asyncio.sleep(pause_s)
         raise AssertionError("max_attempts is at least 1")
 
-    async def _attempt(self, fields: Fields, deadline: float) -> str:
-        async with self._slot(deadline):
-            wait_s = self._limit.reserve(deadline - time.monotonic())
-            if wait_s is None:
-                raise self._unavailable("its rate limit leaves no room before the deadline")
-            await asyncio.sleep(wait_s)
-            self._usage.attempts += 1
-            return await self._send(fields, min(self._options.timeout_s, deadline - time.monotonic()))
+    def busy(self, patience: Patience) -> OnlineBusy:
+        """The error of a query that waits still, and when to come again: as soon as its turn could be waited for."""
+        wait_s, left_s = self._turns.expected_s(), max(0.0, patience.until - time.monotonic())
+        turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests a second"
+        cause = f"last: {patience.trouble}" if patience.trouble else "which is later than its client waits"
+        return OnlineBusy(
+            f"the online engine {self._provider.name} was not asked: the turn of this query comes {turn}; {cause}",
+            retry_after_s=max(_SOON_S, wait_s - left_s / 2),
+        )
 
-    @asynccontextmanager
-    async def _slot(self, deadline: float) -> AsyncIterator[None]:
+    def _check_turn(self, patience: Patience, deadline: float) -> None:
+        """Raises `OnlineUnavailable` for one whose turn would come too late."""
+        now, wait_s = time.monotonic(), self._turns.expected_s()
+        if now + self._turns.paused_s() >= min(deadline, now + self._options.deadline_s):
+            raise self._unavailable("its rate limit leaves no room before the deadline")
+        if now + wait_s >= patience.until:
+            raise self.busy(patience)
+
+    async def _attempt(self, fields: Fields, patience: Patience, deadline: float) -> str:
+        patience.asked = True
+        self._usage.attempts += 1
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise self._unavailable("earlier requests took all the time there was") from None
-        try:
-            yield
-        finally:
-            self._slots.release()
+            return await self._send(fields, min(self._options.timeout_s, deadline - time.monotonic()))
+        except _Trouble as trouble:
+            patience.asked, patience.trouble = False, str(trouble)
+            patience.settle()
+            raise
 
     async def _send(self, fields: Fields, timeout_s: float) -> str:
         """One HTTP request. Raises `_Trouble` for what may pass, else an `OnlineError`."""

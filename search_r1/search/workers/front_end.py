@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 from search_r1.search.app import AppOptions, create_app
 from search_r1.search.server_process import serve
-from search_r1.search.workers.remote_source import RemoteMetrics, RemoteSource
+from search_r1.search.workers.remote_source import About, RemoteMetrics, RemoteSource
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
 
@@ -28,8 +28,7 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when
 class Settings:
     """What a front end must know; it goes through a pipe, since it holds the token."""
 
-    name: str
-    num_passages: int | None
+    served: About
     options: AppOptions
 
     def to_json(self) -> bytes:
@@ -38,7 +37,7 @@ class Settings:
     @staticmethod
     def from_json(text: str) -> Settings:
         values = json.loads(text)
-        return Settings(**values | {"options": AppOptions(**values["options"])})
+        return Settings(About(**values["served"]), AppOptions(**values["options"]))
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def main() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     connection.setblocking(False)
-    source = RemoteSource(connection, settings.name, settings.num_passages, stop)
+    source = RemoteSource(connection, settings.served, stop)
     serve(create_app(source, settings.options, RemoteMetrics(source)), listener)
     if lost:  # nobody else removes it
         shutil.rmtree(os.environ[METRICS_VARIABLE], ignore_errors=True)

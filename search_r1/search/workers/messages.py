@@ -14,48 +14,61 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from search_r1.search import errors
-from search_r1.search.errors import SearchError, SearchFailed, ServiceUnavailable
-from search_r1.search.source import Answer, EncodedHit
+from search_r1.search.errors import SearchError, SearchFailed
+from search_r1.search.source import EncodedHit, Outcome
 
 HEADER = struct.Struct("=QBQ")
 ASK, WARM_UP, METRICS, CANCEL, DONE, FAILED = range(6)
 
-_COUNTS = struct.Struct("=II")
+_QUESTION = struct.Struct("=dII")
+_COUNTS = struct.Struct("=III")
 _TEXT = ("utf-8", "surrogatepass")  # any string that Python holds arrives as it was
 
 
-def pack_queries(queries: list[str], k: int) -> list[bytes]:
+def pack_queries(queries: list[str], k: int, wait_s: float) -> list[bytes]:
     """The payload of ASK, in pieces."""
     texts = [query.encode(*_TEXT) for query in queries]
-    return [_COUNTS.pack(k, len(texts)), array("I", map(len, texts)).tobytes(), *texts]
+    return [_QUESTION.pack(wait_s, k, len(texts)), array("I", map(len, texts)).tobytes(), *texts]
 
 
-def unpack_queries(payload: memoryview) -> tuple[list[str], int]:
-    """The queries and k of `pack_queries`."""
-    k, num_queries = _COUNTS.unpack_from(payload)
-    sizes, start = _numbers("I", num_queries, payload, _COUNTS.size)
-    return [str(text, *_TEXT) for text in _split(payload, start, sizes)], k
+def unpack_queries(payload: memoryview) -> tuple[list[str], int, float]:
+    """The arguments of `pack_queries`."""
+    wait_s, k, num_queries = _QUESTION.unpack_from(payload)
+    sizes, start = _numbers("I", num_queries, payload, _QUESTION.size)
+    return [str(text, *_TEXT) for text in _split(payload, start, sizes)], k, wait_s
 
 
-def pack_answers(answers: list[Answer]) -> list[bytes]:
-    """The payload of DONE after ASK, in pieces; documents are not copied."""
+def pack_outcomes(outcomes: list[Outcome]) -> list[bytes]:
+    """The payload of DONE after ASK, in pieces; documents are not copied. Errors follow the answers."""
+    errors = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, SearchError)}
+    answers = [() if isinstance(outcome, SearchError) else outcome for outcome in outcomes]
     hits = [hit for answer in answers for hit in answer]
     documents = [hit.document for hit in hits]
-    counts = array("I", map(len, answers)).tobytes()
-    sizes = array("I", map(len, documents)).tobytes()
-    scores = array("d", [hit.score for hit in hits]).tobytes()
-    return [_COUNTS.pack(len(answers), len(hits)), counts, sizes, scores, *documents]
+    packed = [pack_error(error) for error in errors.values()]
+    return [
+        _COUNTS.pack(len(answers), len(hits), len(errors)),
+        array("I", map(len, answers)).tobytes(),
+        array("d", [hit.score for hit in hits]).tobytes(),
+        array("I", errors).tobytes(),
+        array("I", map(len, documents + packed)).tobytes(),
+        *documents,
+        *packed,
+    ]
 
 
-def unpack_answers(payload: memoryview) -> list[Answer]:
-    """The answers of `pack_answers`."""
-    num_answers, num_hits = _COUNTS.unpack_from(payload)
+def unpack_outcomes(payload: memoryview) -> list[Outcome]:
+    """The outcomes of `pack_outcomes`."""
+    num_answers, num_hits, num_errors = _COUNTS.unpack_from(payload)
     counts, start = _numbers("I", num_answers, payload, _COUNTS.size)
-    sizes, start = _numbers("I", num_hits, payload, start)
     scores, start = _numbers("d", num_hits, payload, start)
-    documents = map(bytes, _split(payload, start, sizes))
-    hits = [EncodedHit(document, score) for document, score in zip(documents, scores, strict=True)]
-    return [tuple(hits[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
+    failed, start = _numbers("I", num_errors, payload, start)
+    sizes, start = _numbers("I", num_hits + num_errors, payload, start)
+    texts = _split(payload, start, sizes)
+    hits = [EncodedHit(bytes(document), score) for document, score in zip(texts[:num_hits], scores, strict=True)]
+    outcomes: list[Outcome] = [tuple(hits[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
+    for number, error in zip(failed, texts[num_hits:], strict=True):
+        outcomes[number] = unpack_error(error)
+    return outcomes
 
 
 def pack_error(error: SearchError) -> bytes:
@@ -67,10 +80,9 @@ def pack_error(error: SearchError) -> bytes:
 def unpack_error(payload: memoryview) -> SearchError:
     """An error of the class that was packed."""
     kind, message, retry_after_s = json.loads(bytes(payload))
-    if kind == ServiceUnavailable.__name__:
-        return ServiceUnavailable(message, retry_after_s)
     known = getattr(errors, kind, SearchFailed)
-    return known(message) if issubclass(known, SearchError) else SearchFailed(message)
+    told = () if retry_after_s is None else (retry_after_s,)
+    return known(message, *told) if issubclass(known, SearchError) else SearchFailed(message)
 
 
 def _numbers(code: str, count: int, payload: memoryview, start: int) -> tuple[Sequence[Any], int]:

@@ -16,8 +16,8 @@ from search_r1.search.workers.messages import (
     DONE,
     FAILED,
     WARM_UP,
-    pack_answers,
     pack_error,
+    pack_outcomes,
     unpack_queries,
 )
 
@@ -62,7 +62,7 @@ class OwnerLink:
     async def _do(self, kind: int, payload: memoryview) -> list[bytes]:
         """The payload of the answer, in pieces."""
         if kind == ASK:
-            return pack_answers(await self._offer.search(*unpack_queries(payload)))
+            return pack_outcomes(await self._offer.search(*unpack_queries(payload)))
         if kind == WARM_UP:
             await self._offer.warm_up()
             return []

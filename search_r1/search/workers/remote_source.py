@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
+import math
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from search_r1.search.errors import ServiceUnavailable
 from search_r1.search.metrics import Metrics
-from search_r1.search.source import Answer, Found
+from search_r1.search.source import Found, Outcome, decode_answers
 from search_r1.search.workers.link import Link
 from search_r1.search.workers.messages import (
     ASK,
@@ -19,20 +20,31 @@ from search_r1.search.workers.messages import (
     METRICS,
     WARM_UP,
     pack_queries,
-    unpack_answers,
     unpack_error,
+    unpack_outcomes,
 )
+
+
+@dataclass(frozen=True)
+class About:
+    """What `Served` says of a source."""
+
+    name: str
+    num_passages: int | None
+    version: str
+    batch_size: int | None
 
 
 class RemoteSource:
     """A `Source` in another process; a call that is cancelled is cancelled there. Call it from one event loop."""
 
-    def __init__(
-        self, connection: socket.socket, name: str, num_passages: int | None, lost: Callable[[], None] = lambda: None
-    ) -> None:
-        """`connection` leads to an `OwnerLink`; `lost` is called when the owner has gone, not after `close`."""
-        self.name = name
-        self.num_passages = num_passages
+    def __init__(self, connection: socket.socket, served: About, lost: Callable[[], None] = lambda: None) -> None:
+        """`connection` leads to an `OwnerLink`; `lost` is called when the owner has gone, not after `close`.
+
+        `served` is what the owner says of its source.
+        """
+        self.name, self.num_passages = served.name, served.num_passages
+        self.version, self.batch_size = served.version, served.batch_size
         self._connection = connection
         self._connecting: asyncio.Task[object] | None = None
         self._link = Link(self._received, self._fail_waiting)
@@ -43,12 +55,11 @@ class RemoteSource:
 
     async def search(self, queries: list[str], k: int) -> list[list[Found]]:
         """See `Source.search`."""
-        answers = await self.search_encoded(queries, k)
-        return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers]
+        return decode_answers(await self.search_encoded(queries, k))
 
-    async def search_encoded(self, queries: list[str], k: int) -> list[Answer]:
-        """See `Source.search`; the documents are JSON."""
-        return unpack_answers(await self._ask(ASK, pack_queries(queries, k)))
+    async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """See `EncodedSearch`."""
+        return unpack_outcomes(await self._ask(ASK, pack_queries(queries, k, wait_s)))
 
     async def warm_up(self) -> None:
         """Wait until the owner's warm-up has run. Raises what it raised."""

@@ -22,6 +22,7 @@ from search_r1.search.server_process import DRAIN_S, settle_process
 from search_r1.search.source import NeedsWarmUp, Source, encoded_search
 from search_r1.search.workers.front_end import METRICS_VARIABLE, Settings
 from search_r1.search.workers.owner_link import Offer, OwnerLink
+from search_r1.search.workers.remote_source import About
 from search_r1.search.workers.service_metrics import ServiceMetrics
 from search_r1.search.workers.shared_address import SharedAddress
 
@@ -52,7 +53,8 @@ class Supervisor:
     ) -> None:
         """`folder` is private: front ends count in it."""
         self._source = source
-        self._settings = Settings(source.name, source.num_passages, options).to_json()
+        about = About(source.name, source.num_passages, source.version, source.batch_size)
+        self._settings = Settings(about, options).to_json()
         self._address = address
         self._environment = os.environ | {METRICS_VARIABLE: str(folder)}
         self._offer = Offer(encoded_search(source), self._warm_up, ServiceMetrics(metrics.registry, folder).render)

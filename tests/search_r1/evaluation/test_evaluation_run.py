@@ -11,14 +11,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
+from e2e_world import free_port
 from evaluation_world import Answer, ModelServer, choice
 
 from search_r1.evaluation.__main__ import main
+from search_r1.search.app import create_app
+from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.corpus import Corpus
+from search_r1.search.service import RetrievalService
 from verl.tracking.trajectory_store import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -277,6 +286,46 @@ def test_what_the_corpus_and_the_retriever_hold_is_in_the_report(command, tmp_pa
     assert served["retriever"] == "bm25" and served["corpus_size"] == 3
     page = (tmp_path / "out" / "results.md").read_text()
     assert "| odd | 3 | 1 | 2 | 1 (50.0%) |" in page
+
+
+@contextmanager
+def serving(corpus: Path, port: int) -> Iterator[None]:
+    """A BM25 server over `corpus` on `port`."""
+    rows = Corpus(corpus)
+    service = RetrievalService(Bm25Retriever.build(rows), rows)
+    server = uvicorn.Server(uvicorn.Config(create_app(service), port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(timeout=60)
+
+
+def test_another_index_of_the_same_size_is_refused(command, tmp_path, model_server, corpus, capsys):
+    model_server.answer = lambda body: choice("<answer>yes")
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus.read_text().replace("Ildra", "Oldra"))
+    assert other.stat().st_size == corpus.stat().st_size
+    port = free_port()
+    search = [*command, "--method", "search", "--retriever_url", f"http://127.0.0.1:{port}/retrieve"]
+    with serving(corpus, port):
+        assert main(search) == 0
+    made = results(tmp_path)["settings"]["retriever"]["serves"]["index_version"]
+    with serving(other, port):
+        assert main(search) == 1
+        told = capsys.readouterr().err
+        assert f"an evaluation over another index: it was version {made} (bm25, 3 passages)" in told
+        assert "Serve the earlier one again, give another --output_dir, or start anew by --restart" in told
+        assert main([*search, "--restart"]) == 0
+    assert results(tmp_path)["settings"]["retriever"]["serves"]["index_version"] != made
+    with serving(other, port), serving(corpus, second := free_port()):
+        urls = f"http://127.0.0.1:{port}/retrieve,http://127.0.0.1:{second}/retrieve"
+        assert main([*search, "--retriever_url", urls]) == 1
+    assert "the servers of retriever.url hold different indexes" in capsys.readouterr().err
 
 
 def test_a_judge_is_asked_about_each_answer(command, tmp_path, model_server):

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+import uvicorn
 from e2e_world import free_port
+from llm_agent_world import PASSAGES
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.rewards.exact_match import ExactMatchReward
+from search_r1.search.app import create_app
+from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.client import RetrievalClient
+from search_r1.search.corpus import Corpus
+from search_r1.search.retriever import Hit
+from search_r1.search.service import RetrievalService
 from verl.agent.environment import Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text
@@ -32,6 +43,40 @@ class Script:
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         turn = next(self.turns)[: sampling.max_tokens]
         return Generation(turn, (-1.0,) * len(turn), "stop")
+
+
+class PoisonedBm25:
+    """BM25 that cannot search for one query."""
+
+    name = "bm25"
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._index = Bm25Retriever.build(corpus)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        if "poison" in queries:
+            raise RuntimeError("a poisoned query")
+        return self._index.search(queries, k)
+
+
+@pytest.fixture
+def poisoned_url(tmp_path: Path) -> Iterator[str]:
+    """The address of a server over `PASSAGES` that cannot search for one query."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": name, "contents": text}) + "\n" for name, text in PASSAGES.items()))
+    corpus = Corpus(path)
+    app = create_app(RetrievalService(PoisonedBm25(corpus), corpus))
+    server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}/retrieve"
+    server.should_exit = True
+    thread.join(timeout=60)
 
 
 def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=60.0) -> SearchEnvironment:
@@ -136,6 +181,33 @@ def test_no_server_fails_the_episode(byte_tokenizer):
     assert trajectory.status is Status.FAILED
     assert url in (trajectory.failure or "")
     assert len(trajectory.segments) == 2  # prompt and the policy's turn: the failure is no text for the policy
+
+
+def test_a_query_that_cannot_be_searched_fails_its_episode_alone(poisoned_url, byte_tokenizer):
+    """Episodes of one client at once, whose searches travel together."""
+    environment = environment_at(poisoned_url, byte_tokenizer)
+    limits = EpisodeLimits(max_turns=1, max_response_length=128, max_context_length=2000)
+
+    async def episode(query: str) -> Trajectory:
+        prompt = Prompt(encode_text(byte_tokenizer, "Question: ?\n"), "test", {})
+        script = Script(byte_tokenizer, [f"<search> {query} </search>", "<answer> Sael </answer>"])
+        return await run_episode(prompt, "g", script, environment, byte_tokenizer, Sampling(), limits, 0)
+
+    async def all_at_once() -> list[Trajectory]:
+        try:
+            return await asyncio.gather(*map(episode, ["Ildra river", "poison", "Vonmark city", "Sael"]))
+        finally:
+            await environment.close()
+
+    trajectories = asyncio.run(all_at_once())
+    assert [t.status is Status.FAILED for t in trajectories] == [False, True, False, False]
+    failed = trajectories.pop(1)
+    assert "RuntimeError: a poisoned query" in (failed.failure or "")
+    assert [segment.source for segment in failed.segments] == [
+        "prompt",
+        "policy",
+    ]  # nothing of it is shown to the policy
+    assert all(t.status is Status.ANSWERED and t.num_searches == 1 for t in trajectories)
 
 
 def test_check_names_the_address_and_the_command(search_url, byte_tokenizer):

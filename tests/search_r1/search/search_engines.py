@@ -35,8 +35,8 @@ SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
 class Engine:
     """Answers like the engine `name`; first it plays a script of troubles: answers, or seconds to hang.
 
-    It finds nothing for the query "nothing" and refuses the query "refused" each time. While `door` is not set, and
-    until `company` requests have run at a time, nothing is answered.
+    It finds nothing for the query "nothing", refuses the query "refused" and fails at the query "down" each time. While
+    `door` is not set, and until `company` requests have run at a time, nothing is answered.
     """
 
     def __init__(self, name: str = "serper", *script: Response | float, delay_s: float = 0.0, company: int = 0) -> None:
@@ -61,8 +61,8 @@ class Engine:
         try:
             while not self.door.is_set() or self.most_running < self.company:
                 await asyncio.sleep(0.005)
-            if query == "refused":
-                return Response("no", 400)
+            if query in ("refused", "down"):
+                return Response("no", 400) if query == "refused" else Response("down", 500)
             step = self.script.pop(0) if self.script else self.delay_s
             if isinstance(step, Response):
                 return step

@@ -297,6 +297,20 @@ def test_a_malformed_answer_is_an_error_not_an_empty_result(run_app, body: bytes
     assert len(peer.requests) == 1
 
 
+def test_a_change_of_the_index_is_told_once(run_app, caplog: pytest.LogCaptureFixture) -> None:
+    reply = json.dumps({"result": [[{"contents": "x"}]]})
+    peer = Peer(*[Response(reply, headers={"X-Index-Version": version}) for version in ("one", "one", "two", "one")])
+
+    async def act(client: RetrievalClient) -> None:
+        for number in range(4):
+            await client.search(f"q{number}")
+        assert client.index_versions == ("one", "two")
+
+    _with_client(run_app(peer.app), act)
+    [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("search_r1")]
+    assert "has the index version two; answers came from one before" in warning
+
+
 def test_check_names_the_url_and_the_command(run_app) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()

@@ -50,7 +50,7 @@ def test_the_server_is_asked_in_that_name(run_app) -> None:
     assert server.asked == ["Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()]
 
 
-@pytest.mark.parametrize("answer", [Response("no", 403), Response("down", 500), Response("<html>")])
+@pytest.mark.parametrize("answer", [Response("no", 403), Response("down", 502), Response("<html>")])
 def test_no_error_or_log_line_shows_them(run_app, answer: Response, caplog: pytest.LogCaptureFixture) -> None:
     url = run_app(Guarded(answer).app)
     with caplog.at_level(logging.DEBUG), pytest.raises(RetrieverError) as caught:
@@ -59,7 +59,7 @@ def test_no_error_or_log_line_shows_them(run_app, answer: Response, caplog: pyte
     assert f"http://***@{host}/retrieve" in str(caught.value)
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("search_r1")]
     assert SECRET not in str(caught.value) and not any(SECRET in line for line in ours)
-    assert bool(ours) == (answer.status_code == 500)  # the pause that the circuit breaker gives
+    assert bool(ours) == (answer.status_code == 502)  # the pause that the circuit breaker gives
 
 
 @pytest.mark.parametrize("scheme", ["http", "ftp"])

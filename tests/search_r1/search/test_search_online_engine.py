@@ -340,7 +340,7 @@ def test_a_key_from_a_file(run_app, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("serper", {"timeout_s": 0.0}, "timeout_s is 0.0"),
         ("serper", {"per_second": -1.0}, "per_second is -1.0"),
         ("serper", {"deadline_s": float("nan")}, "deadline_s is nan"),
-        ("serper", {"cache_mode": "on"}, "it is one of off, record, replay"),
+        ("serper", {"cache_mode": "on"}, "it is one of off, memory, record, replay"),
         ("serper", {"cache_mode": "record"}, "go together"),
         ("serper", {"cache_path": "x"}, "go together"),
         ("serper", {"endpoint": "example.org"}, "not an http"),

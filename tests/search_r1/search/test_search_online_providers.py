@@ -252,28 +252,33 @@ class Clock:
 def test_the_token_bucket_keeps_the_rate_and_saves_a_second() -> None:
     clock = Clock()
     limit = RateLimit(4.0, clock)  # a token every 0.25 s, four saved up
-    assert [limit.reserve(60) for _ in range(7)] == [0, 0, 0, 0, 0.25, 0.5, 0.75]
+    assert [limit.due_s(num_before) for num_before in range(7)] == [0, 0, 0, 0, 0.25, 0.5, 0.75]
+    assert [_taken(limit) for _ in range(7)] == [0, 0, 0, 0, 0.25, 0.5, 0.75]
     clock.now += 0.75  # 0.75 s later the seventh is due, the next a quarter later
-    assert limit.reserve(60) == 0.25
+    assert _taken(limit) == 0.25
     clock.now += 100.0
-    assert [limit.reserve(60) for _ in range(5)] == [0, 0, 0, 0, 0.25]
+    assert [_taken(limit) for _ in range(5)] == [0, 0, 0, 0, 0.25]
 
 
 def test_a_slow_rate_saves_one_token() -> None:
     clock = Clock()
     limit = RateLimit(0.5, clock)
-    assert [limit.reserve(60) for _ in range(3)] == [0, 2, 4]
+    assert [_taken(limit) for _ in range(3)] == [0, 2, 4]
     clock.now += 50.0
-    assert [limit.reserve(60) for _ in range(2)] == [0, 2]
+    assert [_taken(limit) for _ in range(2)] == [0, 2]
 
 
-def test_a_token_that_comes_too_late_is_not_taken_and_a_pause_moves_all() -> None:
+def test_a_pause_moves_all_tokens() -> None:
     clock = Clock()
     limit = RateLimit(1.0, clock)
-    assert limit.reserve(5) == 0
-    assert limit.reserve(0.5) is None
-    assert limit.reserve(5) == 1.0
+    assert [_taken(limit) for _ in range(2)] == [0, 1]
     limit.pause(10.0)
-    assert limit.reserve(5) is None
-    assert limit.reserve(20) == 10.0
-    assert limit.reserve(20) == 11.0
+    assert limit.due_s() == 10.0 and limit.due_s(num_before=3) == 13.0
+    assert [_taken(limit) for _ in range(2)] == [10, 11]
+
+
+def _taken(limit: RateLimit) -> float:
+    """Seconds until the token that is taken now is due."""
+    due_s = limit.due_s()
+    limit.take()
+    return due_s

@@ -53,10 +53,11 @@ def test_an_engine_is_served_and_its_failures_have_their_status(run_app, serve, 
     server = serve(
         *("--retriever_name", "serper", "--online_endpoint", f"{run_app(engine.app)}/engine", "--topk", "2"),
         *("--online_key_file", str(key_file), "--online_deny_file", str(deny)),
-        *("--online_field", "gl=us", "--online_field", "page:=2"),
+        *("--online_field", "gl=us", "--online_field", "page:=2", "--online_cache_mode", "off"),
     )
     health = requests.get(f"{server}/healthz", timeout=120).json()
-    assert health == {"status": "ok", "retriever": "serper", "corpus_size": None, "topk": 2}
+    version = health.pop("index_version")
+    assert health == {"status": "ok", "retriever": "serper", "corpus_size": None, "topk": 2} and len(version) == 16
     lune = [_hit("serper", "a.org", "lune", 1.0), _hit("serper", "b.org", "lune", 1 / 3)]
     assert _post(server, "lune", topk=1, return_scores=False).json() == {"result": [[lune[0]["document"]]]}
     assert _post(server, "lune", "nothing", "").json() == {"result": [lune, [], []]}
@@ -74,8 +75,9 @@ def test_an_engine_is_served_and_its_failures_have_their_status(run_app, serve, 
     assert unavailable.status_code == 503 and unavailable.headers["Retry-After"] == "1"
     assert "HTTP 429: used up" in unavailable.json()["detail"] and len(engine.asked) == asked + 1
     metrics = requests.get(f"{server}/metrics", timeout=120).text
-    assert 'retrieval_requests_total{route="/retrieve",status="424"} 4.0' in metrics
-    assert "retrieval_errors_total 5.0" in metrics
+    assert 'retrieval_requests_total{route="/retrieve",status="424"} 2.0' in metrics
+    assert "retrieval_errors_total 3.0" in metrics
+    assert "retrieval_failed_queries_total 1.0" in metrics
 
 
 async def _search_both(server: str, bad: str, good: str) -> tuple[int, str]:

@@ -328,7 +328,7 @@ def test_a_pair_without_a_finite_score_fails_its_request_alone(model_dir: Path, 
         reranker.close()
         return answers
 
-    failed, answered = asyncio.run(both())
+    (failed,), answered = asyncio.run(both())
     assert len(gated.batches) == 1, "they shared a batch"
     assert isinstance(failed, SearchFailed) and "scored a passage with nan" in str(failed)
     ((hit,),) = answered
@@ -513,7 +513,9 @@ def test_the_two_programs(serve, tmp_path: Path, corpus: Corpus, model_dir: Path
         rerank_url, search_url = alone.result(), behind.result()
     for url in (rerank_url, search_url):
         wait_until(lambda url=url: requests.get(f"{url}/readyz", timeout=PATIENCE_S).status_code == 200)
-    assert requests.get(f"{rerank_url}/healthz").json() == {
+    health = requests.get(f"{rerank_url}/healthz").json()
+    assert len(health.pop("index_version")) == 16
+    assert health == {
         "status": "ok",
         "retriever": str(model_dir),
         "corpus_size": None,

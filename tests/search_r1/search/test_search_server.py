@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,9 +96,43 @@ def test_bodies_that_are_no_json_or_too_large(small_server: str) -> None:
     assert reply.status_code == 413 and "send less at once" in reply.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "told"),
+    [
+        ("/retrieve", {"queries": ["Morn"], "top_k": 5}, 'top_k: unknown field; the nearest of .* is "topk"'),
+        ("/retrieve", {"query": "Morn", "return_score": True}, 'return_score: .* is "return_scores"'),
+        ("/retrieve", {"quries": ["Morn"]}, 'quries: .* is "queries"'),
+        ("/search", {"query": "Morn", "topn": 5}, 'topn: .*query, top_n, return_score is "top_n"'),
+        ("/batch_search", {"query": ["Morn"], "return_scores": True}, 'return_scores: .* is "return_score"'),
+    ],
+)
+def test_an_unknown_field_is_refused_by_the_name_of_the_nearest(
+    small_server: str, route: str, body: dict, told: str
+) -> None:
+    reply = requests.post(small_server + route, json=body, timeout=60)
+    assert reply.status_code == 422 and re.search(told, reply.json()["detail"]), reply.text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/retrieve", {"queries": ["Morn"], "topk": 3, "return_scores": True}),  # Search-R1, verl, slime, ASearcher
+        ("/retrieve", {"query": "Morn", "topk": 3, "return_scores": True}),  # SkyRL
+        ("/search", {"query": "Morn", "top_n": 10, "return_score": False}),  # FlashRAG, ReCall
+        ("/batch_search", {"query": ["Morn"], "top_n": 5}),  # ReSearch
+    ],
+)
+def test_the_requests_of_published_clients_are_taken(small_server: str, route: str, body: dict) -> None:
+    assert requests.post(small_server + route, json=body, timeout=60).status_code == 200
+
+
 def test_health_says_what_is_served(small_server: str) -> None:
     reply = requests.get(f"{small_server}/healthz", timeout=60)
-    assert reply.json() == {"status": "ok", "retriever": "bm25", "corpus_size": 5, "topk": 2}
+    served = {"retriever": "bm25", "corpus_size": 5, "topk": 2, "index_version": reply.json()["index_version"]}
+    assert reply.json() == {"status": "ok"} | served
+    info = requests.get(f"{small_server}/info", timeout=60).json()
+    limits = {"queries": 4096, "query_chars": 32768, "topk": 100, "body_bytes": 32 << 20}
+    assert info == served | {"batch_size": None, "limits": limits}
 
 
 def test_the_schema_of_the_request_is_published(small_server: str) -> None:

@@ -181,7 +181,7 @@ def test_metrics_count_requests_by_route_and_status(run_app, corpus_file: Path) 
 
 def test_the_documents_of_the_api_name_all_routes(small_server: str) -> None:
     paths = requests.get(f"{small_server}/openapi.json", timeout=PATIENCE_S).json()["paths"]
-    routes = {"/retrieve", "/search", "/batch_search", "/health", "/healthz", "/readyz", "/metrics"}
+    routes = {"/retrieve", "/search", "/batch_search", "/health", "/healthz", "/readyz", "/metrics", "/info"}
     assert routes <= set(paths)
     assert {"200", "422", "503", "504"} <= set(paths["/batch_search"]["post"]["responses"])
     assert requests.get(f"{small_server}/docs", timeout=PATIENCE_S).status_code == 200

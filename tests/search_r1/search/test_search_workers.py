@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from e2e_world import free_port
 from search_scheduling import PATIENCE_S, wait_until
 
 from search_r1.search import errors
-from search_r1.search.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
+from search_r1.search.errors import OnlineBusy, SearchError, SearchFailed, ServerError, ServiceUnavailable
 from search_r1.search.server_process import bind
 from search_r1.search.source import EncodedHit
 from search_r1.search.workers.link import Link
@@ -31,11 +32,11 @@ from search_r1.search.workers.messages import (
     ASK,
     CANCEL,
     HEADER,
-    pack_answers,
     pack_error,
+    pack_outcomes,
     pack_queries,
-    unpack_answers,
     unpack_error,
+    unpack_outcomes,
     unpack_queries,
 )
 from search_r1.search.workers.owner_link import Offer, OwnerLink
@@ -426,10 +427,20 @@ def test_a_shared_address_is_shared_only_by_its_own_sockets(chosen_by_kernel: bo
 
 def test_queries_and_answers_arrive_as_they_were() -> None:
     queries = ["", "Morn", "東京 \ud800", "a\nb" * 1000]
-    assert unpack_queries(memoryview(b"".join(pack_queries(queries, 100)))) == (queries, 100)
+    for wait_s in (0.25, math.inf):
+        assert unpack_queries(memoryview(b"".join(pack_queries(queries, 100, wait_s)))) == (queries, 100, wait_s)
     answers = [(EncodedHit(b'{"id": "1"}', 1.5), EncodedHit(b"", -0.1)), (), (EncodedHit("é".encode(), 1e-300),)]
     for some in ([], [()], answers):
-        assert unpack_answers(memoryview(b"".join(pack_answers(some)))) == some
+        assert unpack_outcomes(memoryview(b"".join(pack_outcomes(some)))) == some
+
+
+def test_the_errors_of_single_queries_arrive_between_the_answers() -> None:
+    answer = (EncodedHit(b'{"id": "1"}', 1.5),)
+    packed = pack_outcomes([SearchFailed("why"), answer, OnlineBusy("later", 2.5), ()])
+    failed, answered, busy, nothing = unpack_outcomes(memoryview(b"".join(packed)))
+    assert (answered, nothing) == (answer, ())
+    assert type(failed) is SearchFailed and str(failed) == "why"
+    assert isinstance(busy, OnlineBusy) and (str(busy), busy.retry_after_s) == ("later", 2.5)
 
 
 _KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind is not ServiceUnavailable]
@@ -466,7 +477,7 @@ def test_a_question_that_is_cancelled_as_it_arrives_leaves_nothing_behind() -> N
         raise AssertionError("it was asked")
 
     async def both() -> None:
-        owner, question = OwnerLink(Offer(never, never, never)), b"".join(pack_queries(["q"], 1))
+        owner, question = OwnerLink(Offer(never, never, never)), b"".join(pack_queries(["q"], 1, math.inf))
         owner.link.data_received(HEADER.pack(len(question), ASK, 7) + question + HEADER.pack(0, CANCEL, 7))
         assert list(owner._running) == [7]
         await asyncio.wait(owner._running.values())
