@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -235,10 +236,11 @@ def test_the_answer_to_a_client_that_has_gone_is_kept_for_its_retry(online) -> N
     engine = Engine("serper")
     engine.door.clear()
     url = online(engine)
-    with pytest.raises(requests.Timeout):
-        requests.post(f"{url}/retrieve", json={"query": "late"}, timeout=(60, 0.5))
+    body, port = b'{"query": "late"}', int(url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: engine.running == 1)
     wait_until(lambda: "retrieval_gone_total 1.0" in requests.get(f"{url}/metrics", timeout=60).text)
-    assert engine.running == 1
     engine.door.set()
     assert requests.post(f"{url}/retrieve", json={"query": "late"}, timeout=60).json()["result"][0]
     assert engine.asked == ["late"]
