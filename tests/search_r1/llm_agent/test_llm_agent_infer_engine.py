@@ -6,6 +6,7 @@ observation in another layout than that of training would give another output.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,5 +33,5 @@ def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> Non
     )
     assert done.stdout.count(expected) == 2
     assert done.stdout.startswith("Question: ") and "empty to leave" not in done.stdout + done.stderr
-    told = [line.partition("] ")[2] for line in done.stderr.splitlines() if line.startswith("[")]
+    told = re.findall(r"^\[ *\d+ s\] (.*)$", done.stderr, re.MULTILINE)
     assert f"loading the model {policy_folder}" in told and told[-1].startswith("the engine is ready, after ")
