@@ -55,7 +55,8 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
         path = args.local_dir / f"{split}.parquet"
         counts = builder.write(path, of_split, split, _contexts(args, split, recipe))
         written.append(path)
-        parts = (f"{count} of {one.data_source} {one.split}" for one, count in zip(of_split, counts, strict=True))
+        pairs = zip(of_split, counts, strict=True)
+        parts = (f"{count} of {source.data_source} from {source.path.name}" for source, count in pairs)
         print(f"{path}: {sum(counts)} prompts ({', '.join(parts)})")
     for message in builder.bad_rows.listed:
         print(f"left out: {message}", file=sys.stderr)

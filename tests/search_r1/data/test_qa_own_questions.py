@@ -79,7 +79,7 @@ def test_own_questions_are_trained_on_and_evaluated(
     path = tmp_path / name
     write(path)
     assert run_script(TRAIN_MERGE, "--data_sources", f"mine={path}", "--local_dir", tmp_path / "out") == 0
-    assert f"{tmp_path}/out/train.parquet: 3 prompts (3 of mine own)" in capsys.readouterr().out
+    assert f"{tmp_path}/out/train.parquet: 3 prompts (3 of mine from {name})" in capsys.readouterr().out
     made = tmp_path / "out/train.parquet"
     source = PromptSource(str(made), byte_tokenizer, max_start_length=2048, shuffle=False)
     assert [prompt.data_source for prompt in source.all()] == ["mine"] * 3
@@ -215,7 +215,7 @@ def test_other_sets_come_from_the_hub(tmp_path: Path) -> None:
         done = process("web_questions,squad", hub.url)
         assert done.returncode == 0, done.stderr
         wrong = process("web_question", hub.url)
-    assert "4 prompts (2 of web_questions test, 2 of squad dev)" in done.stdout
+    assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in done.stdout
     assert [found.key for found in load_questions([str(tmp_path / "o/test.parquet")], None)] == [
         *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1"),
     ]

@@ -119,9 +119,11 @@ def test_merge_for_tests_takes_test_then_dev_then_train(folder: Path, capsys: py
         "test",
     ]
     assert {row["extra_info"]["split"] for row in rows} == {"test"}
-    assert "6 prompts (2 of nq test, 2 of hotpotqa dev, 1 of strategyqa train, 1 of bamboogle test)" in (
-        capsys.readouterr().out
-    )
+    parts = [
+        *("2 of nq from test.jsonl", "2 of hotpotqa from dev.jsonl", "1 of strategyqa from train.jsonl"),
+        "1 of bamboogle from Bamboogle Prerelease - Sheet1.csv",
+    ]
+    assert f"6 prompts ({', '.join(parts)})" in capsys.readouterr().out
 
 
 def test_limit_is_for_each_set(folder: Path) -> None:
