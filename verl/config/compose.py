@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.convert import build
-from verl.config.keys import is_known, leaves, sections, unknown_key
+from verl.config.foreign import unknown_key
+from verl.config.keys import is_known, leaves, sections
 from verl.errors import ConfigError
 from verl.tracking.secrets import mask_secrets
 

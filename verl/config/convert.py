@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from verl.config.keys import join, type_name, unknown_key
+from verl.config.foreign import unknown_key
+from verl.config.keys import join, type_name
 from verl.errors import ConfigError
 
 T = TypeVar("T")

@@ -75,25 +75,24 @@ def is_known(cls: type, path: str) -> bool:
 
 
 def nearest(cls: type, path: str) -> str | None:
-    """The setting that `path` most likely meant: it is its end, or is spelt like it, or has a last name like it."""
+    """The setting that `path` most likely meant: it is its end, or its name is spelt like it in a like place."""
     known = list(leaves(cls))
     ends = [k for k in known if k.endswith(f".{path}")]
     if ends:
         return ends[0]
-    similar = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-    if similar:
-        return similar[0]
-    last = path.rpartition(".")[2]
-    names = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in known}, n=1, cutoff=0.75)
-    same_name = [k for k in known if names and k.rpartition(".")[2] == names[0]]
-    return max(same_name, key=lambda k: difflib.SequenceMatcher(None, path, k).ratio(), default=None)
+    # The names themselves have to be alike: between two keys of one long section half of the letters are the section's.
+    close = [k for k in known if _likeness(_name(path), _name(k)) >= 0.75]
+    if "." in path:
+        close = [k for k in close if _likeness(path, k) >= 0.6]
+    return max(close, key=lambda k: (_likeness(_name(path), _name(k)), _likeness(path, k)), default=None)
 
 
-def unknown_key(cls: type, path: str) -> str:
-    """The message for a key that does not exist."""
-    guess = nearest(cls, path)
-    hint = f"did you mean '{guess}'?" if guess else "--help lists all keys."
-    return f"unknown key '{path}': {hint}"
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def type_name(annotation: Any) -> str:
