@@ -130,6 +130,20 @@ def test_two_workers_and_two_engines_do_the_same(
     one, two = (metrics_by_step(folder)[1] for folder in (run_dir, other))
     assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4) and one["actor/grad_norm"] > 1e-4
     assert two["actor/entropy_loss"] == pytest.approx(one["actor/entropy_loss"], rel=1e-5)
+    assert_tokens_of_ranks(one, paths[0], 1)
+    assert_tokens_of_ranks(two, paths[1], 2)
+
+
+def assert_tokens_of_ranks(metrics: dict[str, float], stored: Path, num_ranks: int) -> None:
+    """`global_seqlen/*` of a batch dealt out in order, and balanced: no rank is ahead by more than one row."""
+    lengths = [len(row["ids"]) for row in read_trajectories(stored, ["ids"])]
+    share = len(lengths) // num_ranks
+    dealt = [sum(lengths[rank * share : (rank + 1) * share]) for rank in range(num_ranks)]
+    names = ("min", "max", "minmax_diff", "mean")
+    found = [metrics[f"global_seqlen/{name}"] for name in names]
+    assert found == [min(dealt), max(dealt), max(dealt) - min(dealt), sum(lengths) / num_ranks]
+    low, high = (metrics[f"global_seqlen/balanced_{name}"] for name in ("min", "max"))
+    assert low <= found[3] <= high and high - low <= max(lengths)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
@@ -151,23 +165,45 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(
-    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def guarded(
+    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The same run with a guard whose limit lies between the gradient's norm at its second and at its third step."""
     norm = {step: row["actor/grad_norm"] for step, row in metrics_by_step(run_dir).items() if step}
     assert max(norm[1], norm[2]) < norm[3]
-    guard = ("action=rollback", "patience=1", f"max_grad_norm={(norm[2] + norm[3]) / 2}")
-    settings = (f"trainer.collapse_guard.{setting}" for setting in guard)
+    limit = (norm[2] + norm[3]) / 2
+    folder = tmp_path_factory.mktemp("guarded")
+    return train(tinywiki, policy, tinywiki_url, folder, *guard(limit), "trainer.logger=[console]")
+
+
+def guard(limit: float) -> tuple[str, ...]:
+    settings = ("action=rollback", "patience=1", f"max_grad_norm={limit}")
     steps = ("trainer.total_training_steps=4", "trainer.save_freq=1", "+trainer.val_before_train=false")
+    return (*(f"trainer.collapse_guard.{setting}" for setting in settings), *steps)
+
+
+def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(run_dir: Path, guarded: Path) -> None:
+    norm, found = metrics_by_step(run_dir)[3]["actor/grad_norm"], metrics_by_step(guarded)
     # With a constant rate the third step is the one it was in the run of three.
-    folder = train(tinywiki, policy, tinywiki_url, tmp_path / "guarded", *settings, *steps, "trainer.logger=[console]")
-    found = metrics_by_step(folder)
-    assert found[3]["actor/grad_norm"] == pytest.approx(norm[3], rel=1e-3)
+    assert found[3]["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert found[4]["actor/lr"] == pytest.approx(0.5 * found[3]["actor/lr"])
     # The weights of step 3 sampled the bad step, so step 1 is the last good one, and step 4 goes on from there.
-    step_1, step_3, step_4 = (weights(folder, step) for step in (1, 3, 4))
-    assert (step_4 - step_1).norm() < (step_3 - step_1).norm()
+    step_1, step_2, step_3, step_4 = (weights(guarded, step) for step in (1, 2, 3, 4))
+    assert torch.equal(step_3, step_1) and not torch.equal(step_2, step_1), "step 3 is saved as it goes on"
+    assert (step_4 - step_1).norm() > 0
+
+
+def test_after_a_rollback_a_killed_run_goes_on_from_where_it_went_back_to(
+    guarded: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+) -> None:
+    """From the state of the step that went back, in another folder: the next step is the same to the last bit."""
+    state = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={guarded / 'actor' / 'global_step_3'}")
+    folder = train(tinywiki, policy, tinywiki_url, tmp_path / "on", *guard(1e9), *state, "trainer.logger=[]")
+    resumed, straight = metrics_by_step(folder), metrics_by_step(guarded)
+    names = ("actor/lr", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+    assert [resumed[4][name] for name in names] == [straight[4][name] for name in names]
+    assert torch.equal(weights(folder, 4), weights(guarded, 4))
 
 
 def weights(folder: Path, step: int) -> torch.Tensor:

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves and loads the roles of a run together. `steps` are those saved, oldest first.
 
-    Of states and models together `max_to_keep` are kept (None: all), and the one of the best validation besides.
+    Of states and models together `max_to_keep` are kept (None: all), and the one of the best validation besides. What
+    was saved between a good step and the rollback to it is `abandoned`: it is neither counted nor the best, and goes as
+    soon as there is a state from after the rollback (with `max_to_keep` None it stays on the disk).
     """
 
     def __init__(
@@ -41,8 +43,14 @@ class Checkpoints:
         self.actor = actor
         self.critic = critic
         self.steps: list[int] = []
-        self.best: tuple[float, int] | None = None  # validation score, step
-        self._writing: tuple[Path, Path] | None = None  # temporary and final name
+        self.scores: dict[int, float] = {}  # validation scores by saved step
+        self.abandoned: list[int] = []
+        self._writing: tuple[int, Path] | None = None  # step, and temporary name of its state
+
+    @property
+    def best(self) -> int | None:
+        """The saved step with the highest validation score, of equals the latest."""
+        return max(self.scores, key=lambda step: (self.scores[step], step), default=None)
 
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
@@ -52,21 +60,22 @@ class Checkpoints:
         if self.critic is not None:
             self.critic.save(self.path("critic", step))
         self.steps.append(step)
+        self.abandoned = [other for other in self.abandoned if other != step]
 
     def save_state(self, step: int, progress: dict[str, Any], score: float | None) -> None:
         """All that `resume` needs, and `progress` with it; written in the background.
 
-        `score` is the validation's, if the step had one. Raises CheckpointError, also when the state before this one
-        could not be written.
+        `score` is the validation's of the saved weights, if they had one. Raises CheckpointError, also when the state
+        before this one could not be written.
         """
         self.settle(wait=True)
-        if score is not None and (self.best is None or score >= self.best[0]):
-            self.best = (score, step)
+        if score is not None:
+            self.scores[step] = score
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
         for role, group in self._groups().items():
             group.start_saving_state(temporary / role)
-        self._writing = (temporary, target)
+        self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
         """Give a state that is on the disk its name, and remove what is too old.
@@ -76,17 +85,17 @@ class Checkpoints:
         """
         if self._writing is None:
             return
-        temporary, target = self._writing
+        step, temporary = self._writing
         if not wait and not all(group.state_is_saved() for group in self._groups().values()):
             return
         try:
-            saved_state.finish(temporary, target, self._written(timeout_s))
+            saved_state.finish(temporary, saved_state.state_path(self.run_dir, step), self._written(timeout_s))
         except VerlError:
             self._writing = None
             saved_state.discard(temporary)
             raise
         self._writing = None
-        self._rotate()
+        self._rotate(step)
 
     def _written(self, timeout_s: float | None) -> Digests:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -104,33 +113,44 @@ class Checkpoints:
             group.load_state(path / role)
         progress = saved_state.read_progress(path)
         self.steps = [step for step in progress["saved"] if self.path("actor", step).is_dir()]
-        self.best = tuple(progress["best"]) if progress.get("best") else None
+        self.scores = {step: score for step, score in progress.get("scores", []) if step in self.steps}
+        self.abandoned = progress.get("abandoned", [])
         return progress
 
     def load(self, step: int) -> None:
-        """Put the weights of a saved step back; optimizers start anew. What was saved later counts no more."""
+        """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
         self.actor.load(self.path("actor", step))
         if self.with_anchor:
             self.actor.load(self.path("ref", step), of="anchor")
         if self.critic is not None:
             self.critic.load(self.path("critic", step))
+        self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
+        self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
 
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"
 
     def _own_progress(self, step: int) -> dict[str, Any]:
-        return {"step": step, "saved": self.steps, "best": self.best}
+        known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
+        return {"step": step, "best": self.best} | known
 
     def _groups(self) -> dict[str, ActorGroup | CriticGroup]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
-    def _rotate(self) -> None:
+    def _rotate(self, step: int) -> None:
+        """Remove what is too old now that the state of `step` is on the disk; a later one may be none yet."""
         if self.max_to_keep is None:
             return
-        kept = set(self.steps[-self.max_to_keep :]) | ({self.best[1]} if self.best else set())
-        for step in self.steps:
-            if step not in kept:
-                for role in ("actor", "critic", "ref", saved_state.FOLDER):
-                    shutil.rmtree(self.path(role, step), ignore_errors=True)
-        self.steps = [step for step in self.steps if step in kept]
+        whole = [saved for saved in self.steps if saved <= step]
+        kept = {*whole[-self.max_to_keep :], self.best}
+        self._remove([saved for saved in whole if saved not in kept])
+        self._remove([saved for saved in self.abandoned if saved < step])
+
+    def _remove(self, steps: list[int]) -> None:
+        for step in steps:
+            for role in ("actor", "critic", "ref", saved_state.FOLDER):
+                shutil.rmtree(self.path(role, step), ignore_errors=True)
+            self.scores.pop(step, None)
+        self.steps = [step for step in self.steps if step not in steps]
+        self.abandoned = [step for step in self.abandoned if step not in steps]

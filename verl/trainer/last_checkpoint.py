@@ -60,7 +60,7 @@ def _best_step(run_dir: Path) -> int | None:
             best = saved_state.read_progress(state).get("best")
         except (OSError, json.JSONDecodeError):
             continue  # a damaged state: the one before it knows
-        return int(best[1]) if best else None
+        return None if best is None else int(best)
     return None
 
 

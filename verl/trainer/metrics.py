@@ -34,7 +34,8 @@ def step_metrics(
 
     `trajectories`: everything sampled in the step, failed ones included. `batch`: what was trained (None: nothing);
     `advantages`, `returns`, `values`, `rewards` (each [T], reward after the KL penalty) are read where present.
-    `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each worker after balancing.
+    `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each data-parallel rank
+    (None: unknown, and no `global_seqlen/*`).
     `max_prompt_length` (tokens) adds `prompt_length/clip_ratio`, the share of prompts at that length.
 
     Raises ValueError for a finished trajectory without a reward.
@@ -43,7 +44,9 @@ def step_metrics(
     metrics |= length_metrics(trajectories, max_prompt_length)
     metrics |= _spread("critic/score", _scores(trajectories)) | component_metrics(trajectories, "reward")
     if batch is not None and len(batch) > 0:
-        metrics |= batch_metrics(batch) | balance_metrics(batch.lengths_B.tolist(), partitions)
+        metrics |= batch_metrics(batch)
+        if partitions is not None:
+            metrics |= balance_metrics(batch.lengths_B.tolist(), partitions)
     return metrics | timing_metrics(seconds or {}, trajectories, batch)
 
 
@@ -118,21 +121,20 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def balance_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]] | None = None) -> dict[str, float]:
-    """`global_seqlen/*`: tokens per worker before balancing (rows dealt out in order) and after it (`partitions`).
+def balance_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> dict[str, float]:
+    """`global_seqlen/*`: tokens per rank before balancing (rows dealt out in order) and after it (`partitions`).
 
-    `mean` is the tokens of a worker if all had the same. Without `partitions` one worker has every row.
+    `mean` is the tokens of a rank if all had the same.
     """
-    parts = partitions or [range(len(lengths))]
-    after = [sum(lengths[row] for row in part) for part in parts]
-    before = [sum(chunk.tolist()) for chunk in torch.tensor(lengths).tensor_split(len(parts))]
+    after = [sum(lengths[row] for row in part) for part in partitions]
+    before = [sum(chunk.tolist()) for chunk in torch.tensor(lengths).tensor_split(len(partitions))]
     return {
         "global_seqlen/min": float(min(before)),
         "global_seqlen/max": float(max(before)),
         "global_seqlen/minmax_diff": float(max(before) - min(before)),
         "global_seqlen/balanced_min": float(min(after)),
         "global_seqlen/balanced_max": float(max(after)),
-        "global_seqlen/mean": sum(lengths) / len(parts),
+        "global_seqlen/mean": sum(lengths) / len(partitions),
     }
 
 

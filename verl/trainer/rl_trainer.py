@@ -17,6 +17,7 @@ from verl.config import Config
 from verl.config.validate import has_kl_in_reward
 from verl.data.prompts import PromptSource
 from verl.determinism import random_state, seed_everything, set_random_state
+from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
@@ -90,24 +91,36 @@ class RLTrainer:
             self._log(self._validate(self.steps_done) | self._test(self.steps_done), self.steps_done)
         for step in range(self.steps_done + 1, 1 if trainer.val_only else self.total_steps + 1):
             last = step == self.total_steps
-            save = last or _due(trainer.save_freq, step)
             with self.timer("step"), self._told_if_first(step):
                 metrics = self._train_step(step)
             if last or _due(trainer.test_freq, step):
                 metrics |= self._validate(step)
             if _due(trainer.eval_ref_policy_freq, step):
                 metrics |= self._validate_anchor(step)
+            # Before anything is saved: a checkpoint has the weights that the run goes on with, and their score.
+            went_back = self._watch(metrics, step)
+            score = None if went_back else metrics.get(SCORE)
+            save = last or went_back or _due(trainer.save_freq, step)
             if save:
                 with self.timer("save_checkpoint"):
                     self.checkpoints.save(step)
             if last:
                 metrics |= self._test(step)
             self._log(metrics, step)
-            if self.recovery.watch(metrics, step) is not None:
-                self._sync(step)
             if save:
-                self.checkpoints.save_state(step, self._progress(), metrics.get(SCORE))
+                self.checkpoints.save_state(step, self._progress(), score)
             self.checkpoints.settle(wait=last)
+
+    def _watch(self, metrics: dict[str, float], step: int) -> bool:
+        """Whether the collapse guard put earlier weights back. Where it ends the run, the step is logged first."""
+        try:
+            went_back = self.recovery.watch(metrics, step) is not None
+        except TrainingCollapsed:
+            self._log(metrics, step)
+            raise
+        if went_back:
+            self._sync(step)
+        return went_back
 
     def _told_if_first(self, step: int) -> AbstractContextManager[None]:
         return phase(f"step {step} of {self.total_steps}") if step == self.steps_done + 1 else nullcontext()
@@ -152,8 +165,13 @@ class RLTrainer:
             metrics |= self._follow_anchor(step)
         self._sync(step)
         self._store(collected.sampled, "train", step)
-        longest = config.data.max_start_length
-        metrics |= step_metrics(collected.sampled, trained, seconds=timed.seconds, max_prompt_length=longest)
+        metrics |= step_metrics(
+            collected.sampled,
+            trained,
+            seconds=timed.seconds,
+            partitions=split_rows(trained.lengths_B, self.pool.world_size),
+            max_prompt_length=config.data.max_start_length,
+        )
         return metrics | health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
 
     def _sync(self, step: int) -> None:
@@ -221,7 +239,7 @@ class RLTrainer:
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
-            pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device)
+            self.pool = pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device)
             self._undo.append(pool.release)
             pool.reserve(trainer.step_timeout_s)
             self.rollouts = RolloutManager(config, pool)

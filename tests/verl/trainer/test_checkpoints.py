@@ -1,4 +1,6 @@
-"""States of real workers, an actor with its anchor and a critic: on a disk that fills up, and damaged afterwards."""
+"""States of real workers, an actor with its anchor and a critic: on a disk that fills up, damaged afterwards, and
+through a rollback.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from small_disk import small_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.config import load_config
+from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import CheckpointError
 from verl.single_controller import ResourcePool
 from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint
+from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
 
@@ -163,3 +171,76 @@ def test_a_disk_that_is_full_while_a_state_is_written(roles: Roles, tmp_path: Pa
         checkpoints.save_state(2, PROGRESS, None)
         checkpoints.settle(wait=True)
         assert chosen(disk.path) == saved_state.state_path(disk.path, 2)
+
+
+@pytest.fixture(scope="module")
+def collapsed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that the policy may turn into."""
+    folder = tmp_path_factory.mktemp("collapsed")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder)
+    return folder
+
+
+def saved(checkpoints: Checkpoints, step: int, score: float | None, settle: bool = True) -> None:
+    checkpoints.save(step)
+    checkpoints.save_state(step, PROGRESS, score)
+    if settle:
+        checkpoints.settle(wait=True)
+
+
+def test_a_rollback_while_a_collapsed_state_is_written_and_a_kill_after_it(
+    roles: Roles, collapsed: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Step 2 has collapsed weights and the best score; step 4 notices and goes back to step 1."""
+    roles[0].load(tiny_model_dir)
+    checkpoints = Checkpoints(tmp_path, *roles, with_anchor=True, max_to_keep=2)
+    saved(checkpoints, 1, score=0.4)
+    roles[0].load(collapsed)
+    saved(checkpoints, 2, score=0.9, settle=False)
+    recovery = Recovery(CollapseGuardConfig(action="rollback", patience=2, max_repetition=0.5), checkpoints)
+    assert [recovery.watch({"health/repetition": 0.9}, step) for step in (3, 4)] == [None, 1]
+    saved(checkpoints, 4, score=None)
+
+    roles[0].load(collapsed)
+    resumed = Checkpoints(tmp_path, *roles, with_anchor=True, max_to_keep=2)
+    state = chosen(tmp_path)
+    assert state == saved_state.state_path(tmp_path, 4)
+    resumed.resume(state)
+    resumed.actor.save(tmp_path / "resumed")
+    assert same_weights(tmp_path / "resumed", tmp_path / "actor" / "global_step_1")
+    assert same_weights(last_checkpoint(tmp_path), tmp_path / "actor" / "global_step_1")
+    assert best_checkpoint(tmp_path) == tmp_path / "actor" / "global_step_1"
+    assert resumed.best == checkpoints.best == 1 and resumed.steps == checkpoints.steps == [1, 4]
+    assert not any((tmp_path / folder / "global_step_2").exists() for folder in ("actor", "ref", "critic", "state"))
+
+
+def test_what_was_abandoned_goes_when_a_later_state_is_there_and_not_before(roles: Roles, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, *roles, with_anchor=True, max_to_keep=2)
+    for step in (1, 2):
+        saved(checkpoints, step, score=None)
+    checkpoints.load(1)
+    saved(checkpoints, 3, score=None, settle=False)
+    assert chosen(tmp_path) == saved_state.state_path(tmp_path, 2), "killed here, it would go back once more"
+    checkpoints = Checkpoints(tmp_path, *roles, with_anchor=True, max_to_keep=2)
+    checkpoints.resume(saved_state.state_path(tmp_path, 2))
+    checkpoints.load(1)
+    saved(checkpoints, 3, score=None)
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["global_step_1", "global_step_3"]
+
+
+def test_a_state_is_kept_until_the_next_is_whole(roles: Roles, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, *roles, with_anchor=True, max_to_keep=1)
+    saved(checkpoints, 1, score=None, settle=False)
+    saved(checkpoints, 2, score=None, settle=False)  # gives the state of step 1 its name
+    assert chosen(tmp_path) == saved_state.state_path(tmp_path, 1)
+    checkpoints.settle(wait=True)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["global_step_2"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    tensors, others = (load_file(path / "model.safetensors") for path in (one, other))
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)

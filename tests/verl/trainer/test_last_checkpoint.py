@@ -13,7 +13,7 @@ from verl.trainer import saved_state
 from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint, main
 
 
-def save(run_dir: Path, step: int, best: tuple[float, int] | None = None, roles: tuple[str, ...] = ("actor",)) -> None:
+def save(run_dir: Path, step: int, best: int | None = None, roles: tuple[str, ...] = ("actor",)) -> None:
     for role in roles:
         (run_dir / role / f"global_step_{step}").mkdir(parents=True)
         (run_dir / role / f"global_step_{step}" / "config.json").write_text("{}")
@@ -37,9 +37,9 @@ def test_the_best_is_what_the_newest_readable_state_says(tmp_path: Path) -> None
     save(tmp_path, 10)
     with pytest.raises(DataError, match=r"no validated checkpoint.*trainer\.test_freq"):
         best_checkpoint(tmp_path)
-    save(tmp_path, 20, best=(0.5, 20))
-    save(tmp_path, 30, best=(0.5, 20))
-    save(tmp_path, 40, best=(0.6, 40))
+    save(tmp_path, 20, best=20)
+    save(tmp_path, 30, best=20)
+    save(tmp_path, 40, best=40)
     (saved_state.state_path(tmp_path, 40) / "trainer.json").write_text("{")
     assert best_checkpoint(tmp_path) == tmp_path / "actor" / "global_step_20"
 

@@ -125,6 +125,7 @@ def test_tokens_per_worker_before_and_after_balancing(answered: Trajectory, wand
     assert metrics["global_seqlen/minmax_diff"] == 16
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/balanced_min"] == 24
     assert metrics["global_seqlen/mean"] == 24
+    assert "global_seqlen/mean" not in step_metrics([answered, wandered], batch), "of how many ranks?"
 
 
 def test_time_per_token(answered: Trajectory, wandered: Trajectory, failed: Trajectory, batch: TrainBatch) -> None:
