@@ -2,20 +2,35 @@
 # From nothing to a trained search agent on a CPU laptop: set up, make TinyWiki, warm-start a small policy, train it by
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
 #   bash scripts/quickstart.sh [--long] [--seed N] [--output_dir DIR] [-- key=value ...]
-# --long adds 3-hop questions and trains longer. What follows -- overrides the training config.
+#   --long            3-hop questions too, and longer training
+#   --seed N          other worlds, other draws (0)
+#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, with --long runs/tinywiki_long_seedN)
+#   -- key=value ...  overrides of the training config (docs/configuration.md)
+# On 2 idle cores it takes about 10 minutes, with --long about 15 to 25, and the installation before the first run a few
+# more. Disk: DISK_OF_RUN for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU and, once the
+# packages are there, no network.
+# A folder that holds a run is left alone: go on with it by -- trainer.resume_mode=auto, take another by --output_dir, or
+# have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() { echo "error: $*" >&2; exit 2; }
 
 mode=default seed=0 run_dir=""
 while [[ $# -gt 0 ]]; do
   case "$1" in
+    --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --long) mode=long; shift ;;
-    --seed) seed="$2"; shift 2 ;;
-    --output_dir) run_dir="$2"; shift 2 ;;
+    --seed | --output_dir)
+      [[ -n ${2-} ]] || fail "$1 needs a value; see --help"
+      if [[ $1 == --seed ]]; then seed=$2; else run_dir=$2; fi
+      shift 2
+      ;;
     --) shift; break ;;
-    *) echo "unknown option $1; usage: bash scripts/quickstart.sh [--long] [--seed N] [--output_dir DIR] [-- key=value ...]" >&2; exit 2 ;;
+    *) fail "unknown option $1; see --help (what overrides the training config goes behind --)" ;;
   esac
 done
+[[ $seed =~ ^[0-9]+$ ]] || fail "--seed is '$seed'; it must be a whole number from 0"
 run_dir="${run_dir:-runs/tinywiki_${mode}_seed${seed}}"
 [[ $mode == long ]] && suffix=_long || suffix=""
 started=$SECONDS
@@ -27,12 +42,17 @@ python=.venv/bin/python
 # One thread a role and waiting threads that sleep: the roles share two cores, and spinning threads would fight for them.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
+# Now, not when data and warm start have been made again.
+$python -m verl.trainer.run_folder --config-name "tinywiki$suffix" trainer.default_local_dir="$run_dir/rl" "$@" ||
+  fail "here that is: bash scripts/quickstart.sh -- trainer.resume_mode=auto, --output_dir ANOTHER_FOLDER, or" \
+    "bash scripts/quickstart.sh -- trainer.overwrite=archive (with the other options as they were)"
+
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long}
 
 say "warm start: language modelling, then imitation of a clumsy explorer -> $run_dir/sft"
 $python -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
-  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.seed="$seed"
+  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed"
 policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"

@@ -87,7 +87,8 @@ train() {
   shift
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
   if only_prints "$@" || [[ $TRAINER == verl.trainer.preflight ]]; then exec "${command[@]}"; fi # leaves the log alone
-  # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C.
+  # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
+  # earlier run is added to: this one may go on with it, or be refused.
   export PYTHONUNBUFFERED=1
-  exec "${command[@]}" > >(exec tee -i "$EXPERIMENT_NAME.log") 2>&1
+  exec "${command[@]}" > >(exec tee -ia "$EXPERIMENT_NAME.log") 2>&1
 }

@@ -263,6 +263,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"bash scripts/security\.sh", fetches_tools),
     (r"python -m verl\.trainer\.main_ppo", composes_training),
     (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
+    (r"python -m verl\.trainer\.run_folder", composes_training),
     (r"python -m verl\.trainer\.preflight", composes_preflight),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),

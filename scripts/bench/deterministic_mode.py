@@ -31,7 +31,7 @@ def main() -> int:
     for number in range(args.rounds):
         for side, setting in SIDES.items():
             folder = args.output_dir.resolve() / f"{side}_{number}"
-            own = (setting, f"trainer.default_local_dir={folder}", "trainer.logger=[]")
+            own = (setting, f"trainer.default_local_dir={folder}", "trainer.logger=[]", "trainer.overwrite=archive")
             subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *args.arguments, *own], check=True)
             runs[side].append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     print(f"medians of {args.rounds} runs each, in seconds")

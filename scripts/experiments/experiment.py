@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ import yaml
 from verl.config import Config, load_config, to_yaml
 from verl.config.sft import load_sft_config
 from verl.errors import DataError
+from verl.tracking.changed_settings import NOT_SET, changed_settings
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.tracking.run_data import RunData, load_run
 
@@ -86,6 +87,7 @@ class Run:
             f"trainer.seed={self.world.seed}",
             f"trainer.experiment_name={self.variant.name}_seed{self.world.seed}",
             f"trainer.default_local_dir={self.folder}",
+            "trainer.overwrite=archive",
         ]
 
     @cached_property
@@ -185,16 +187,8 @@ def _mapping(value: Any, keys: set[str], where: str) -> dict[str, Any]:
 
 def _changed(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Keys with another value; a key that only one of the two knows came or went with a version of this project."""
-    before, now = dict(_leaves(saved)), dict(_leaves(wanted))
-    return [key for key in now if key in before and before[key] != now[key] and key not in CHANGES_BY_ITSELF]
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    changes = (change for change in changed_settings(saved, wanted) if NOT_SET not in (change.old, change.new))
+    return [change.key for change in changes if change.key not in CHANGES_BY_ITSELF]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

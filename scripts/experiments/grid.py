@@ -2,8 +2,9 @@
 
 python scripts/experiments/grid.py scripts/experiments/algorithms.yaml [--seeds 3,4,5] [--jobs 2] [--steps N]
 
-Finished runs are kept and the others start anew, so the same command goes on after an interruption. Per seed it makes
-the data and a warm-started policy (once, for all experiments) and keeps one retrieval server.
+Finished runs are kept and the others start anew (what they left goes to archive/ in their folder), so the same command
+goes on after an interruption. Per seed it makes the data and a warm-started policy (once, for all experiments) and
+keeps one retrieval server.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def warm_start(world: World) -> Job:
         f"data.train_files={world.folder}/data/sft.parquet",
         f"model.path={world.folder}/data/policy_init",
         f"trainer.default_local_dir={world.folder}/sft",
+        "trainer.overwrite=archive",
         f"trainer.seed={world.seed}",
     ]
     return Job(f"warm start, seed {world.seed}", [*command, *overrides], world.folder / "sft.log")

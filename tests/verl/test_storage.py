@@ -19,9 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from verl.errors import StorageError
 from verl.storage import append, could_not_write, cut_unfinished_line, whole_file, writing
 from verl.tracking.backend import Backend, Run
-from verl.tracking.jsonl_backend import JsonlBackend, set_aside
+from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.tensorboard_backend import TensorboardBackend
 from verl.tracking.tracker import Tracker
+from verl.trainer.run_folder import archive
 
 KIB = 2**10
 
@@ -129,7 +130,7 @@ def test_a_run_folder_that_cannot_be_made_or_changed(disk: SmallDisk) -> None:
         tracker.log({"loss": 1.0}, 1)
     disk.remount("ro")
     for act in (
-        lambda: set_aside(run_dir),
+        lambda: archive(run_dir),
         lambda: Tracker([], "project", "experiment", run_dir, {}),
         lambda: Tracker([], "project", "experiment", disk.path / "new", {}),
     ):

@@ -9,6 +9,7 @@ from typing import Literal
 from verl.config.compose import load
 from verl.config.fields import section, setting
 from verl.config.model import FsdpConfig, ModelConfig, OptimConfig
+from verl.config.trainer import Overwrite
 
 
 @dataclass
@@ -36,6 +37,11 @@ class SftTrainerConfig:
 
     total_training_steps: int = setting(100, "Optimiser steps.", ge=1)
     default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
+    overwrite: Overwrite = setting(
+        "never",
+        "If the run folder holds an earlier run: never refuses to start, archive first moves everything of it to "
+        "archive/DATE in the folder.",
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda when there is a GPU.")
     seed: int = setting(0, "Seed of the order of rows.", ge=0)
     num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)

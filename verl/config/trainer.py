@@ -9,6 +9,7 @@ from verl.config.collapse_guard import CollapseGuardConfig
 from verl.config.fields import section, setting
 
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
+Overwrite = Literal["never", "archive"]
 
 
 @dataclass
@@ -31,6 +32,11 @@ class TrainerConfig:
         "The run folder: checkpoints, metrics, trajectories, report.",
         path=True,
         shown="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+    )
+    overwrite: Overwrite = setting(
+        "never",
+        "If the run folder holds an earlier run that this one does not resume: never refuses to start, archive first "
+        "moves everything of it to archive/DATE in the folder.",
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate once and stop.")

@@ -208,6 +208,11 @@ def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
+    if trainer.resume_mode == "auto" and trainer.overwrite == "archive":
+        yield (
+            "trainer.resume_mode=auto goes on with the run in the folder and trainer.overwrite=archive moves it away: "
+            "choose one"
+        )
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set it to resume_path"
     if trainer.deterministic and not config.actor_rollout_ref.rollout.seed_per_request:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.storage import append, cut_unfinished_line, writing
+from verl.storage import append, cut_unfinished_line
 from verl.tracking.backend import Run
 
 FILE_NAME = "metrics.jsonl"
@@ -33,18 +33,3 @@ class JsonlBackend:
 
     def finish(self) -> None:
         """Nothing is left to be written."""
-
-
-def set_aside(run_dir: Path) -> None:
-    """Keep the metrics of an earlier run in this folder, as `metrics.1.jsonl`, `metrics.2.jsonl` and so on.
-
-    Raises StorageError.
-    """
-    path = run_dir / FILE_NAME
-    if not path.exists():
-        return
-    number = 1
-    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    with writing(kept):
-        path.rename(kept)

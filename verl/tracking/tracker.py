@@ -46,7 +46,7 @@ class Tracker:
         check_loggers(loggers)
         run = Run(project, experiment, Path(run_dir), mask_secrets(config), total_steps)
         with whole_file(run.run_dir / CONFIG_FILE) as temporary:
-            temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(run.config))), encoding="utf-8")
+            temporary.write_text(settings_text(config), encoding="utf-8")
         self._backends: list[Backend] = [JsonlBackend(run)]
         try:
             for name in dict.fromkeys(loggers):
@@ -74,6 +74,11 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish()
+
+
+def settings_text(config: Mapping[str, Any]) -> str:
+    """What `config.yaml` of a run has: YAML, secrets masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(mask_secrets(config))))
 
 
 def check_loggers(loggers: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from verl.config import check_supported, load_config_from_argv
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
+from verl.trainer.resuming import check_start
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
 
 def run(config: Config) -> None:
     """Check the inputs, start Ray, train, and leave no process behind."""
+    check_start(config.trainer)
+
     with phase("checking prompt files, reward, models and environment"):
         from verl.trainer.preflight import check_inputs
 

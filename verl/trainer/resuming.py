@@ -1,13 +1,20 @@
-"""Which saved state a run goes on from."""
+"""Which saved state a run goes on from, what becomes of an earlier run in its folder, and which settings differ."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
+from verl.config import Config
 from verl.config.trainer import TrainerConfig
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
+from verl.tracking.changed_settings import Change, changed_settings
+from verl.tracking.tracker import CONFIG_FILE, settings_text
 from verl.trainer import saved_state
+from verl.trainer.run_folder import archive, archive_after, check_new_run
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +26,7 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
     run in the same folder would bury the old one.
     """
     if trainer.resume_mode == "resume_path":
-        path = _state_of(Path(trainer.resume_from_path or "").expanduser())
+        path = named_state(trainer)
         saved_state.verify(path)
         return path
     if trainer.resume_mode != "auto":
@@ -31,9 +38,51 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
     if found is None and skipped:
         raise CheckpointError(
             f"no state in {run_dir / saved_state.FOLDER} can be used (the newest: {skipped[0]}); start anew by "
-            "trainer.resume_mode=disable and another trainer.default_local_dir"
+            "trainer.resume_mode=disable with trainer.overwrite=archive or another trainer.default_local_dir"
         )
     return found
+
+
+def check_start(trainer: TrainerConfig) -> None:
+    """Raise ConfigError when the folder holds a run that is neither gone on with nor to be archived; quick.
+
+    Raises CheckpointError for a state that is not there.
+    """
+    run_dir = Path(trainer.default_local_dir)
+    if goes_on(trainer):
+        if trainer.overwrite == "archive":
+            raise ConfigError(
+                "trainer.overwrite=archive would move the state away that trainer.resume_from_path names: leave it out"
+            )
+    elif trainer.resume_mode != "auto":
+        check_new_run(run_dir, trainer.overwrite, resumable=any(saved_state.saved(run_dir)))
+
+
+def prepare_folder(trainer: TrainerConfig) -> None:
+    """Move what would mix with this run into the folder's archive. Raises as `check_start` does, and StorageError."""
+    check_start(trainer)
+    run_dir = Path(trainer.default_local_dir)
+    if not goes_on(trainer):
+        if target := archive(run_dir):
+            log.warning("the run folder held a run with no state to go on from; it was moved to %s", target)
+    elif trainer.resume_mode == "resume_path":
+        step = saved_state.step_of(named_state(trainer))
+        if target := archive_after(run_dir, step):
+            log.warning("what the run saved after step %d was moved to %s", step, target)
+
+
+def settings_since(config: Config) -> list[Change]:
+    """What differs from the settings of the run that is gone on with, by the config.yaml in its folder."""
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "resume_path":
+        run_dir = named_state(trainer).parents[1]
+    elif not goes_on(trainer):
+        return []
+    if not (run_dir / CONFIG_FILE).is_file():
+        return []
+    saved = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    return changed_settings(saved, yaml.safe_load(settings_text(asdict(config))))
 
 
 def goes_on(trainer: TrainerConfig) -> bool:
@@ -42,12 +91,16 @@ def goes_on(trainer: TrainerConfig) -> bool:
         return False
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "resume_path":
-        return _state_of(Path(trainer.resume_from_path or "").expanduser()).parents[1].resolve() == run_dir.resolve()
+        return named_state(trainer).parents[1].resolve() == run_dir.resolve()
     return any(saved_state.saved(run_dir))
 
 
-def _state_of(path: Path) -> Path:
-    """The state of a step, named by its own folder or by the actor's, as published."""
+def named_state(trainer: TrainerConfig) -> Path:
+    """The state that trainer.resume_from_path names, by its own folder or by the actor's, as published.
+
+    Raises CheckpointError when it is not there.
+    """
+    path = Path(trainer.resume_from_path or "").expanduser()
     if path.parent.name in ("actor", "critic", "ref"):
         path = path.parents[1] / saved_state.FOLDER / path.name
     if not path.is_dir():

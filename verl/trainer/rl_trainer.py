@@ -24,7 +24,6 @@ from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
-from verl.tracking.jsonl_backend import set_aside
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
@@ -36,7 +35,7 @@ from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.recovery import Recovery
-from verl.trainer.resuming import goes_on, state_to_resume
+from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
 from verl.trainer.scoring import Scorer
 from verl.trainer.watchdog import Watchdog
@@ -231,8 +230,9 @@ class RLTrainer:
     def _start(self, device: str) -> None:
         config, trainer = self.config, self.config.trainer
         try:
-            if not goes_on(trainer):
-                set_aside(self.run_dir)
+            prepare_folder(trainer)
+            for change in settings_since(config):
+                log.log(logging.INFO if change.harmless else logging.WARNING, "other than before: %s", change)
             offer_stacks()
             watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(tell_stall, self.run_dir))
             self._undo.append(watchdog.stop)

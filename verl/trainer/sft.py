@@ -21,8 +21,10 @@ from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError
-from verl.storage import append, whole_file
+from verl.storage import append, writing
+from verl.tracking.jsonl_backend import FILE_NAME
 from verl.trainer.exit_status import exit_status
+from verl.trainer.run_folder import archive, check_new_run
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: SftConfig) -> Path:
     """Train, save, and return the model's folder. Raises VerlError."""
+    run_dir = Path(config.trainer.default_local_dir)
+    check_new_run(run_dir, config.trainer.overwrite)
     startup.tell("the config is valid")
     with startup.phase("reading the rows"):
         rows = read_rows(config.data.train_files)
@@ -61,7 +65,7 @@ def run(config: SftConfig) -> Path:
         from verl.trainer.preflight.disk import check_folder
         from verl.trainer.preflight.finding import require
 
-    require(check_folder(Path(config.trainer.default_local_dir)))
+    require(check_folder(run_dir))
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -87,10 +91,12 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
         batches = Batches(config, tokenizer, rows)
     run_dir = Path(config.trainer.default_local_dir)
     main_rank = is_main_rank()
-    metrics_path = run_dir / "metrics.jsonl"
+    metrics_path = run_dir / FILE_NAME
     if main_rank:
-        with whole_file(metrics_path) as empty:
-            empty.touch()
+        if target := archive(run_dir):
+            log.warning("the run folder held a run; it was moved to %s", target)
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
     num_steps = config.trainer.total_training_steps
     startup.tell(f"step 1 of {num_steps}; a line every {config.trainer.log_freq} steps")
     bar = tqdm(range(num_steps), desc="sft", disable=not (main_rank and sys.stderr.isatty()))

@@ -16,7 +16,6 @@ from rich.console import Console
 from verl.errors import ConfigError
 from verl.tracking.backend import Run
 from verl.tracking.console_backend import ConsoleBackend, compact_line
-from verl.tracking.jsonl_backend import set_aside
 from verl.tracking.tracker import Tracker
 
 
@@ -140,12 +139,3 @@ def test_a_terminal_shows_the_bar(tmp_path: Path) -> None:
     file = io.StringIO()
     log_to(Console(file=file, force_terminal=True, width=100), tmp_path)
     assert "experiment" in file.getvalue() and "2/2" in file.getvalue()
-
-
-def test_metrics_of_an_earlier_run_are_kept_aside(tmp_path: Path) -> None:
-    for step in range(3):
-        set_aside(tmp_path)
-        with Tracker([], "p", "e", tmp_path, {}) as tracker:
-            tracker.log({"score": 1.0}, step)
-    steps = [json.loads((tmp_path / name).read_text())["step"] for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
-    assert steps == [0, 1] and json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2

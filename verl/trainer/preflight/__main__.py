@@ -33,6 +33,7 @@ from verl.trainer.preflight.plan import fits, table
 from verl.trainer.preflight.quantities import GIB, Place
 from verl.trainer.preflight.retrieval import check_environment
 from verl.trainer.preflight.reward import try_reward
+from verl.trainer.resuming import check_start, goes_on, settings_since
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,27 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
         yield machine.check_devices(config, machine.num_gpus(), os.cpu_count() or 1)
     yield machine.check_open_files(machine.open_files_limit())
     yield disk.check_folder(folder)
+    yield from _start(config)
     yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield machine.check_shared_memory(
             models, asked.place.on_gpu, config.trainer.nnodes, shutil.disk_usage(shared).free
         )
+
+
+def _start(config: Config) -> Iterator[Finding]:
+    """Whether the run folder is free, and the settings that a resumed run changes."""
+    try:
+        check_start(config.trainer)
+        changes = settings_since(config)
+    except VerlError as error:
+        yield Finding("FAIL", "start", str(error))
+        return
+    known = goes_on(config.trainer) or config.trainer.resume_mode == "resume_path"
+    yield Finding("ok", "start", "goes on with an earlier run" if known else "a new run")
+    for change in changes:
+        yield Finding("ok" if change.harmless else "warn", "start", str(change))
 
 
 def _show(finding: Finding) -> None:

@@ -1,0 +1,205 @@
+"""A run folder used again: refused, gone on with, or moved aside; what a user keeps there is never touched."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from verl.config import Config, load_config
+from verl.config.keys import leaves
+from verl.errors import CheckpointError, ConfigError
+from verl.tracking.changed_settings import HARMLESS
+from verl.tracking.run_data import load_run
+from verl.tracking.tracker import Tracker
+from verl.trainer import run_folder, saved_state
+from verl.trainer.last_checkpoint import last_checkpoint
+from verl.trainer.main_ppo import main as main_ppo
+from verl.trainer.main_ppo import run as train
+from verl.trainer.preflight.__main__ import main as preflight
+from verl.trainer.resuming import check_start, prepare_folder, settings_since
+
+MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet", "metrics.jsonl.bak", "eval/a.json")
+RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"
+
+
+def settings(run_dir: Path, *overrides: str) -> Config:
+    return load_config("ppo_trainer", [f"trainer.default_local_dir={run_dir}", *overrides])
+
+
+def leave_run(run_dir: Path, *steps: int, states: bool = True, overrides: tuple[str, ...] = ()) -> None:
+    """What a run of these saved steps leaves, and things of the user's own beside it."""
+    with Tracker([], "p", "e", run_dir, asdict(settings(run_dir, *overrides))) as tracker:
+        for step in range(max(steps, default=1) + 1):
+            tracker.log({"critic/score/mean": 0.1 * step}, step)
+    for step in steps:
+        for role in ("actor", "ref"):
+            touch(run_dir / role / f"global_step_{step}" / "config.json")
+        touch(run_dir / "trajectories" / f"train_step_{step}.parquet")
+        if states:
+            path = saved_state.state_path(run_dir, step)
+            saved_state.finish(saved_state.begin(path, ["actor"], {"step": step}), path, {})
+    for name in MINE:
+        touch(run_dir / name)
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_the_same_command_typed_twice_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2, 10)
+    before = files(tmp_path)
+    for start in (check_start, prepare_folder):
+        with pytest.raises(ConfigError) as refused:
+            start(settings(tmp_path).trainer)
+        said = str(refused.value)
+        assert f"{tmp_path} holds a run already (its last checkpoint is actor/global_step_10)" in said
+        assert all(way in said for way in (RESUME, "trainer.default_local_dir=", ARCHIVE))
+    assert files(tmp_path) == before
+
+
+def test_main_ppo_and_preflight_refuse_before_they_read_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the prompt files nor the model is there: the folder is what is named."""
+    leave_run(tmp_path, 2)
+    own = ["data.train_files=gone.parquet", "data.val_files=gone.parquet", "actor_rollout_ref.model.path=/gone"]
+    own += [f"trainer.default_local_dir={tmp_path}", "algorithm.adv_estimator=grpo"]
+    own += ["actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+    assert main_ppo(own) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="holds a run already"):  # as a notebook starts it
+        train(settings(tmp_path))
+    assert run_folder.main(own) == 2 and run_folder.main([*own, RESUME]) == 0
+    assert run_folder.main([*own, ARCHIVE]) == 0
+
+
+def test_preflight_says_so_too(tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [f"trainer.default_local_dir={tmp_path}", f"actor_rollout_ref.model.path={tiny_model_dir}"]
+    own += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5", "trainer.device=cpu"]
+    leave_run(tmp_path, 2, overrides=("algorithm.gamma=0.9", "trainer.save_freq=7"))
+    assert preflight(own) == 1
+    assert f"FAIL start: {tmp_path} holds a run already" in capsys.readouterr().out
+    preflight([*own, RESUME])
+    out = capsys.readouterr().out
+    assert "ok   start: goes on with an earlier run" in out
+    assert "warn start: algorithm.gamma: 0.9 -> 1.0 (may change what is learned)" in out
+    assert "ok   start: trainer.save_freq: 7 -> -1 (does not change what is learned)" in out
+
+
+def test_archive_moves_all_of_the_run_and_nothing_else(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2, 10)
+    before = files(tmp_path)
+    for name in ("tensorboard/events.out.tfevents.1.host.2", "wandb/offline-run-1/run.wandb", "stacks/driver-7.txt"):
+        touch(tmp_path / name)
+    prepare_folder(settings(tmp_path, ARCHIVE).trainer)
+    [kept] = (tmp_path / "archive").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", kept.name)
+    left = {name for name in files(tmp_path) if not name.startswith("archive/")}
+    assert left == set(MINE), "what is the user's stays where it is"
+    assert {name: content for name, content in before.items() if name not in MINE}.items() <= files(kept).items()
+    assert not (tmp_path / "state").exists() and not (tmp_path / "wandb").exists()
+    # The archive is a run folder, and the next run is one like any other.
+    assert max(load_run(kept).metrics) == 10 and last_checkpoint(kept).name == "global_step_10"
+    leave_run(tmp_path, 4)
+    prepare_folder(settings(tmp_path, ARCHIVE).trainer)
+    assert len(list((tmp_path / "archive").iterdir())) == 2
+    check_start(settings(tmp_path).trainer)
+
+
+def test_two_archives_in_a_second(tmp_path: Path) -> None:
+    for _ in range(3):
+        leave_run(tmp_path, 1)
+        assert run_folder.archive(tmp_path)
+    assert len(list((tmp_path / "archive").iterdir())) == 3 and run_folder.archive(tmp_path) is None
+
+
+@pytest.mark.parametrize("overrides", [(), (RESUME,), (ARCHIVE,)])
+def test_what_a_start_that_failed_leaves_is_no_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    Tracker([], "p", "e", tmp_path, {}).finish()
+    touch(tmp_path / "notes.md")
+    prepare_folder(settings(tmp_path, *overrides).trainer)
+    assert sorted(files(tmp_path)) == ["config.yaml", "notes.md"]
+    prepare_folder(settings(tmp_path / "not_there_yet", *overrides).trainer)
+
+
+def test_auto_without_a_state_moves_the_first_attempt_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a supervisor starts it again: killed before its first state, it must neither be refused nor mix."""
+    leave_run(tmp_path, 2, states=False)
+    prepare_folder(settings(tmp_path, RESUME).trainer)
+    assert not run_folder.holds_run(tmp_path) and "no state to go on from; it was moved to" in caplog.text
+
+
+def test_auto_with_a_state_moves_nothing(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2, 4)
+    before = files(tmp_path)
+    prepare_folder(settings(tmp_path, RESUME).trainer)
+    assert files(tmp_path) == before
+
+
+def test_going_back_to_an_earlier_state_moves_the_later_ones_aside(tmp_path: Path) -> None:
+    """Else `auto` would go on from them, with weights that this run never had."""
+    leave_run(tmp_path, 2, 4, 6)
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'actor' / 'global_step_4'}")
+    prepare_folder(settings(tmp_path, *named).trainer)
+    assert saved_state.newest(tmp_path)[0] == saved_state.state_path(tmp_path, 4)
+    assert last_checkpoint(tmp_path).name == "global_step_4" and max(load_run(tmp_path).metrics) == 4
+    [kept] = (tmp_path / "archive").iterdir()
+    assert max(load_run(kept).metrics) == 6 and last_checkpoint(kept).name == "global_step_6"
+    prepare_folder(settings(tmp_path, *named).trainer)
+    assert len(list((tmp_path / "archive").iterdir())) == 1, "nothing is later any more"
+
+
+def test_a_run_that_starts_from_another_ones_state_needs_a_free_folder(tmp_path: Path) -> None:
+    leave_run(tmp_path / "one", 2)
+    leave_run(tmp_path / "two", 2)
+    state = tmp_path / "one" / "state" / "global_step_2"
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
+    with pytest.raises(ConfigError, match="two holds a run already"):
+        check_start(settings(tmp_path / "two", *named).trainer)
+    prepare_folder(settings(tmp_path / "two", *named, ARCHIVE).trainer)
+    assert not run_folder.holds_run(tmp_path / "two") and run_folder.holds_run(tmp_path / "one")
+    with pytest.raises(ConfigError, match="would move the state away"):
+        check_start(settings(tmp_path / "one", *named, ARCHIVE).trainer)
+    with pytest.raises(CheckpointError, match="there is no saved state"):
+        check_start(settings(tmp_path / "three", named[0], "trainer.resume_from_path=/gone/global_step_1").trainer)
+
+
+def test_resuming_and_archiving_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose one"):
+        settings(tmp_path, RESUME, ARCHIVE)
+
+
+def test_settings_that_a_resumed_run_changes_are_told_apart(tmp_path: Path) -> None:
+    before = ("reward.kwargs={a: 1}", "trainer.save_freq=10", "retriever.url=http://name:12345678@host/retrieve")
+    leave_run(tmp_path, 2, overrides=before)
+    now = ("reward.kwargs={b: 2}", "trainer.save_freq=20", "data.train_files=[a, b]")
+    changes = settings_since(settings(tmp_path, RESUME, *now))
+    assert [str(change) for change in changes if change.key != "retriever.url"] == [
+        "data.train_files: /root/data/rlhf/gsm8k/train.parquet -> ['a', 'b'] (may change what is learned)",
+        "reward.kwargs.b: not set -> 2 (may change what is learned)",
+        "reward.kwargs.a: 1 -> not set (may change what is learned)",
+        "trainer.save_freq: 10 -> 20 (does not change what is learned)",
+        "trainer.resume_mode: disable -> auto (does not change what is learned)",
+    ]
+    assert "12345678" not in json.dumps([str(change) for change in changes])
+    assert settings_since(settings(tmp_path / "new", RESUME, *now)) == []
+
+
+def test_keys_that_change_nothing_are_keys_and_none_of_those_that_matter() -> None:
+    keys = set(leaves(Config))
+    harmless = {key for key in keys if HARMLESS.fullmatch(key)}
+    assert len(harmless) > 60
+    matter = ("algorithm.", "reward.f", "reward.k", "data.train", "data.max_", "agent.", "max_turns", "do_search")
+    assert not {key for key in harmless if key.startswith(matter)}
+    assert not {key for key in harmless if ".optim." in key or "mixed_precision" in key or "mini_batch" in key}
+    assert {"trainer.seed", "trainer.total_training_steps", "actor_rollout_ref.rollout.dtype"} <= keys - harmless

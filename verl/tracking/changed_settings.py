@@ -1,0 +1,60 @@
+"""Settings that differ between two configurations of a run, and whether they may change what it learns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NOT_SET = "not set"
+_MODEL = r"(actor_rollout_ref|critic)\.model\."
+_ROLE = r"(actor_rollout_ref\.(actor|ref|rollout)|critic)\."
+HARMLESS = re.compile(
+    r"data\.(val_\w+|test_files)|reward\.val_kwargs(\..+)?|retriever\.(timeout_s|deadline_s|max_batch)"
+    rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|fsdp_config\.(?!mixed_precision).+)"
+    rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size)"
+    rf"|{_ROLE}(fsdp_config\.(?!mixed_precision).+|num_threads|head_chunk_tokens)"
+    r"|actor_rollout_ref\.rollout\.(gpu_memory_utilization|free_cache_engine|enforce_eager|load_format|kv_cache_gib)"
+    r"|actor_rollout_ref\.rollout\.(tensor_model_parallel_size|max_num_batched_tokens|max_num_seqs|num_engines)"
+    r"|actor_rollout_ref\.rollout\.(max_concurrent|max_restarts|val_kwargs\..+)"
+    r"|trainer\.(project_name|experiment_name|logger|nnodes|n_gpus_per_node|device|save_freq|test_freq|step_timeout_s)"
+    r"|trainer\.(default_\w+_dir|overwrite|resume_\w+|max_ckpt_to_keep|del_local_ckpt_after_load|save_trajectories)"
+    r"|trainer\.(val_before_train|val_only|eval_ref_policy_freq)"
+)
+"""Keys that change where, how fast, or what is reported, and gradients at most by rounding. Any other may change what
+is learned."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with another value; a key that only one of the two has is `NOT_SET` in the other."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def harmless(self) -> bool:
+        return HARMLESS.fullmatch(self.key) is not None
+
+    def __str__(self) -> str:
+        effect = "does not change what is learned" if self.harmless else "may change what is learned"
+        return f"{self.key}: {self.old} -> {self.new} ({effect})"
+
+
+def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Change]:
+    """By key; those that may change what is learned come first. Both as read from YAML."""
+    old, new = dict(_leaves(saved)), dict(_leaves(wanted))
+    keys = dict.fromkeys([*new, *old])
+    changes = [Change(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in keys]
+    return sorted((change for change in changes if change.old != change.new), key=lambda change: change.harmless)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
