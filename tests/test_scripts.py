@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import yaml
 from verl.config import check_supported, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = re.compile(
+    r"(?:--(?:output|output_dir|save_path|save_dir|local_dir|details)[ =]|default_local_dir[=:] ?|run_dir:-"
+    r"|\"--(?:output|folder|save_dir)\",(?: type=Path,)? default=(?:Path\()?)\"?([a-z]\w*[/.][\w./${}-]*)"
+)
+"""A path that a command of ours writes to, as scripts, configs and pages name it."""
 LAUNCHERS = [*ROOT.glob("example/**/*.sh"), *ROOT.glob("search_r1/**/*.sh")]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), *LAUNCHERS, ROOT / ".ci" / "run"])
 TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
@@ -214,3 +220,32 @@ def test_setup_rejects_an_old_python(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "is not a Python 3.11 or newer" in result.stderr
     assert not (clone.parent / ".venv").exists()
+
+
+def test_git_ignores_what_our_commands_write() -> None:
+    """Else `git add .` takes a run's checkpoints along."""
+    texts = [*ROOT.glob("*.sh"), *ROOT.glob("configs/*.yaml"), ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    texts += [path for folder in ("scripts", "search_r1", "verl") for path in (ROOT / folder).rglob("*.??")]
+    paths = {found[1] for text in texts for found in OUTPUT.finditer(text.read_text())}
+    assert {"verl_checkpoints/$EXPERIMENT_NAME", "checkpoints/sft", "indexes/"} <= paths and len(paths) > 15
+    outputs = sorted({f"{path.rstrip('/')}/file" for path in paths} | {"data/nq/train.parquet", "results/a", "nq.log"})
+    git = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", "--stdin"]
+    done = subprocess.run(git, cwd=ROOT, input="\n".join(outputs), capture_output=True, text=True, timeout=60)
+    if done.returncode == 128:
+        pytest.skip("this is no git checkout")
+    assert set(outputs) == set(done.stdout.splitlines())
+
+
+def test_quickstart_says_what_it_takes_and_refuses_what_it_does_not_know() -> None:
+    for flag in ("--help", "-h"):
+        shown = run("scripts/quickstart.sh", flag)
+        assert shown.returncode == 0 and not shown.stderr and "#" not in shown.stdout
+        for word in ("--long", "--seed", "--output_dir", "minutes", " GB", "trainer.overwrite=archive"):
+            assert word in shown.stdout, word
+    for arguments, message in (
+        (("--seed",), "--seed needs a value"),
+        (("--seed", "x"), "whole number"),
+        (("--fast",), "--help"),
+    ):
+        refused = run("scripts/quickstart.sh", *arguments)
+        assert refused.returncode == 2 and message in refused.stderr and not refused.stdout

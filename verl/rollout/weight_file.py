@@ -5,12 +5,8 @@ Needs torch and safetensors only, so that the training side can publish without 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from verl.errors import NumericalError, WeightSyncError
+from verl.rollout.owned_folder import OwnedFolder
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
-LOCK = "owner.lock"
 FILE_PATTERN = "weights-*.safetensors"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -39,29 +35,9 @@ class WeightHandle:
     checksum: str
 
 
-class WeightFolder:
-    """A folder to publish in, in shared memory where there is one, that is taken away with its owner.
-
-    An owner that was killed leaves it behind, and memory with it: the next owner removes folders whose lock is free.
-    """
-
-    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
-        self._parent = parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
-        self._remove_abandoned()
-        hidden = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=self._parent))
-        self._lock = (hidden / LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = hidden.rename(self._parent / hidden.name[1:])  # others see it only now that its lock is taken
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-    def _remove_abandoned(self) -> None:
-        for lock in self._parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
-            with contextlib.suppress(OSError), lock.open() as file:  # another user's, or another owner was faster
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
+def weight_folder(parent: Path = SHARED_MEMORY) -> OwnedFolder:
+    """A folder to publish in, in shared memory where there is one: what is left in it takes memory."""
+    return OwnedFolder(FOLDER_PREFIX, parent if os.access(parent, os.W_OK) else None)
 
 
 def crc(tensor: torch.Tensor) -> int:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl.storage import append, cut_unfinished_line

@@ -11,11 +11,11 @@ from verl.tracking.secrets import mask_text
 NEEDS_A_PERSON = (ConfigError, DataError, RewardError, TrainingCollapsed)
 
 
-def exit_status(run: Callable[[], None], when_interrupted: str) -> int:
+def exit_status(run: Callable[[], None], when_interrupted: Callable[[], str] | str) -> int:
     """Run to the end: 0 done, 1 failed, 2 the user has to decide or change something first, 130 interrupted.
 
     What ended with 1 may work when it is started again. A VerlError is printed without a traceback and without secrets;
-    any other error is a fault of the program and passes.
+    any other error is a fault of the program and passes. `when_interrupted` says what is left.
     """
     try:
         run()
@@ -23,6 +23,7 @@ def exit_status(run: Callable[[], None], when_interrupted: str) -> int:
         print(f"error: {mask_text(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, NEEDS_A_PERSON) else 1
     except KeyboardInterrupt:
-        print(f"interrupted: {when_interrupted}", file=sys.stderr)
+        left = when_interrupted if isinstance(when_interrupted, str) else when_interrupted()
+        print(f"interrupted: {left}", file=sys.stderr)
         return 130
     return 0

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 def last_words(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
     """When the block fails or is interrupted: wait for the state that is being written, and name the newest one.
 
-    The wait is short where somebody interrupted, and where a worker hangs, whose stacks are written first.
+    The wait is short where somebody interrupted (the entry point then names the state as its last line), and where a
+    worker hangs, whose stacks are written first.
     """
     try:
         yield
@@ -31,7 +32,6 @@ def last_words(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
     except KeyboardInterrupt:
         log.warning("interrupted: a state that is being written is finished, for at most %.0f s", INTERRUPT_WAIT_S)
         _keep_state(checkpoints, INTERRUPT_WAIT_S)
-        _tell_state(run_dir)
         raise
     except Stalled:
         _tell_stacks(run_dir)

@@ -18,6 +18,7 @@ from verl.config import check_supported, load_config_from_argv
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
+from verl.trainer.saved_state import where_to_go_on
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -35,13 +36,17 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
     log_to_stderr()
     signal.signal(signal.SIGTERM, _interrupt)
 
+    run_dir: Path | None = None
+
     def train() -> None:
+        nonlocal run_dir
         config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
         tell("the config is valid")
+        run_dir = Path(config.trainer.default_local_dir)
         run(config)
 
-    return exit_status(train, when_interrupted="earlier checkpoints are intact")
+    return exit_status(train, lambda: where_to_go_on(run_dir) if run_dir else "nothing was started")
 
 
 def run(config: Config) -> None:

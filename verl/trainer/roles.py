@@ -14,7 +14,7 @@ from verl.config import Config
 from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
-from verl.rollout.weight_file import WeightFolder, WeightHandle
+from verl.rollout.weight_file import WeightHandle, weight_folder
 from verl.rollout.weight_ipc import ExportedWeights, merge_exports
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.startup import phase
@@ -76,7 +76,7 @@ class ActorGroup(Role):
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
         self._exports_weights = pool.device == "cuda" and pool.nnodes == 1
-        self._weights = WeightFolder()
+        self._weights = weight_folder()
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
         """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl.rollout.weight_file import WeightFolder
+from verl.rollout.weight_file import weight_folder
 
 OWNER = """
 import os, pathlib, signal, sys
-from verl.rollout.weight_file import WeightFolder
-folder = WeightFolder(pathlib.Path(sys.argv[1]))
+from verl.rollout.weight_file import weight_folder
+folder = weight_folder(pathlib.Path(sys.argv[1]))
 (folder.path / "weights-1.safetensors").write_bytes(b"1")
 print(folder.path, flush=True)
 if input() == "die":
@@ -31,16 +31,16 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(tmp_path: 
     (killed, abandoned), (living, used) = start_owner(tmp_path), start_owner(tmp_path)
     killed.communicate("die\n")
     assert (abandoned / "weights-1.safetensors").is_file()  # nobody could remove it
-    mine = WeightFolder(tmp_path)
+    mine = weight_folder(tmp_path)
     try:
         assert not abandoned.exists()
         assert (used / "weights-1.safetensors").is_file() and mine.path.is_dir() and mine.path != used
-        other = WeightFolder(tmp_path)
+        other = weight_folder(tmp_path)
         assert mine.path.is_dir()
         other.remove()
         assert not other.path.exists() and mine.path.is_dir()
     finally:
         mine.remove()
         living.communicate("end\n")
-    WeightFolder(tmp_path).remove()
+    weight_folder(tmp_path).remove()
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 
 from verl.errors import (
@@ -14,6 +17,7 @@ from verl.errors import (
     TrainingCollapsed,
     WorkerError,
 )
+from verl.trainer import main_ppo
 from verl.trainer.exit_status import exit_status
 
 
@@ -46,3 +50,21 @@ def test_the_end_the_interruption_and_a_fault(capsys: pytest.CaptureFixture[str]
 def test_one_line_without_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     status_of(DataError("http://user:hunter2-hunter2@h/x is gone"))
     assert capsys.readouterr().err == "error: http://***@h/x is gone\n"
+
+
+def test_the_last_words_of_an_interrupted_run_agree_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    own = [f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2", "trainer.save_freq=1"]
+    assert main_ppo.main(own, adapt=interrupt) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was started\n"
+    monkeypatch.setattr(main_ppo, "run", interrupt)
+    assert main_ppo.main(own) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("interrupted: no state was saved yet") and "intact" not in said and said.count("\n") == 1
+    (tmp_path / "state" / "global_step_7").mkdir(parents=True)
+    assert main_ppo.main(own) == 130
+    assert capsys.readouterr().err.endswith(f"goes on from {tmp_path}/state/global_step_7\n")
