@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from e2e_world import metrics_by_step, run, small_run
+from e2e_world import ENV, ROOT, metrics_by_step, run, small_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.tracking.trajectory_store import read_trajectories
+from verl.trainer.run_folder import archive
 
 
 def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> Path:
@@ -216,6 +220,26 @@ def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Pa
     output = run("infer.py", "--run", str(run_dir), "--retriever_url", tinywiki_url, "--question", question)
     assert f"Question: {question}" in output
     assert "<think>" in output and "Answer:" in output
+
+
+def test_the_same_command_again_is_refused(run_dir: Path, tinywiki: Path, policy: Path) -> None:
+    """At once, without a retriever and before anything of the run is changed."""
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    command = [sys.executable, *small_run(tinywiki, policy, "http://127.0.0.1:1", run_dir)]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{run_dir} holds a run already (its last checkpoint is actor/global_step_3)" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_an_archive_takes_all_that_a_run_writes(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder, symlinks=True)
+    (folder / "mine.md").touch()
+    names = sorted(path.name for path in run_dir.iterdir())
+    kept = archive(folder)
+    assert kept is not None and sorted(path.name for path in kept.iterdir()) == names
+    assert sorted(path.name for path in folder.iterdir()) == ["archive", "mine.md"]
 
 
 def test_no_process_is_left_behind(run_dir: Path) -> None:
