@@ -9,8 +9,8 @@
 # On 2 idle cores it takes about 10 minutes, with --long about 15 to 25, and the installation before the first run a few
 # more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU and, once the
 # packages are there, no network.
-# A folder that holds a run is left alone: go on with it by -- trainer.resume_mode=auto, take another by --output_dir, or
-# have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive.
+# A folder that holds a run is left alone. Go on with it by -- trainer.resume_mode=auto, take another by --output_dir,
+# or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
