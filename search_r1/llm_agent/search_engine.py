@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverError
 from verl.by_name import load_by_name
@@ -20,7 +22,7 @@ class SearchEngine(Protocol):
     """The best documents for a query, best first.
 
     Documents are mappings with `contents` (a title line, then text), or with `text` and maybe `title`, or plain texts.
-    `search` may be a coroutine; a plain method runs in a thread, several at once.
+    `search` may be a coroutine; a plain method runs in a thread, `retriever.max_concurrent` at once.
     """
 
     def search(self, query: str) -> Any: ...
@@ -32,16 +34,21 @@ class Searcher:
     An engine may also have `check()` and `close()`, plain or coroutines.
     """
 
-    def __init__(self, engine: SearchEngine, topk: int) -> None:
+    def __init__(
+        self, engine: SearchEngine, topk: int, deadline_s: float | None = None, max_concurrent: int = 16
+    ) -> None:
+        """`deadline_s` bounds a search, with its wait for a thread; None: the engine keeps the time itself."""
         if not callable(getattr(engine, "search", None)):
-            raise ConfigError(f"{type(engine).__name__} is no search engine: it has no method search(query)")
-        self._engine, self._topk = engine, topk
+            raise ConfigError(f"{_name(engine)} is no search engine: it has no method search(query)")
+        self._engine, self._topk, self._deadline_s = engine, topk, deadline_s
+        self._threads = DaemonThreads(max_concurrent)
 
     @classmethod
     def from_config(cls, retriever: RetrieverConfig) -> Searcher:
-        """The engine class that `retriever.engine` names, made without arguments; without one, the service at `url`."""
+        """The engine that `retriever.engine` names; without one, the service at `url`. Raises `ConfigError`."""
         if retriever.engine is not None:
-            return cls(load_by_name(retriever.engine, "retriever.engine")(), retriever.topk)
+            engine = _make_engine(retriever.engine, retriever.engine_kwargs)
+            return cls(engine, retriever.topk, retriever.deadline_s, retriever.max_concurrent)
         client = RetrievalClient(
             retriever.url,
             topk=retriever.topk,
@@ -54,7 +61,9 @@ class Searcher:
     async def search(self, query: str) -> list[Mapping[str, Any]]:
         found = await self._call("search", query)
         if isinstance(found, str | Mapping) or not isinstance(found, Sequence):
-            raise self._unavailable(f"search() gave a {type(found).__name__}, not a list of documents")
+            raise self._unavailable(
+                f"search() gave a {type(found).__name__} ({_short(found)}), not a list of documents"
+            )
         return [self._document(document) for document in found[: self._topk]]
 
     async def check(self) -> None:
@@ -67,13 +76,21 @@ class Searcher:
 
     async def _call(self, name: str, *arguments: str) -> Any:
         method = getattr(self._engine, name)
+        timer = asyncio.timeout(self._deadline_s)
         try:
-            if inspect.iscoroutinefunction(method):
-                return await method(*arguments)
-            result = await asyncio.to_thread(method, *arguments)
-            return await result if inspect.isawaitable(result) else result
+            async with timer:
+                if inspect.iscoroutinefunction(method):
+                    return await method(*arguments)
+                result = await asyncio.wrap_future(self._threads.submit(method, *arguments))
+                return await result if inspect.isawaitable(result) else result
         except RetrieverError as error:
             raise EnvironmentUnavailable(str(error)) from error
+        except TimeoutError as error:
+            if not timer.expired():
+                raise self._unavailable(f"{name}() raised TimeoutError: {error}") from error
+            raise self._unavailable(
+                f"{name}() gave no answer in {self._deadline_s:g} s (retriever.deadline_s)"
+            ) from error
         except Exception as error:  # whatever an engine of someone else's raises is no fault of the policy
             raise self._unavailable(f"{name}() raised {type(error).__name__}: {error}") from error
 
@@ -84,7 +101,37 @@ class Searcher:
             return document
         if isinstance(document, Mapping) and isinstance(document.get("text"), str):
             return {**document, "contents": f"{document.get('title', '')}\n{document['text']}"}
-        raise self._unavailable(f"a document is {document!r}, not a text or a mapping with 'contents' or 'text'")
+        raise self._unavailable(f"a document is {_short(document)}, not a text or a mapping with 'contents' or 'text'")
 
     def _unavailable(self, reason: str) -> EnvironmentUnavailable:
-        return EnvironmentUnavailable(f"search engine {type(self._engine).__name__}: {reason}")
+        return EnvironmentUnavailable(f"search engine {_name(self._engine)}: {reason}")
+
+
+class _Function:
+    """A function of a query as an engine."""
+
+    def __init__(self, search: Any, name: str) -> None:
+        self.search, self.name = search, name
+
+
+def _make_engine(name: str, arguments: Mapping[str, Any]) -> SearchEngine:
+    found = load_by_name(name, "retriever.engine")
+    if not isinstance(found, type):
+        # partial: a coroutine function stays one
+        return _Function(functools.partial(found, **arguments), name.rpartition(".")[2])
+    try:
+        return found(**arguments)  # type: ignore[no-any-return]
+    except Exception as error:  # of somebody else's class
+        raise ConfigError(
+            f"retriever.engine={name} cannot be made with retriever.engine_kwargs={dict(arguments)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _name(engine: Any) -> str:
+    return engine.name if isinstance(engine, _Function) else type(engine).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -48,9 +48,11 @@ class RetrieverConfig:
 
     url: str = setting("http://127.0.0.1:8000/retrieve", "Address of the retrieval service.")
     engine: str | None = setting(
-        None, "Dotted name of a class with search(query), asked instead of the service; made without arguments."
+        None, "Dotted name of a class with search(query), or of a function of a query, asked instead of the service."
     )
+    engine_kwargs: dict[str, Any] = setting({}, "Keyword arguments of the engine's class, or of the function.")
+    max_concurrent: int = setting(16, "Most calls of a plain engine at once, each in a thread.", ge=1)
     topk: int = setting(3, "Passages per query.", ge=1)
     timeout_s: float = setting(10.0, "Time limit of one HTTP attempt, in seconds.", gt=0)
-    deadline_s: float = setting(60.0, "Time limit of all attempts of one query, in seconds.", gt=0)
+    deadline_s: float = setting(60.0, "Time limit of one query, with all its attempts, in seconds.", gt=0)
     max_batch: int = setting(64, "Most queries in one HTTP request.", ge=1)

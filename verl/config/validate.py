@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 from verl.config.algorithm import GROUP_ESTIMATORS
 from verl.config.counts import trajectories_per_step
@@ -219,12 +220,25 @@ def _run(config: Config) -> Iterator[str]:
         yield f"trainer.deterministic=True needs {ROLLOUT}.seed_per_request=True: set it, or leave deterministic out"
     if config.retriever.deadline_s < config.retriever.timeout_s:
         yield "retriever.deadline_s (all attempts) is shorter than retriever.timeout_s (one attempt)"
+    if config.retriever.engine is None and config.retriever.engine_kwargs:
+        yield "retriever.engine_kwargs has no effect without retriever.engine: set the engine, or leave them out"
+    yield from _retriever_url(config)
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
         if tag in config.agent.feedback:
             yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
     for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be a number of steps, or -1 for never"
+
+
+def _retriever_url(config: Config) -> Iterator[str]:
+    if config.retriever.engine is not None or not config.do_search:
+        return
+    for url in config.retriever.url.split(","):
+        parts = urlsplit(url.strip())
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            shown = url.strip().rpartition("@")[2]  # without a password
+            yield f"retriever.url: {shown!r} is not an address: write http://host:port/retrieve"
 
 
 def _guard(config: Config) -> Iterator[str]:

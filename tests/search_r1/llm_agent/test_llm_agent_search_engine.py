@@ -62,7 +62,7 @@ class Broken:
     ("engine", "message"),
     [
         (Broken(), "Broken: search.. raised KeyError: 'down'"),
-        (Broken("one text"), "gave a str"),
+        (Broken("one text"), "Broken: search.. gave a str .'one text'., not a list of documents"),
         (Broken({"contents": "x"}), "gave a dict"),
         (Broken(5), "gave a int"),
         (Broken([3]), "a document is 3"),
@@ -72,6 +72,113 @@ class Broken:
 def test_a_failure_of_the_engine_is_one_of_the_infrastructure(engine, message):
     with pytest.raises(EnvironmentUnavailable, match=message):
         asyncio.run(Searcher(engine, topk=1).search("q"))
+
+
+@pytest.mark.parametrize("is_coroutine", [False, True])
+def test_a_search_that_hangs_fails_in_time_and_holds_up_nothing(is_coroutine):
+    """Neither the others, nor the end of the process: a thread that hangs is a daemon."""
+    never = threading.Event()
+
+    class Hanging:
+        def search(self, query):
+            if query == "bad":
+                never.wait()
+            assert threading.current_thread().daemon
+            return [query]
+
+    class HangingCoroutine:
+        async def search(self, query):
+            if query == "bad":
+                await asyncio.Event().wait()
+            return [query]
+
+    async def both():
+        searcher = Searcher(HangingCoroutine() if is_coroutine else Hanging(), topk=1, deadline_s=0.3)
+        bad = asyncio.create_task(searcher.search("bad"))
+        good = await searcher.search("good")
+        with pytest.raises(EnvironmentUnavailable, match=r"Hanging.*no answer in 0.3 s .retriever.deadline_s"):
+            await asyncio.wait_for(bad, 60)
+        return good
+
+    assert asyncio.run(both()) == [{"contents": "\ngood"}]
+    never.set()
+
+
+@pytest.mark.parametrize("number", [1, 24])
+def test_as_many_plain_searches_at_once_as_is_set(number):
+    """The event loop's own threads are six on two cores."""
+
+    class Meeting:
+        inside, most, lock = 0, 0, threading.Lock()
+        barrier = threading.Barrier(number, timeout=30)
+
+        def search(self, query):
+            with self.lock:
+                self.inside += 1
+                self.most = max(self.most, self.inside)
+            self.barrier.wait()
+            with self.lock:
+                self.inside -= 1
+            return [query]
+
+    engine = Meeting()
+
+    async def all_of_them():
+        searcher = Searcher(engine, topk=1, max_concurrent=number)
+        return await asyncio.gather(*(searcher.search(str(name)) for name in range(2 * number)))
+
+    assert len(asyncio.run(all_of_them())) == 2 * number and engine.most == number
+
+
+class WithArguments:
+    def __init__(self, prefix, repeat=1):
+        self.prefix, self.repeat = prefix, repeat
+
+    async def search(self, query):
+        return [f"{self.prefix} {query}"] * self.repeat
+
+
+def plain_function(query, prefix="plain"):
+    return [f"{prefix} {query}"]
+
+
+async def coroutine_function(query, prefix="coroutine"):
+    return [f"{prefix} {query}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "texts"),
+    [
+        ("WithArguments", ["retriever.engine_kwargs.prefix=my", "retriever.engine_kwargs.repeat=2"], ["my sea"] * 2),
+        ("plain_function", [], ["plain sea"]),
+        ("plain_function", ["retriever.engine_kwargs.prefix=my"], ["my sea"]),
+        ("coroutine_function", ["retriever.engine_kwargs.prefix=my"], ["my sea"]),
+    ],
+)
+def test_an_engine_has_its_arguments_from_the_config(name, more, texts):
+    overrides = [f"retriever.engine={__name__}.{name}", *(f"+{key}" for key in more)]
+    searcher = Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
+    found = asyncio.run(searcher.search("sea"))
+    assert [document["contents"] for document in found] == [f"\n{text}" for text in texts]
+
+
+def test_the_deadline_of_the_config_is_that_of_the_engine():
+    name = f"{__name__}.sleeping"
+    overrides = [f"retriever.engine={name}", "retriever.timeout_s=0.2", "retriever.deadline_s=0.2"]
+    searcher = Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
+    with pytest.raises(EnvironmentUnavailable, match="search engine sleeping: .*no answer in 0.2 s"):
+        asyncio.run(searcher.search("sea"))
+
+
+async def sleeping(query):
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("arguments", [[], ["+retriever.engine_kwargs.nonsense=1"]])
+def test_arguments_that_do_not_fit_are_named(arguments):
+    overrides = [f"retriever.engine={__name__}.WithArguments", *arguments]
+    with pytest.raises(ConfigError, match="WithArguments cannot be made with retriever.engine_kwargs.*argument"):
+        Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
 
 
 def test_no_engine_at_all():
