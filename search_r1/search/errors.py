@@ -60,7 +60,7 @@ class OnlineUnavailable(OnlineError):
 
 
 class OnlineBusy(OnlineUnavailable):
-    """The query was not asked: its turn comes later than its client waits."""
+    """The query was not asked, or not again: its turn comes later than its client waits."""
 
 
 class OnlineRejected(OnlineError):

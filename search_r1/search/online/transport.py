@@ -93,11 +93,11 @@ class Transport:
         """The error of a query that waits still, and when to come again: as soon as its turn could be waited for."""
         wait_s, left_s = self._turns.expected_s(), max(0.0, patience.until - time.monotonic())
         turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests a second"
-        cause = f"last: {patience.trouble}" if patience.trouble else "which is later than its client waits"
-        return OnlineBusy(
-            f"the online engine {self._provider.name} was not asked: the turn of this query comes {turn}; {cause}",
-            retry_after_s=max(_SOON_S, wait_s - left_s / 2),
-        )
+        cause = f"was not asked: the turn of this query comes {turn}, which is later than its client waits"
+        if patience.trouble:
+            cause = f"gave no answer in the time that its client waits; last: {patience.trouble}"
+        message = f"the online engine {self._provider.name} {cause}"
+        return OnlineBusy(message, retry_after_s=max(_SOON_S, wait_s - left_s / 2))
 
     def _check_turn(self, patience: Patience, deadline: float) -> None:
         """Raises `OnlineUnavailable` for one whose turn would come too late."""
