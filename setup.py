@@ -18,6 +18,7 @@ REQUIRED = [
     "httpx2>=2",
     "huggingface_hub>=2.4",
     "hydra-core>=1.3.2,<1.4",
+    "jinja2>=3.1",
     "matplotlib>=3.9",
     "msgspec>=0.20",
     "numba>=0.65",

@@ -12,13 +12,13 @@ from search_r1.llm_agent.agent import SearchAgent, limits_within
 from search_r1.llm_agent.templates import load_template
 from verl.agent.environment import Sampling, make_environment
 from verl.config import Config
-from verl.errors import ConfigError
 from verl.model_source import find_source
+from verl.pretrained import load_tokenizer
 from verl.startup import phase
 from verl.tracking.secrets import mask_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
     `EnvironmentUnavailable` when no retriever answers.
     """
     template = load_template(config.agent.template)
-    tokenizer = _load_tokenizer(server.tokenizer, config.actor_rollout_ref.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        find_source(server.tokenizer, "--tokenizer"), config.actor_rollout_ref.model.trust_remote_code, "--tokenizer"
+    )
     environment = make_environment(config, tokenizer)
     sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
     try:
@@ -52,13 +54,3 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
     finally:
         await sampler.close()
         await environment.close()
-
-
-def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    path = find_source(path, "--tokenizer")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tokenizer {path}: no tokenizer could be loaded from it: {error}") from error

@@ -19,6 +19,7 @@ from verl.config import Config
 from verl.data.prompts import encode_prompt
 from verl.errors import ConfigError
 from verl.model_source import find_model
+from verl.pretrained import load_model_config, load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.startup import phase, tell
 
@@ -111,15 +112,12 @@ def with_model_found(config: Config) -> Config:
 
 def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
     """The tokenizer, and how many tokens the model was made for if it says so. Raises `ConfigError` without a model."""
-    from transformers import AutoConfig, AutoTokenizer
-
     model = config.actor_rollout_ref.model
     try:
-        options = {"trust_remote_code": model.trust_remote_code}
-        positions = getattr(AutoConfig.from_pretrained(model.path, **options), "max_position_embeddings", None)
-        return AutoTokenizer.from_pretrained(config.data.tokenizer or model.path, **options), positions
+        positions = getattr(load_model_config(model.path, model.trust_remote_code), "max_position_embeddings", None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model.path}: no model could be loaded from it: {error}") from error
+    return load_policy_tokenizer(config), positions
 
 
 def limits_within(config: Config, window: int | None) -> EpisodeLimits:

@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def score(args: argparse.Namespace) -> None:
     """Writes the files' rows with another reward and its components, and prints both rewards' means."""
     from search_r1.replay.rescoring import rescore
-    from search_r1.replay.stored import load_tokenizer, read_stored
+    from search_r1.replay.stored import read_stored
     from verl.config import load_config
+    from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
     from verl.trainer.scoring import make_reward
 
@@ -41,7 +42,7 @@ def score(args: argparse.Namespace) -> None:
     if args.template is not None:
         config.agent.template = args.template
     rule = make_reward(config, args.reward, args.kwargs)
-    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code, "--tokenizer")
     stored = read_stored(args.files)
     stored.check_tokenizer(tokenizer)
     found = rescore(stored, rule, tokenizer)
@@ -58,12 +59,13 @@ def score(args: argparse.Namespace) -> None:
 def log_probs(args: argparse.Namespace) -> None:
     """Writes the files' rows with a column `log_probs_under`, and prints how far it is from the sampler's."""
     from search_r1.replay.log_probs import Checkpoint, difference
-    from search_r1.replay.stored import add_log_probs, load_tokenizer, read_stored
+    from search_r1.replay.stored import add_log_probs, read_stored
+    from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
 
     stored = read_stored(args.files)
-    stored.check_tokenizer(load_tokenizer(args.model, "--model"))
-    checkpoint = Checkpoint(args.model, args.device, args.dtype)
+    stored.check_tokenizer(load_tokenizer(args.model, args.trust_remote_code, "--model"))
+    checkpoint = Checkpoint(args.model, args.device, args.dtype, args.trust_remote_code)
     values = checkpoint.log_probs(stored, args.temperature, args.max_tokens)
     found = difference(stored.trajectories, values)
     write_trajectory_table(args.output, add_log_probs(stored.table, values))
@@ -110,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     under.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                        help="of the forward pass; auto: float32 on CPU, bfloat16 on CUDA")  # fmt: skip
     under.add_argument("--max_tokens", type=_positive, default=16384, help="most tokens of a forward pass (16384)")
+
+    for command in (scored, under):
+        command.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
     chosen = _command(commands, "export", export)
     chosen.add_argument("--min_reward", type=float, default=1.0, help="least reward that is kept (1.0)")

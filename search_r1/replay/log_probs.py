@@ -34,12 +34,12 @@ class Difference:
 class Checkpoint:
     """A causal language model that reads trajectories. `dtype` "auto" is bfloat16 on CUDA and float32 on CPU."""
 
-    def __init__(self, path: str, device: str = "auto", dtype: str = "auto") -> None:
+    def __init__(self, path: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> None:
         """Raises ConfigError when there is no usable model at `path`, or no such device or number format."""
         self.path = path
         self.device = resolve_device(device)
         precision = resolve_precision(self.device, dtype, "float32")
-        hf_model = load_causal_lm(path, self.device)
+        hf_model = load_causal_lm(path, self.device, trust_remote_code=trust_remote_code)
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
         self.packed = can_pack(hf_model)
         self.model = CausalModel(hf_model, head_chunk_tokens=None).to(self.device, precision.param_dtype)

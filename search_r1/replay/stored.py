@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from verl.agent.text import check_decoding
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.protocol import Trajectory
 from verl.tracking.trajectory_store import parse_trajectories, read_trajectory_table
 
@@ -53,17 +53,6 @@ def read_stored(paths: Sequence[Path]) -> Stored:
     if not trajectories:
         raise DataError(f"no trajectory in {', '.join(map(str, paths))}")
     return Stored(pa.concat_tables(tables, promote_options="default"), trajectories, places)
-
-
-def load_tokenizer(path: str, option: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder. Raises ConfigError naming the command-line `option`."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer at {option} {path}: {error}") from error
-    return tokenizer
 
 
 def add_log_probs(table: pa.Table, values: Sequence[Sequence[float]]) -> pa.Table:

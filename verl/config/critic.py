@@ -26,6 +26,11 @@ class CriticModelConfig:
     external_lib: str | list[str] | None = setting(
         None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
     )
+    trust_remote_code: bool = setting(
+        False,
+        "Run Python code that comes with the model's files.",
+        shown="${actor_rollout_ref.model.trust_remote_code}",
+    )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
     use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
     fsdp_config: FsdpConfig = section(FsdpConfig)

@@ -39,7 +39,10 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> Va
     """The value model that `settings` describe, sharded. Raises ConfigError."""
     _prepare(settings.external_lib, settings.fsdp_config)
     checkpointing = settings.enable_gradient_checkpointing
-    model = ValueModel(load_token_classifier(settings.path, device, settings.override_config, checkpointing))
+    hf_model = load_token_classifier(
+        settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing
+    )
+    model = ValueModel(hf_model)
     _shard(model, settings.fsdp_config, settings.fsdp_config.mixed_precision, device)
     return model
 

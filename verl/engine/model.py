@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from verl.engine.batching import ModelInput
 from verl.engine.head import Head, Question, TokenStats, token_stats
 from verl.errors import ConfigError
+from verl.pretrained import load_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def load_causal_lm(
     """
     source = source_of(path, "model.path")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
+        config = load_model_config(source, trust_remote_code, override_config)
         switch_off_dropout(config)
         model = AutoModelForCausalLM.from_pretrained(
             source,

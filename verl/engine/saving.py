@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers.dynamic_module_utils import custom_object_save
 
 from verl.engine.model import Decoder
 from verl.engine.sharding import is_main_rank, iter_full_parameters, parameter_shapes
@@ -55,6 +56,8 @@ def _write(
     try:
         temporary.mkdir(parents=True)
         _write_weights(temporary, parameters, _plan_files(parameter_shapes(model), max_file_bytes))
+        if model.model._auto_class is not None:  # its code came with the files it was loaded from
+            custom_object_save(model.model, temporary, config=model.model.config)
         model.model.config.save_pretrained(temporary)
         if model.model.can_generate() and model.model.generation_config is not None:
             model.model.generation_config.save_pretrained(temporary)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
@@ -21,6 +20,7 @@ from transformers import (
 from verl.engine.batching import ModelInput
 from verl.engine.model import Decoder, attention_for, source_of, switch_off_dropout
 from verl.errors import ConfigError
+from verl.pretrained import load_model_config
 
 
 class ValueModel(Decoder):
@@ -37,6 +37,7 @@ def load_token_classifier(
     path: str,
     device: torch.device,
     override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> PreTrainedModel:
     """Load a folder (or hub name) as a one-label token classifier with float32 weights in CPU memory, no dropout.
@@ -47,10 +48,11 @@ def load_token_classifier(
     try:
         model, report = AutoModelForTokenClassification.from_pretrained(
             source_of(path, "critic.model.path"),
-            config=token_classifier_config(path, override_config),
+            config=token_classifier_config(path, override_config, trust_remote_code),
             dtype=torch.float32,
             attn_implementation=attention_for(device),
             output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot load a value model from '{path}': {error}") from error
@@ -61,12 +63,14 @@ def load_token_classifier(
     return model
 
 
-def token_classifier_config(path: str, override_config: Mapping[str, Any] | None = None) -> Any:
+def token_classifier_config(
+    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> Any:
     """The Hugging Face config of the model at `path` with one label and without dropout.
 
     Raises ConfigError when it cannot be a critic, OSError or ValueError when there is no usable config.json.
     """
-    config = AutoConfig.from_pretrained(source_of(path, "critic.model.path"), **dict(override_config or {}))
+    config = load_model_config(source_of(path, "critic.model.path"), trust_remote_code, override_config)
     _require_token_classifier(config, path)
     config.num_labels = 1
     switch_off_dropout(config)
@@ -80,7 +84,8 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _require_token_classifier(config: Any, path: str) -> None:
-    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+    own = getattr(config, "auto_map", None) or {}  # classes that come with the model's files
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and "AutoModelForTokenClassification" not in own:
         raise ConfigError(
             f"the model at '{path}' cannot be a critic: transformers has no token classification for model type "
             f"'{config.model_type}'; set critic.model.path to another model, or use an advantage without a critic "

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer
-
 from verl.agent.environment import Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import RolloutError, VerlError
+from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
@@ -49,10 +48,7 @@ class RolloutWorker:
     async def start(self) -> None:
         """Load the model and the environment."""
         config = self.config
-        tokenizer_path = config.data.tokenizer or config.actor_rollout_ref.model.path
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
-        )
+        self.tokenizer = load_policy_tokenizer(config)
         self.environment = make_environment(config, self.tokenizer)
         self.limits = EpisodeLimits.from_config(config)
         self.engine = build_engine(config, self.limits.window, self.device)

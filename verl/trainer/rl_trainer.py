@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from verl.config import Config
 from verl.config.validate import has_kl_in_reward
@@ -19,6 +18,7 @@ from verl.data.prompts import PromptSource
 from verl.determinism import random_state, seed_everything, set_random_state
 from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
+from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.single_controller import ResourcePool
@@ -54,7 +54,7 @@ class RLTrainer:
         seed_everything(config.trainer.seed)  # for rewards and environments that draw from the shared generators
         self.config = config
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.data.tokenizer or config.actor_rollout_ref.model.path)
+        self.tokenizer = load_policy_tokenizer(config)
         with phase("loading the prompts"):
             self.train_prompts = self._prompt_source(config.data.train_files, config.data.train_data_num)
             self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)

@@ -21,6 +21,7 @@ from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError
+from verl.pretrained import load_tokenizer
 from verl.storage import append, writing
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.trainer.exit_status import exit_status
@@ -85,7 +86,7 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
         from verl.engine.sft_engine import SftEngine
         from verl.engine.sharding import is_main_rank
 
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
         engine = SftEngine(config, device)
     with startup.phase(f"tokenising {len(rows)} rows"):
         batches = Batches(config, tokenizer, rows)
@@ -146,18 +147,6 @@ class Batches:
         lengths_B = torch.tensor([len(row.ids_L) for row in rows], dtype=torch.int64)
         ids_T = torch.cat([row.ids_L for row in rows])
         return phase, TrainBatch(lengths_B, {"ids": ids_T, "loss_mask": torch.cat([row.loss_mask_L for row in rows])})
-
-
-def load_tokenizer(path: str) -> Any:
-    """The model folder's tokenizer. Raises ConfigError."""
-    from transformers import AutoTokenizer
-
-    from verl.errors import ConfigError
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer at model.path='{path}': {error}") from error
 
 
 def _endless_order(num_rows: int, seed: int) -> Iterator[int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device import DTYPES
 from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import named_tensors, reshard
+from verl.pretrained import load_policy_tokenizer
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, publish_weights
 from verl.rollout.weight_ipc import ExportedWeights, export_weights, gathered_copies
@@ -31,9 +31,7 @@ class ActorWorker(RankWorker):
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the models."""
         self.engine = PolicyEngine(self.config, self.join(init_method), self.total_training_steps, self.with_anchor)
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.config.data.tokenizer or self.config.actor_rollout_ref.model.path
-        )
+        self.tokenizer = load_policy_tokenizer(self.config)
 
     def log_probs(self, batch: TrainBatch, of: Which, top_k: int) -> RankValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.value_engine import ValueEngine
+from verl.pretrained import load_critic_tokenizer
 from verl.protocol import TrainBatch
 from verl.workers.base import RankWorker
 
@@ -25,9 +24,7 @@ class CriticWorker(RankWorker):
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the model."""
         self.engine = ValueEngine(self.config, self.join(init_method), self.total_training_steps)
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.config.data.tokenizer or self.config.critic.model.tokenizer_path
-        )
+        self.tokenizer = load_critic_tokenizer(self.config)
 
     def values(self, batch: TrainBatch) -> RankValues:
         """Values of this rank's rows."""

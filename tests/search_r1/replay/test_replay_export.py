@@ -34,7 +34,7 @@ def sft_config(model: Path, folder: Path, num_rows: int) -> SftConfig:
 
 def batch_of(file: Path, model: Path, folder: Path) -> Any:
     rows = read_rows(str(file))
-    _, batch = Batches(sft_config(model, folder, len(rows)), load_tokenizer(str(model)), rows).next(0)
+    _, batch = Batches(sft_config(model, folder, len(rows)), load_tokenizer(str(model), False, "path"), rows).next(0)
     return batch
 
 

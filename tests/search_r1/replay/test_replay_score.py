@@ -158,7 +158,7 @@ def test_columns_that_were_added_are_kept(byte_tokenizer: Any, tiny_model_dir: P
         (["--reward", "search_r1.rewards.gone.Reward"], "search_r1.rewards.gone"),
         (["--reward", EXACT_MATCH, "--kwargs", "{gone: 1}"], "gone"),
         (["--reward", EXACT_MATCH, "--template", "gone"], "gone"),
-        (["--reward", EXACT_MATCH, "--tokenizer", "/gone"], "no tokenizer at --tokenizer /gone"),
+        (["--reward", EXACT_MATCH, "--tokenizer", "/gone"], "--tokenizer=/gone: no tokenizer could be loaded"),
         (["--reward", f"{__name__}.never_a_number"], "never_a_number gave nan"),
         (["--reward", f"{__name__}.NeverThere"], "none of 1 trajectories could be scored: the judge is down"),
     ],

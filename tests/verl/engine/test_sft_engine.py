@@ -88,7 +88,7 @@ def test_loss_and_step_equal_plain_training(model_path: str, tmp_path: Path) -> 
 
 
 def test_masks_of_the_two_phases(word_model: str) -> None:
-    tokenizer = load_tokenizer(word_model)
+    tokenizer = load_tokenizer(word_model, False, "path")
     row = Row(("prompt", "policy", "environment", "policy"), ("who is a", "search", "docs .", "answer b"), None, "x")
     policy = tokenise(tokenizer, row, "policy", 100)
     assert policy.ids_L.tolist() == [1, 2, 3, 7, 9, 10, 8, 4]
@@ -101,7 +101,7 @@ def test_masks_of_the_two_phases(word_model: str) -> None:
 
 
 def test_ids_are_trained_as_they_are_given(word_model: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(word_model)
+    tokenizer = load_tokenizer(word_model, False, "path")
     sampled = [
         {"source": "prompt", "text": "who is", "ids": [1, 2]},
         {"source": "policy", "text": "<unk> a", "ids": [0, 3]},
@@ -120,7 +120,7 @@ def test_ids_are_trained_as_they_are_given(word_model: str, tmp_path: Path) -> N
 def test_phases_rows_and_order(word_model: str, tmp_path: Path) -> None:
     rows = read_rows(str(write_rows(tmp_path / "rows.parquet")))
     settings = ["data.lm_fraction=0.5", "data.train_batch_size=4", "trainer.total_training_steps=8", "trainer.seed=1"]
-    tokenizer = load_tokenizer(word_model)
+    tokenizer = load_tokenizer(word_model, False, "path")
     first, second = (Batches(sft_config(word_model, tmp_path, *settings), tokenizer, rows) for _ in range(2))
     drawn = [first.next(step) for step in range(8)]
     again = [second.next(step) for step in range(8)]
@@ -151,7 +151,7 @@ def test_the_command_trains_and_saves(word_model: str, tmp_path: Path, capsys: p
     assert records[-1]["sft/loss"] < 0.05
     assert [record["sft/lm_phase"] for record in records] == [1.0] * 30 + [0.0] * 30
     model = AutoModelForCausalLM.from_pretrained(target)
-    tokenizer = load_tokenizer(str(target))
+    tokenizer = load_tokenizer(str(target), False, "path")
     ids = tokenizer("who is c search c docs . . . answer", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == "d"
 
@@ -159,7 +159,7 @@ def test_the_command_trains_and_saves(word_model: str, tmp_path: Path, capsys: p
 def test_without_a_phase_column_all_rows_serve_both(word_model: str, tmp_path: Path) -> None:
     rows = read_rows([str(write_rows(tmp_path / "rows.parquet", phases=False))])
     settings = ["data.lm_fraction=0.5", "trainer.total_training_steps=2", "data.train_batch_size=16"]
-    batches = Batches(sft_config(word_model, tmp_path, *settings), load_tokenizer(word_model), rows)
+    batches = Batches(sft_config(word_model, tmp_path, *settings), load_tokenizer(word_model, False, "path"), rows)
     (_, lm), (_, policy) = batches.next(0), batches.next(1)
     assert len(lm) == len(policy) == 16
     assert int(lm.tokens["loss_mask"].sum()) > int(policy.tokens["loss_mask"].sum())
@@ -218,10 +218,14 @@ def test_other_bad_input(word_model: str, tmp_path: Path, capsys: pytest.Capture
         main([f"data.train_files={file}", f"model.path={word_model}", "trainer.default_local_dir=/dev/null/run"]) == 2
     )
     assert "run folder: /dev/null/run: /dev/null is a file" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="no tokenizer at model.path"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="path=.*: no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path), False, "path")
     rows = [Row(("policy",), ("a b",), "policy", "x")]
     with pytest.raises(DataError, match="no row has phase 'lm'"):
-        Batches(sft_config(word_model, tmp_path, "data.lm_fraction=0.5"), load_tokenizer(word_model), rows)
+        Batches(
+            sft_config(word_model, tmp_path, "data.lm_fraction=0.5"),
+            load_tokenizer(word_model, False, "path"),
+            rows,
+        )
     with pytest.raises(DataError, match="no rows in no file at all"):
         run(sft_config(word_model, tmp_path, "data.train_files=[]"))

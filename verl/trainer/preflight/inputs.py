@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from transformers import AutoConfig, AutoTokenizer
-
 from verl.agent.environment import Environment, make_environment
 from verl.config import Config
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
+from verl.pretrained import load_critic_tokenizer, load_model_config, load_policy_tokenizer
 from verl.storage import free_bytes
 from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
@@ -59,13 +58,8 @@ def check_sources(config: Config) -> Sources:
     scorer = Scorer(config, None)
     scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
-        _check_critic(config.critic.model.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer or config.actor_rollout_ref.model.path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}: no tokenizer could be loaded: {error}"
-        ) from error
+        _check_critic(config)
+    tokenizer = load_policy_tokenizer(config)
     return Sources(tokenizer, make_environment(config, tokenizer), scorer)
 
 
@@ -79,15 +73,17 @@ def _check_window(config: Config, window: int | None) -> None:
         )
 
 
-def _check_critic(path: str) -> None:
+def _check_critic(config: Config) -> None:
+    path = config.critic.model.path
     try:
-        AutoConfig.from_pretrained(path)
+        load_model_config(path, config.critic.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"algorithm.adv_estimator=gae needs a critic, and critic.model.path={path} is no model: {error}\n"
             "Set critic.model.path (the policy's own path, say), or use algorithm.adv_estimator=grpo with "
             "actor_rollout_ref.rollout.n_agent=5"
         ) from error
+    load_critic_tokenizer(config)
 
 
 async def _check(config: Config, environment: Environment) -> None:

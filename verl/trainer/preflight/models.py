@@ -34,9 +34,14 @@ def models_of(config: Config) -> Models:
     if trainer.val_only:
         return Models(policy)
     has_anchor = role.actor.use_kl_loss or has_kl_in_reward(config) or trainer.eval_ref_policy_freq > 0
-    anchor = policy if role.ref.path is None else model_shape(role.ref.path, settings.override_config)
+    anchor = (
+        policy
+        if role.ref.path is None
+        else model_shape(role.ref.path, settings.override_config, settings.trust_remote_code)
+    )
     critic = None
     if config.algorithm.adv_estimator == "gae":
         import_modules(config.critic.model.external_lib)
-        critic = value_shape(config.critic.model.path, config.critic.model.override_config)
+        model = config.critic.model
+        critic = value_shape(model.path, model.override_config, model.trust_remote_code)
     return Models(policy, anchor if has_anchor else None, critic)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.engine.model import decoder_layers, source_of
 from verl.engine.sharding import num_parameters
 from verl.engine.value_model import token_classifier_config
 from verl.errors import ConfigError
+from verl.pretrained import load_model_config
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,22 @@ def model_shape(
 
     def make() -> PreTrainedModel:
         source = source_of(path, "actor_rollout_ref.model.path")
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **dict(override_config or {}))
+        config = load_model_config(source, trust_remote_code, override_config)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
     return _shape(path, make)
 
 
-def value_shape(path: str, override_config: Mapping[str, Any] | None = None) -> ModelShape:
+def value_shape(
+    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> ModelShape:
     """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
-    return _shape(
-        path, lambda: AutoModelForTokenClassification.from_config(token_classifier_config(path, override_config))
-    )
+
+    def make() -> PreTrainedModel:
+        config = token_classifier_config(path, override_config, trust_remote_code)
+        return AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
+
+    return _shape(path, make)
 
 
 def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
