@@ -1,7 +1,7 @@
 """Ask a search agent a question and read how it finds the answer.
 
-    python infer.py --run RUN_DIR --question "Who wrote ...?"   # a training run: its last model and its settings
-    python infer.py --model DIR --config-name NAME              # asks for questions until an empty line
+    .venv/bin/python infer.py --run RUN_DIR --question "Who wrote ...?"   # a run: its last model and settings
+    .venv/bin/python infer.py --model DIR --config-name NAME              # asks for questions until an empty line
 
 The prompt, the stop rules, the limits and the layout of retrieved passages are those of training, by the same code.
 Flags change single settings, `key=value` changes any key of the training config (`--topk 5 retriever.timeout_s=30`).

@@ -1,6 +1,6 @@
 """Fetch corpus, indexes and question sets from the Hugging Face hub.
 
-    python scripts/download.py --save_path data --what corpus,e5
+    .venv/bin/python scripts/download.py --save_path data --what corpus,e5
 
 Goes on where it stopped, checks every file against the hub's checksum, joins the parts of an index and unpacks the
 corpus. Without a network it says what to place where.

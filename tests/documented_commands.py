@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ SHELLS = ("bash", "sh", "shell")
 _FENCE = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^\$ ", re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`((?:[^`\n]|\n(?!\n))+)`(?!`)")
-_RUNS_A_PROGRAM = re.compile(r"(\w+=\S+ )*(\S*/)?(bash|python3?|torchrun|ray|curl|pip|git)\s+\S")
+_RUNS_A_PROGRAM = re.compile(r"(\w+=\S+ )*(\S*/)?(bash|python3?|torchrun|ray|curl|pip|git)\s+[\w./\[-]")
 _SETTING = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
@@ -54,10 +55,21 @@ def commands_of(text: str, name: str) -> Iterator[Command]:
         for offset, logical_line in _logical_lines(block):
             if logical_line.startswith("$ ") if prompted else language in SHELLS:
                 yield from parse(logical_line.removeprefix("$ "), f"{name}:{line + offset}")
+        if language == "json" and '"command":' in block:
+            yield from _registered(json.loads(block), f"{name}:{line}")
     prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for span in _SPAN.finditer(prose):
         if _RUNS_A_PROGRAM.match(span[1]):
             yield from parse(_example_of_usage(span[1]), f"{name}:{_line_of(prose, span.start())}")
+
+
+def _registered(value: object, where: str) -> Iterator[Command]:
+    """Programs that a JSON file names for another program to start: {"command": ..., "args": [...]}."""
+    if isinstance(value, dict) and "command" in value:
+        yield Command(where, (value["command"], *value.get("args", ())))
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _registered(inner, where)
 
 
 def blocks(text: str) -> Iterator[tuple[int, str, str]]:
@@ -87,7 +99,7 @@ def _logical_lines(block: str) -> Iterator[tuple[int, str]]:
     lines = iter(enumerate(block.splitlines()))
     for offset, line in lines:
         while line.endswith("\\"):
-            line = line[:-1] + next(lines)[1]
+            line = line[:-1] + next(lines)[1].lstrip()
         yield offset, line
 
 

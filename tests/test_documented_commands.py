@@ -1,4 +1,4 @@
-"""Every command of README.md, CONTRIBUTING.md and docs/ works. trying_commands.py says how each kind is tried."""
+"""Every command of README.md, CONTRIBUTING.md and docs/ works as it stands. trying_commands.py says how it is tried."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, parse
-from trying_commands import server, try_command
+from trying_commands import server, try_command, try_typed
 
 import infer
 from search_r1.data.qa.sets import SETS
@@ -59,7 +59,7 @@ COMMANDS = [pytest.param(command, id=command.where) for command in all_commands(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documented_command(command: Command, checkout: Checkout) -> None:
-    try_command(command, checkout)
+    try_typed(command, checkout)
 
 
 PYTHON_BLOCKS = [
@@ -143,6 +143,20 @@ def only_call_of(line: str, checkout: Checkout) -> Command:
 def test_a_wrong_command_is_noticed(line: str, checkout: Checkout) -> None:
     with pytest.raises((AssertionError, ConfigError)):
         try_command(next(parse(line)), checkout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m verl.trainer.main_ppo --cfg job",
+        "python3 scripts/download.py --help",
+        "pip install -e .",
+        ".venv/bin/python scripts/bench/soak.py --run_dir a -- python -m verl.trainer.main_ppo",
+    ],
+)
+def test_a_python_without_our_packages_is_noticed(line: str, checkout: Checkout) -> None:
+    with pytest.raises(AssertionError, match="type .venv/bin/python"):
+        try_typed(next(parse(line)), checkout)
 
 
 def test_commands_are_found_in_a_page() -> None:

@@ -51,6 +51,23 @@ NOT_OURS = {
 }
 
 
+def try_typed(command: Command, checkout: Checkout) -> None:
+    """As somebody types it in the root of a clone after set-up: its Python is that of the environment by name."""
+    for position, word in enumerate(command.words):
+        if re.fullmatch(r"(\S*/)?(python|pip)[\d.]*", word) and not word.endswith(
+            (".venv/bin/python", ".venv/bin/pip")
+        ):
+            runs_on_the_system(command.words[position + 1 :])
+    try_command(command, checkout)
+
+
+def runs_on_the_system(arguments: tuple[str, ...]) -> None:
+    """By a Python without our packages, as on a machine where nobody has activated the environment."""
+    system = [str(Path(sys.base_prefix) / "bin/python3"), "-I", "-S"]
+    done = subprocess.run([*system, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"python {' '.join(arguments)}: {done.stderr.strip()[-300:]}; type .venv/bin/python"
+
+
 def try_command(command: Command, checkout: Checkout) -> None:
     """Raises when the command is wrong, or when no rule or more than one says how to try it."""
     for path in paths_of_ours(command):
@@ -286,6 +303,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
     (r"python -m search_r1\.replay$", runs("--help")),
     (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
+    (r"python -m search_r1\.search\.workers\.front_end", part_of_set_up),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
@@ -296,7 +314,10 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.mcp_tool", accepts_options),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
-    (r"python scripts/bench/(retrieval_\w+|published_server|soak)\.py", accepts_options),
+    (
+        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|deterministic_mode)\.py",
+        accepts_options,
+    ),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),

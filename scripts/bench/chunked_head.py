@@ -1,6 +1,6 @@
 """Memory and time of the output head's forward and backward, by what is asked of it.
 
-    python scripts/bench/chunked_head.py [--tokens 4096] [--vocabulary 151936] [--hidden 2048] [--top_k 32]
+    .venv/bin/python scripts/bench/chunked_head.py [--tokens 4096] [--vocabulary 151936] [--hidden 2048] [--top_k 32]
 
 Each case runs in turn, several rounds, each in a process of its own. Peak memory is what a case takes beyond its inputs
 and the head's gradient; its baseline is one [tokens, vocabulary] float32 tensor. Time is compared with the case that

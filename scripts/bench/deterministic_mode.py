@@ -1,6 +1,6 @@
 """What trainer.deterministic costs: the same run with and without it, in turn.
 
-    python scripts/bench/deterministic_mode.py --rounds 3 --output_dir runs/deterministic -- \
+    .venv/bin/python scripts/bench/deterministic_mode.py --rounds 3 --output_dir runs/deterministic -- \
       --config-name tinywiki data.train_files=... (all arguments of verl.trainer.main_ppo)
 
 Prints medians over all steps but the first of each run, and their ratio. Ends with status 1 unless all runs in the mode

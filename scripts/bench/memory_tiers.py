@@ -1,6 +1,6 @@
 """What each index over a corpus costs: bytes on disk and in memory, bytes read a query, the time that takes at least.
 
-    python scripts/bench/memory_tiers.py [--rows 21015324] [--dim 768] [--batch 512] [--measure]
+    .venv/bin/python scripts/bench/memory_tiers.py [--rows 21015324] [--dim 768] [--batch 512] [--measure]
 
 Bytes follow from the file formats. The floor is the slower of reading those bytes and of the products, at the given
 `--bandwidth` and rates; the defaults are what one core reached in the searches below, `--measure` takes this machine's,

@@ -4,7 +4,7 @@ Every request encodes and searches by itself on the thread pool of the web frame
 of at most 512 queries, FAISS Flat as it is, no batching across requests, no cache, no limits. The route, the request
 and the reply are those of the real server, so that the same load runs on both.
 
-    python scripts/bench/published_server.py --corpus_path corpus.jsonl --index_path e5_Flat.index \\
+    .venv/bin/python scripts/bench/published_server.py --corpus_path corpus.jsonl --index_path e5_Flat.index \\
       --retriever_model intfloat/e5-base-v2 --query_prefix "query: "
 """
 

@@ -1,6 +1,6 @@
 """BM25 over HTTP: single queries and lists, beside the library bm25s in this process.
 
-    python scripts/bench/retrieval_bm25.py --corpus_path passages.jsonl --index_path indexes/bm25 \\
+    .venv/bin/python scripts/bench/retrieval_bm25.py --corpus_path passages.jsonl --index_path indexes/bm25 \\
       --questions questions.jsonl
 
 The server has no cache here: every query is searched. Server and clients share the cores. `bm25s` searches the same

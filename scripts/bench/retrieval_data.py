@@ -1,6 +1,7 @@
 """Passages and vectors of any number, made like real ones: what the retrieval benchmarks search.
 
-    python scripts/bench/retrieval_data.py --like wiki.jsonl.gz --rows 200000 --folder runs/bench --model MINILM
+    .venv/bin/python scripts/bench/retrieval_data.py --like wiki.jsonl.gz --rows 200000 --folder runs/bench \\
+        --model MINILM
 
 Passages: about 100 words drawn with the frequencies of the words of `--like`; three of them belong to one article and
 share 30 words of its own. Vectors: those of the real passages, each with noise that has the covariance of all, of

@@ -1,6 +1,6 @@
 """A server under load for long, beyond its queue, and left by its clients.
 
-    python scripts/bench/retrieval_endurance.py --corpus_path passages.jsonl --index_path indexes/bm25 \\
+    .venv/bin/python scripts/bench/retrieval_endurance.py --corpus_path passages.jsonl --index_path indexes/bm25 \\
       --retriever_name bm25 --questions questions.jsonl
 
 Three parts: 256 clients with lists of mixed sizes for `--minutes` (errors, and memory after the first minute); 1,000

@@ -1,6 +1,6 @@
 """What a server costs as the corpus grows: build time, bytes, memory, rate, tail latency, recall.
 
-    python scripts/bench/retrieval_growth.py --like wiki.jsonl.gz --model MINILM --questions questions.jsonl
+    .venv/bin/python scripts/bench/retrieval_growth.py --like wiki.jsonl.gz --model MINILM --questions questions.jsonl
 
 Passages and vectors are those of `retrieval_data.py`; vectors are made, not encoded, so build time is that of the
 index alone. Every server has two threads and shares two cores with 64 clients of single queries, its cache is off.

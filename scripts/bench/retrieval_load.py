@@ -1,6 +1,6 @@
 """Load a retrieval server: C clients, each with one request in flight. Prints a table row and writes JSON.
 
-    python scripts/bench/retrieval_load.py --url http://127.0.0.1:8000/retrieve --questions questions.jsonl \\
+    .venv/bin/python scripts/bench/retrieval_load.py --url http://127.0.0.1:8000/retrieve --questions questions.jsonl \\
       --clients 256 --list_size 1 --seconds 20
 
 Latency is seen by the client, in milliseconds. A question is sent `--repeats` times by different clients (a group of

@@ -1,7 +1,7 @@
 """Our dense server against the behaviour of the published one, on one core and on two.
 
-    python scripts/bench/retrieval_published.py --model MINILM --corpus_path passages.jsonl --index_path Flat.index \\
-      --questions questions.jsonl
+    .venv/bin/python scripts/bench/retrieval_published.py --model MINILM --corpus_path passages.jsonl \\
+      --index_path Flat.index --questions questions.jsonl
 
 Both servers have the same encoder weights, the same vectors and the same core; the clients run on another one. In every
 scenario they take turns, each freshly started, for several rounds; rates and latencies are medians over the rounds. On

@@ -1,7 +1,7 @@
 """Answer recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
 
-    python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl hotpotqa/dev.jsonl \\
-      --work indexes/quality --model MODEL --output quality.json
+    .venv/bin/python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl \\
+      hotpotqa/dev.jsonl --work indexes/quality --model MODEL --output quality.json
 
 Real indexes are built in `--work` and used again by the next run. Hits are counted as `corpus_tool audit` does, over
 the questions that have an answer to look for, and over those of them whose answer is in the corpus at all. What cannot

@@ -1,7 +1,7 @@
 """Does a long run hold ever more? Memory, file handles and Ray objects of every process, at the end of each step.
 
-    python scripts/bench/soak.py --run_dir RUN [--also PID] -- python -m verl.trainer.main_ppo ... \\
-      trainer.default_local_dir=RUN trainer.total_training_steps=300
+    .venv/bin/python scripts/bench/soak.py --run_dir RUN [--also PID] -- \\
+      .venv/bin/python -m verl.trainer.main_ppo ... trainer.default_local_dir=RUN trainer.total_training_steps=300
 
 Starts the command, watches it and all its descendants (and the processes `--also`, say a retrieval server), and
 compares `--window` steps around step `--after` with the last `--window` steps. Memory grew when its median did by more

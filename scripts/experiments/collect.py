@@ -1,6 +1,6 @@
 """The table and the figure of an experiment, from what its finished runs left on disk.
 
-python scripts/experiments/collect.py scripts/experiments/algorithms.yaml [--output_dir DIR] [--publish]
+.venv/bin/python scripts/experiments/collect.py scripts/experiments/algorithms.yaml [--output_dir DIR] [--publish]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train every run of an experiment, with every seed, and write its table and figure.
 
-python scripts/experiments/grid.py scripts/experiments/algorithms.yaml [--seeds 3,4,5] [--jobs 2] [--steps N]
+.venv/bin/python scripts/experiments/grid.py scripts/experiments/algorithms.yaml [--seeds 3,4,5] [--jobs 2] [--steps N]
 
 Finished runs are kept and the others start anew (what they left goes to archive/ in their folder), so the same command
 goes on after an interruption. Per seed it makes the data and a warm-started policy (once, for all experiments) and

@@ -1,6 +1,6 @@
 """How far the expected gradient of a KL estimate is from that of the KL, and how much one token's gradient scatters.
 
-    python scripts/experiments/topk_kl_bias.py > docs/results/topk_kl_bias.txt
+    .venv/bin/python scripts/experiments/topk_kl_bias.py > docs/results/topk_kl_bias.txt
 
 The reference is q_v ~ rank^-a (Zipf), the policy p ~ q exp(noise e_v) with e_v standard normal. The token is drawn from
 p. Nothing is sampled: the gradient for token y with respect to the logits is h + c_y (e_y - p), where h is the head's

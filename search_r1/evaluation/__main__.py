@@ -1,7 +1,8 @@
 """Evaluate a model on question-answer sets: the search agent, or a baseline under the same harness.
 
-    python -m search_r1.evaluation --model DIR --data_dir data/qa --retriever_url URL --output_dir results/mine
-    python -m search_r1.evaluation --server URL --served_model NAME --tokenizer DIR ...   # vLLM, SGLang
+    .venv/bin/python -m search_r1.evaluation --model DIR --data_dir data/qa --retriever_url URL \\
+        --output_dir results/mine
+    .venv/bin/python -m search_r1.evaluation --server URL --served_model NAME --tokenizer DIR ...   # vLLM, SGLang
 
 Writes results.json, results.md, wrong_answers.md, records.jsonl (a line a question) and trajectories.parquet. A run
 that was cut short goes on where it stopped; one with other settings in the same folder is refused.

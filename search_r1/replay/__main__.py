@@ -1,8 +1,8 @@
 """Work with stored trajectories (`RUN/trajectories/*.parquet`) without sampling again.
 
-python -m search_r1.replay score FILES --tokenizer MODEL --reward NAME --output FILE     another reward
-python -m search_r1.replay log_probs FILES --model MODEL --output FILE                   another checkpoint
-python -m search_r1.replay export FILES --output FILE                                    a training set
+.venv/bin/python -m search_r1.replay score FILES --tokenizer MODEL --reward NAME --output FILE     another reward
+.venv/bin/python -m search_r1.replay log_probs FILES --model MODEL --output FILE                   another checkpoint
+.venv/bin/python -m search_r1.replay export FILES --output FILE                                    a training set
 """
 
 from __future__ import annotations

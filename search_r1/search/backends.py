@@ -86,8 +86,9 @@ def _load_dense(options: BackendOptions, corpus: Corpus) -> Retriever:
         raise ServerError(f"dense retriever {options.name!r} needs --index_path and --retriever_model")
     if not Path(options.index_path).is_file():
         raise IndexMismatchError(
-            f"index file {options.index_path} does not exist; build one: python -m search_r1.search.index_builder "
-            f"--retrieval_method {options.name} --model_path {options.model} --corpus_path {corpus.path} --save_dir ..."
+            f"index file {options.index_path} does not exist; build one: .venv/bin/python -m "
+            f"search_r1.search.index_builder --retrieval_method {options.name} --model_path {options.model} "
+            f"--corpus_path {corpus.path} --save_dir ..."
         )
     from search_r1.search.dense import DenseRetriever  # torch is loaded only for a dense encoder
 

@@ -1,8 +1,8 @@
 """Which gold answers a corpus holds, and a corpus with the missing gold passages.
 
-    python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions nq/test.jsonl
-    python -m search_r1.search.corpus_tool complete --corpus_path corpus.jsonl --questions hotpotqa/dev.jsonl \\
-        --add gold.jsonl --output completed.jsonl
+    .venv/bin/python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions nq/test.jsonl
+    .venv/bin/python -m search_r1.search.corpus_tool complete --corpus_path corpus.jsonl \\
+        --questions hotpotqa/dev.jsonl --add gold.jsonl --output completed.jsonl
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The retrieval server over Google Programmable Search, by its published arguments.
 
-    python -m search_r1.search.google_search_server --cse_id ENGINE --snippet_only
+    .venv/bin/python -m search_r1.search.google_search_server --cse_id ENGINE --snippet_only
 
 Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into GOOGLE_API_KEY. Served are the
 snippets that Google sends: a server that fetches whatever address a search finds can be led into its own network.

@@ -1,7 +1,7 @@
 """Build an index over a corpus: BM25, or vectors of a dense encoder in a FAISS index.
 
-    python -m search_r1.search.index_builder --retrieval_method e5 --model_path MODEL --corpus_path corpus.jsonl \\
-        --save_dir indexes --faiss_type Flat
+    .venv/bin/python -m search_r1.search.index_builder --retrieval_method e5 --model_path MODEL \\
+        --corpus_path corpus.jsonl --save_dir indexes --faiss_type Flat
 
 writes `{save_dir}/{method}_{faiss_type}.index` and its manifest (`.json`); `--save_embedding` keeps the vectors in
 `{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run goes on where it stopped when

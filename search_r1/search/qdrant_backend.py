@@ -179,5 +179,5 @@ def _library() -> ModuleType:
         return importlib.import_module("qdrant_client")
     except ImportError as error:
         raise ServerError(
-            f"the Qdrant retriever needs qdrant-client ({error}); pip install 'verl[retrieval-qdrant]'"
+            f"the Qdrant retriever needs qdrant-client ({error}); .venv/bin/pip install -e '.[retrieval-qdrant]'"
         ) from error

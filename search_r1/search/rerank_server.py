@@ -1,6 +1,6 @@
 """The reranking server: a cross-encoder over HTTP, for passages that come with the request.
 
-    python -m search_r1.search.rerank_server --rerank_model_name_or_path cross-encoder/ms-marco-MiniLM-L12-v2
+    .venv/bin/python -m search_r1.search.rerank_server --rerank_model_name_or_path cross-encoder/ms-marco-MiniLM-L12-v2
 
 Everything is loaded before the server listens; `/readyz` says 200 once the first pair is scored.
 """

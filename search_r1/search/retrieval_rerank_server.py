@@ -1,6 +1,6 @@
 """The retrieval server with a reranker: an index finds candidates, a cross-encoder chooses among them.
 
-    python -m search_r1.search.retrieval_rerank_server --corpus_path corpus.jsonl --retriever_name bm25
+    .venv/bin/python -m search_r1.search.retrieval_rerank_server --corpus_path corpus.jsonl --retriever_name bm25
 
 Everything is loaded before the server listens; `/readyz` says 200 once the first query has run.
 """

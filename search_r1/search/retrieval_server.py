@@ -1,6 +1,6 @@
 """The retrieval server: one corpus and one index, or an online engine, over HTTP.
 
-    python -m search_r1.search.retrieval_server --corpus_path corpus.jsonl --retriever_name bm25
+    .venv/bin/python -m search_r1.search.retrieval_server --corpus_path corpus.jsonl --retriever_name bm25
 
 Everything is loaded before the server listens; `/readyz` says 200 once the first query has run.
 """

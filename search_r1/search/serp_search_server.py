@@ -1,6 +1,6 @@
 """The retrieval server over SerpAPI, by its published arguments.
 
-    python -m search_r1.search.serp_search_server --search_url https://serpapi.com/search --serp_engine google
+    .venv/bin/python -m search_r1.search.serp_search_server --search_url https://serpapi.com/search --serp_engine google
 
 Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into SERPAPI_API_KEY.
 """

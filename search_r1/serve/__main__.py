@@ -1,7 +1,7 @@
 """Serve a search agent as an OpenAI-compatible chat endpoint.
 
-    python -m search_r1.serve --run RUN_DIR
-    python -m search_r1.serve --model DIR --retriever_url http://127.0.0.1:8000/retrieve
+    .venv/bin/python -m search_r1.serve --run RUN_DIR
+    .venv/bin/python -m search_r1.serve --model DIR --retriever_url http://127.0.0.1:8000/retrieve
 
 Prompt, stop rules, limits and the layout of retrieved passages are those of training, by the same code; the flags that
 choose them are those of infer.py.

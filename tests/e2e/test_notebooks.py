@@ -15,12 +15,12 @@ from traitlets.config import Config
 NOTEBOOKS = ROOT / "notebooks"
 
 
-def execute(name: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
-    """Run a notebook; what it printed, or nbclient's error, which shows the cell."""
+def execute(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path = NOTEBOOKS, **variables: str) -> str:
+    """Run a notebook in `folder`; what it printed, or nbclient's error, which shows the cell."""
     for key, value in (ENV | variables).items():
         monkeypatch.setitem(os.environ, key, value)
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
-    resources = {"metadata": {"path": str(NOTEBOOKS)}}
+    resources = {"metadata": {"path": str(folder)}}
     patience = {"timeout": 1800, "startup_timeout": 300, "iopub_timeout": 300}
     with tempfile.TemporaryDirectory() as sockets:
         # A port that is chosen here would be free only until another program is given it; files are not.
@@ -31,9 +31,15 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> str
 
 
 def test_the_demo_and_the_analysis_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = execute("search_r1_demo.ipynb", monkeypatch, DEMO_SIZE="small", DEMO_FOLDER=str(tmp_path))
+    run_dir = tmp_path / "clone" / "runs" / "demo"
+    printed = execute("search_r1_demo.ipynb", monkeypatch, DEMO_SIZE="small", DEMO_FOLDER=str(run_dir))
     assert "tinywiki_2hop" in printed and "--- with an engine of our own" in printed
-    assert (tmp_path / "rl" / "report.png").is_file()
-    analysis = execute("reward_analysis.ipynb", monkeypatch, RUN=str(tmp_path / "rl"))
+    assert (run_dir / "rl" / "report.png").is_file()
+    # A run that a script started in the clone's root has paths relative to it.
+    config = run_dir / "rl" / "config.yaml"
+    config.write_text(config.read_text().replace(f"{tmp_path / 'clone'}/", ""))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "clone" / "notebooks").mkdir()
+    analysis = execute("reward_analysis.ipynb", monkeypatch, tmp_path / "clone" / "notebooks")
     assert "2 steps, 48 trajectories, 0 failed" in analysis
     assert "format reward" in analysis

@@ -1,4 +1,4 @@
-"""The settings as a page: `python -m verl.config.docs` writes docs/configuration.md."""
+"""The settings as a page: `.venv/bin/python -m verl.config.docs` writes docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m verl.config.docs` from the typed schema in verl/config; do not edit. -->
+<!-- Written by `.venv/bin/python -m verl.config.docs` from the typed schema in verl/config; do not edit. -->
 
 A run is defined by one YAML tree, `configs/ppo_trainer.yaml`. Any key is overridden on the command line:
 
 ```bash
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n_agent=5 --cfg job
+.venv/bin/python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n_agent=5 --cfg job
 ```
 
 - `key=value` sets a key. `+key=value` and `++key=value` do the same. Of several for one key the last one wins.

@@ -36,7 +36,7 @@ def _everywhere(config: Config) -> Iterator[str]:
         value = getattr(config.reward_model, name)
         if value:
             yield _not_available(
-                f"reward_model.{name}", value, "run python3 -m verl.trainer.main_ppo_format, or leave it at 0"
+                f"reward_model.{name}", value, "run .venv/bin/python -m verl.trainer.main_ppo_format, or leave it at 0"
             )
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: `python -m verl.tracking.report RUN_DIR` writes report.md and report.png beside its metrics.
+"""The report of a run: `.venv/bin/python -m verl.tracking.report RUN_DIR` writes it beside its metrics.
 
 It reads only what the run left on disk (metrics.jsonl, config.yaml, trajectories/), so it can be made at any time.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run to use: `python -m verl.trainer.last_checkpoint RUN_DIR [--best] [--role actor]` prints it.
+"""Prints the checkpoint of a run: `.venv/bin/python -m verl.trainer.last_checkpoint RUN_DIR [--best] [--role actor]`.
 
 Imports neither torch nor Ray. The folder may be of an RL run (`{role}/global_step_N`) or of a warm start
 (`global_step_N`). A folder has its name only when the model in it is whole.

@@ -1,4 +1,4 @@
-"""`python3 -m verl.trainer.main_ppo key=value ...`: train (or only validate) a search agent by RL.
+"""`.venv/bin/python -m verl.trainer.main_ppo key=value ...`: train (or only validate) a search agent by RL.
 
 The command line is checked before anything heavy is imported, the prompt files and the environment before any model
 is loaded.

@@ -1,4 +1,4 @@
-"""`python3 -m verl.trainer.main_ppo_format key=value ...`: main_ppo with the format reward.
+"""`.venv/bin/python -m verl.trainer.main_ppo_format key=value ...`: main_ppo with the format reward.
 
 Training rewards also the form of a trajectory, by `reward_model.structure_format_score`, `final_format_score` and
 `retrieval_score`; validation counts exact matches alone.

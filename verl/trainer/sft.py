@@ -1,4 +1,4 @@
-"""`python3 -m verl.trainer.sft key=value ...`: supervised warm start on rows of segments (`verl.data.sft_rows`).
+"""`.venv/bin/python -m verl.trainer.sft key=value ...`: warm start on rows of segments (`verl.data.sft_rows`).
 
 The first `data.lm_fraction` of the steps are language modelling on all tokens, the others train on policy segments
 only. Several workers: start it with torchrun.

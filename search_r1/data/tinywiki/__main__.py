@@ -1,4 +1,4 @@
-"""Command line: `python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
+"""Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
 
 `--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's own values.
 """

@@ -1,6 +1,6 @@
 """How hard a TinyWiki folder's test questions are, for agents that need no training.
 
-`python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long]` prints the table of
+`.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long]` prints the table of
 `docs/tinywiki.md`.
 """
 

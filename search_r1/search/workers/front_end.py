@@ -1,6 +1,6 @@
 """A front end: the HTTP side of a service whose index is in another process.
 
-    python -m search_r1.search.workers.front_end CONNECTION LISTENER < settings.json
+    .venv/bin/python -m search_r1.search.workers.front_end CONNECTION LISTENER < settings.json
 
 `supervisor` starts it with two sockets, given by their file descriptors: one leads to the owner, one is bound to the
 address of the service. It ends with the owner.

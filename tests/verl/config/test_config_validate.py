@@ -215,7 +215,7 @@ def test_a_key_without_effect_says_so(key: str) -> None:
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
         ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
-        ([*GRPO, "reward_model.retrieval_score=0.1"], "run python3 -m verl.trainer.main_ppo_format"),
+        ([*GRPO, "reward_model.retrieval_score=0.1"], "main_ppo_format"),
     ],
 )
 def test_what_this_version_does_not_have_is_an_error(overrides: list[str], message: str) -> None:

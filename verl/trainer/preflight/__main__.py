@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
+"""`.venv/bin/python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
 
 The settings may be those of main_ppo or of main_ppo_format. `--device_memory_gib 80 --devices 8` estimates for GPUs
 that this machine does not have; `--estimate_only` leaves out the prompt files, the environment and the machine.

@@ -22,7 +22,7 @@ def check_versions(requirements: list[str] | None, python: str, installed: Mappi
     """`requirements` are those that this package declares, `python` the running version, `installed` by package."""
     if requirements is None:
         yield Finding(
-            "warn", "versions", "this package is not installed, so its ranges are unknown", "pip install -e ."
+            "warn", "versions", "this package is not installed, so its ranges are unknown", ".venv/bin/pip install -e ."
         )
         return
     yield judge(tuple(map(int, python.split(".")[:2])) >= (3, 11), "python", python, "use Python 3.11 or later")
