@@ -99,7 +99,7 @@ def test_a_folder_without_a_lucene_index_is_refused(tmp_path: Path) -> None:
 def test_without_pyserini_the_error_names_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "segments_1").touch()
     assert is_lucene_index(tmp_path)
-    with pytest.raises(ServerError, match=r"needs pyserini; pip install 'verl\[retrieval-lucene\]'"):
+    with pytest.raises(ServerError, match=r"needs pyserini; .venv/bin/pip install -e '.\[retrieval-lucene\]'"):
         LuceneRetriever.load(tmp_path, _corpus(tmp_path, ("0", "a")))
 
 

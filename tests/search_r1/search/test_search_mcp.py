@@ -353,4 +353,4 @@ def test_without_the_package_the_error_names_the_extra(main, arguments, monkeypa
         monkeypatch.setitem(sys.modules, name, None)
     assert main(arguments) == 1
     message = capsys.readouterr().err
-    assert "pip install 'verl[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")
+    assert "pip install -e '.[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")

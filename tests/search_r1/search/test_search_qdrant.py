@@ -129,7 +129,7 @@ def test_a_database_that_goes_away_is_an_error(client: Any, store: Store) -> Non
 
 def test_without_the_client_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
-    with pytest.raises(ServerError, match=r"pip install 'verl\[retrieval-qdrant\]'"):
+    with pytest.raises(ServerError, match=r"pip install -e '.\[retrieval-qdrant\]'"):
         connect(":memory:")
 
 
