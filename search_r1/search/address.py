@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
@@ -10,3 +12,11 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 def without_credentials(text: str) -> str:
     """`text` with `***` for `user:password` in its URLs: what messages, logs and reports may show."""
     return _CREDENTIALS.sub("***", text)
+
+
+def check_addresses(urls: Iterable[str]) -> None:
+    """Raise `ValueError` when one of `urls` is not http:// or https:// and a host."""
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"{url.rpartition('@')[2]!r} is not an address: write http://host:port/retrieve")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
+from search_r1.search.encoder_spec import FAMILIES
 from search_r1.search.errors import IndexMismatchError, ServerError
 from search_r1.search.hybrid import HybridRetriever
 from search_r1.search.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.retriever import Retriever
 
 ENGINES = ("auto", "faiss", "matrix")
+LOCAL = ("bm25", "hybrid", "qdrant")
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,17 @@ class BackendOptions:
         return self.dense_name or self.name
 
 
+def check_name(name: str) -> None:
+    """Raise `ServerError` when `name` is none of the retrievers, but nearly one of them."""
+    known = [*LOCAL, *FAMILIES]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    if name.lower() not in known and near:
+        raise ServerError(f"there is no retriever {name!r}; did you mean {near[0]}? There are {', '.join(known)}")
+
+
 def load_retriever(options: BackendOptions, corpus: Corpus) -> Retriever:
     """Open the index (BM25 without an index path: build it in memory). Raises a `SearchError`."""
+    check_name(options.name)
     if options.engine not in ENGINES:
         raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     if options.name == "bm25":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from search_r1.search.address import without_credentials
+from search_r1.search.address import check_addresses, without_credentials
 from search_r1.search.backoff import backoff_s
 from search_r1.search.errors import (
     RetrieverError,
@@ -55,12 +55,13 @@ class RetrievalClient:
 
         `url` is one address, a list, or several with commas between; the servers must hold the same index. `token` is
         sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` asks by
-        that name instead; messages and logs leave it out. Raises `ValueError` without an address.
+        that name instead; messages and logs leave it out. Raises `ValueError` for what is no address.
         """
         addresses = url.split(",") if isinstance(url, str) else url
         self.urls = tuple(address.strip() for address in addresses if address.strip())
         if not self.urls:
             raise ValueError("a RetrievalClient needs the address of at least one server")
+        check_addresses(self.urls)
         self.name = ", ".join(map(without_credentials, self.urls))
         self.topk = topk
         token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
@@ -93,7 +94,7 @@ class RetrievalClient:
     async def check(self) -> None:
         """Ask one real query within 5 seconds.
 
-        Raises `RetrieverUnavailable`, which names the URL and the command that starts a server, for any failure.
+        Raises `RetrieverUnavailable`, which names the URL and what to do, for any failure.
         """
         self._attach()
         question = OpenQuestion("health check", asyncio.get_running_loop(), self._num_answered)
@@ -101,6 +102,9 @@ class RetrievalClient:
         try:
             outcomes = await self._ask([question])
         except (RetrieverRejected, RetrieverReplyError, RetrieverQueryFailed) as error:
+            if isinstance(error, RetrieverRejected) and error.status == 404:
+                what = "a server answers there, but not at this path; the address ends in /retrieve"
+                raise RetrieverUnavailable(f"{error}: {what}") from error
             raise self._unavailable(str(error)) from error
         for outcome in outcomes:
             if isinstance(outcome, QueryFailure):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from search_r1.search.address import without_credentials
+from search_r1.search.address import check_addresses, without_credentials
 from search_r1.search.client import RetrievalClient
 from search_r1.search.source import Found
 
@@ -17,7 +17,8 @@ class HttpSource:
     batch_size: int | None = None
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """`timeout_s` bounds a search with its retries. Raises `ValueError` without an address."""
+        """`timeout_s` bounds a search with its retries. Raises `ValueError` when `url` is no address."""
+        check_addresses(part.strip() for part in url.split(",") if part.strip())
         self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
         self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
 

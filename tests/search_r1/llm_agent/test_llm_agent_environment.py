@@ -224,6 +224,14 @@ def test_check_names_the_address_and_the_command(search_url, byte_tokenizer):
     asyncio.run(check_and_close())
 
 
+def test_a_wrong_path_is_told_from_a_server_that_is_not_there(search_url, byte_tokenizer):
+    with pytest.raises(EnvironmentUnavailable, match="not at this path; the address ends in /retrieve") as caught:
+        asyncio.run(environment_at(search_url.removesuffix("/retrieve"), byte_tokenizer).check())
+    assert "start one" not in str(caught.value)
+    with pytest.raises(ValueError, match="is not an address: write http://"):
+        environment_at("localhost:8000/retrieve", byte_tokenizer)
+
+
 def test_a_refused_request_fails_the_episode(search_url, byte_tokenizer):
     environment = environment_at(search_url.replace("/retrieve", "/nothing"), byte_tokenizer)
     trajectory = play(environment, byte_tokenizer, ["<search> a </search>"])

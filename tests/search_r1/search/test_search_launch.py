@@ -18,6 +18,7 @@ from e2e_world import free_port
 from search_encoders import encoder, save_bert
 from search_engines import Engine
 
+from search_r1.search import retrieval_server
 from search_r1.search.corpus import Corpus
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -218,3 +219,11 @@ def test_bm25_loads_no_torch(server_environment, corpus_file: Path) -> None:
         "assert not {'torch', 'ray', 'verl', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=server_environment, check=True, timeout=120)
+
+
+def test_a_mistyped_retriever_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"id": "1", "contents": "x"}\n')
+    arguments = ["--corpus_path", str(corpus), "--retriever_name", "bm52", "--port", "0"]
+    assert retrieval_server.main(arguments) == 1
+    assert "there is no retriever 'bm52'; did you mean bm25?" in capsys.readouterr().err
