@@ -210,6 +210,14 @@ def test_after_a_rollback_a_killed_run_goes_on_from_where_it_went_back_to(
     assert torch.equal(weights(folder, 4), weights(guarded, 4))
 
 
+def test_the_guard_watches_by_default(run_dir: Path) -> None:
+    """The policy is a small one that has some right answers: its rewards differ, and it is told so in every step."""
+    for step, metrics in metrics_by_step(run_dir).items():
+        if step:
+            assert metrics["health/guard/alarm"] == 0.0 == metrics["health/guard/dead_run_steps"]
+            assert metrics["health/equal_rewards"] == 0.0 and 0.0 <= metrics["health/zero_advantages"] < 1.0
+
+
 def weights(folder: Path, step: int) -> torch.Tensor:
     state = AutoModelForCausalLM.from_pretrained(folder / "actor" / f"global_step_{step}").state_dict()
     return state["model.layers.0.mlp.up_proj.weight"]

@@ -15,16 +15,16 @@ class CollapseGuardConfig:
     """The collapse guard. A threshold of null is not watched; docs/health.md explains the metrics."""
 
     action: GuardAction = setting(
-        "off",
-        "What an alarm does: nothing is watched, a line in the log, end the run, or go back to the last good "
-        "checkpoint with half the learning rate.",
+        "warn",
+        "What an alarm does: nothing is watched (off), a line in the log (warn), end the run (stop), or go back to the "
+        "last good checkpoint with half the learning rate (rollback).",
     )
     patience: int = setting(5, "Steps in a row that a condition must hold before it is an alarm.", ge=1)
     max_rollbacks: int = setting(2, "action=rollback: alarms answered by going back; the next one ends the run.", ge=0)
     dead_run_steps: int | None = setting(
         20,
-        "Steps in a row (instead of patience) in which nothing could be learned: no group of trajectories had two "
-        "different rewards, or the gradient was exactly 0.",
+        "Steps in a row (instead of patience) in which nothing could be learned: all rewards were the same, no group "
+        "of trajectories had two different ones, all advantages were 0, or the gradient was.",
         ge=1,
     )
     max_invalid_action_ratio: float | None = setting(

@@ -14,7 +14,6 @@ from verl.config.collapse_guard import CollapseGuardConfig, GuardAction
 SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
 GRAD_NORM = "actor/grad_norm"
-ZERO_VARIANCE = "health/zero_variance_groups"
 ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sampled, else of the update
 
 
@@ -48,7 +47,7 @@ class _Limit:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one step says about one condition."""
+    """What one step says about one condition; `seen` in words."""
 
     setting: str
     metric: str
@@ -56,6 +55,7 @@ class _Finding:
     threshold: float
     holds: bool
     patience: int
+    seen: str = ""
 
     @property
     def finite(self) -> bool:
@@ -72,13 +72,20 @@ LIMITS = (
     _Limit("max_invalid_action_ratio", ("health/invalid_action_ratio",), operator.gt),
     _Limit("max_repetition", ("health/repetition",), operator.gt),
     _Limit("max_empty_think_ratio", ("health/empty_think_ratio",), operator.gt),
-    _Limit("max_zero_variance_groups", (ZERO_VARIANCE,), operator.gt),
+    _Limit("max_zero_variance_groups", ("health/zero_variance_groups",), operator.gt),
     _Limit("min_reward", (SCORE,), operator.lt),
     _Limit("min_entropy", ENTROPY, operator.lt),
     _Limit("max_entropy", ENTROPY, operator.gt),
     _Limit("max_kl", ("actor/kl_loss",), operator.gt),
     _Limit("max_grad_norm", (GRAD_NORM,), operator.gt),
     _Limit("max_mismatch", ("health/mismatch/mean_abs",), operator.gt),
+)
+# Metric, its value in a step that taught nothing, and what that means.
+DEAD = (
+    ("health/equal_rewards", 1.0, "every trajectory had the same reward, {score:.4g}"),
+    ("health/zero_advantages", 1.0, "every advantage was 0"),
+    ("health/zero_variance_groups", 1.0, "no group had two different rewards"),
+    (GRAD_NORM, 0.0, "the gradient was 0"),
 )
 ADVICE = {
     "max_invalid_action_ratio": "read some trajectories; a format reward or a longer warm start teaches the tags",
@@ -92,9 +99,11 @@ ADVICE = {
     "max_grad_norm": "lower the learning rate, or clip the gradient at a smaller norm",
     "max_mismatch": "compare the sampler's precision, temperature and top-p with what the trainer computes",
     "max_score_drop": "go back to a checkpoint from before the fall and lower the learning rate",
-    "dead_run_steps": "nothing can be learned from equal rewards or a zero gradient; with a high score the run is "
-    "done, with a low one the prompts are too hard or the reward is broken",
+    "dead_run_steps": "nothing can be learned from that, so read some trajectories with their rewards; with a high "
+    "score the run is done, with a low one the prompts are too hard, the answers do not follow agent.template, or "
+    "the reward (reward.function) is broken",
 }
+SETTINGS = ("dead_run_steps", "max_score_drop", *(limit.setting for limit in LIMITS))
 NOT_FINITE_ADVICE = "a value that is not a finite number does not recover; go back to a checkpoint from before it"
 
 
@@ -114,17 +123,29 @@ class CollapseGuard:
     def observe(self, metrics: Mapping[str, float], step: int) -> Alarm | None:
         """Take in the metrics of a step. None while all is well, and always with `action=off`.
 
-        An alarm comes again after as many steps more, for as long as its condition holds. When several are due it is
-        the one that began first, and its message names the others.
+        An alarm comes again when its condition has held for twice, four times, eight times as long. When several are
+        due it is the one that began first, and its message names the others.
         """
+        self._alarmed = False
         if self.config.action == "off":
             return None
         alarms = [alarm for finding in self._findings(metrics) if (alarm := self._count(finding, step))]
         if not alarms:
             return None
+        self._alarmed = True
         first = min(alarms, key=lambda alarm: alarm.first_bad_step)
         others = ", ".join(alarm.name for alarm in alarms if alarm is not first)
         return replace(first, message=f"{first.message} Also: {others}.") if others else first
+
+    def metrics(self) -> dict[str, float]:
+        """Of the latest `observe`: `health/guard/alarm` (1 or 0), and for each setting that is watched
+        `health/guard/{setting}`, for how many steps in a row its condition has held. {} with `action=off`.
+        """
+        if self.config.action == "off":
+            return {}
+        watched = [name for name in SETTINGS if getattr(self.config, name) is not None]
+        streaks = {f"health/guard/{name}": float(self._steps_of(name)) for name in watched}
+        return {"health/guard/alarm": float(self._alarmed)} | streaks
 
     def reset(self) -> None:
         """To be called after a rollback: counts it, and forgets all steps. The next alarm may then be a stop."""
@@ -147,7 +168,12 @@ class CollapseGuard:
         self._scores.extend(state["scores"])
         self._best_average = -math.inf if state["best_average"] is None else state["best_average"]
 
+    def _steps_of(self, name: str) -> int:
+        streak = self._streaks.get(name)
+        return 0 if streak is None else streak.steps
+
     def _forget(self) -> None:
+        self._alarmed = False
         self._streaks: dict[str, _Streak] = {}
         self._scores: deque[float] = deque(maxlen=SCORE_WINDOW)
         self._best_average = -math.inf
@@ -178,11 +204,13 @@ class CollapseGuard:
         patience = self.config.dead_run_steps
         if patience is None:
             return
-        dead_values = {ZERO_VARIANCE: 1.0, GRAD_NORM: 0.0}
+        there = [(name, dead, words) for name, dead, words in DEAD if name in metrics]
+        seen = ", ".join(
+            words.format(score=metrics.get(SCORE, math.nan)) for name, dead, words in there if metrics[name] == dead
+        )
         findings = [
-            _Finding("dead_run_steps", name, metrics[name], dead, metrics[name] == dead, patience)
-            for name, dead in dead_values.items()
-            if name in metrics
+            _Finding("dead_run_steps", name, metrics[name], dead, metrics[name] == dead, patience, seen)
+            for name, dead, _ in there
         ]
         if findings:
             yield max(findings, key=lambda finding: (not finding.finite, finding.holds))
@@ -193,7 +221,7 @@ class CollapseGuard:
             return None
         streak = self._streaks.setdefault(finding.setting, _Streak(step))
         streak.steps += 1
-        if finding.finite and streak.steps % finding.patience:
+        if finding.finite and not _is_due(streak.steps, finding.patience):
             return None
         return Alarm(
             finding.setting,
@@ -217,18 +245,23 @@ def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | No
     return max((step for step in saved_steps if step < first_bad_step), default=None)
 
 
+def _is_due(steps: int, patience: int) -> bool:
+    """After 1, 2, 4, 8, ... times the patience: a condition that stays is not told in every step."""
+    times, rest = divmod(steps, patience)
+    return not rest and times.bit_count() == 1
+
+
 def _message(finding: _Finding, streak: _Streak) -> str:
     steps = "1 step" if streak.steps == 1 else f"{streak.steps} steps"
     advice = ADVICE[finding.setting] if finding.finite else NOT_FINITE_ADVICE
-    return (
-        f"{finding.setting}: {finding.metric} is {finding.value:.4g} (threshold {finding.threshold:.4g}), "
-        f"for {steps} since step {streak.first_step}. What to do: {advice}."
-    )
+    seen = f"{finding.metric} is {finding.value:.4g} (threshold {finding.threshold:.4g})"
+    if finding.finite and finding.seen:
+        seen = finding.seen
+    return f"{finding.setting}: {seen}, for {steps} since step {streak.first_step}. What to do: {advice}."
 
 
 def _check(config: CollapseGuardConfig) -> None:
-    thresholds = [config.max_score_drop, config.dead_run_steps, *(getattr(config, limit.setting) for limit in LIMITS)]
-    if config.action != "off" and all(threshold is None for threshold in thresholds):
+    if config.action != "off" and all(getattr(config, name) is None for name in SETTINGS):
         raise ValueError(
             f"trainer.collapse_guard.action={config.action} with nothing to watch: set a threshold, or action=off"
         )

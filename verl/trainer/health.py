@@ -22,15 +22,16 @@ MAX_TURNS = 8
 def health_metrics(trajectories: Sequence[Trajectory], batch: TrainBatch | None) -> dict[str, float]:
     """All health metrics of one step; docs/health.md says what each one means.
 
-    `trajectories`: everything sampled in the step. `batch`: its tokens; `entropy` [T] and `old_log_probs` [T] (the
-    trainer's, nats) are read where present. Pass a batch without `old_log_probs` where they are the sampler's own.
+    `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T], `entropy` [T] and
+    `old_log_probs` [T] (the trainer's, nats) are read where present. Pass a batch without `old_log_probs` where they
+    are the sampler's own.
 
     Raises ValueError for a finished trajectory without a reward.
     """
     finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
-    metrics = turn_metrics(finished) | repetition(finished) | zero_variance_groups(finished)
+    metrics = turn_metrics(finished) | repetition(finished) | equal_rewards(finished)
     if batch is not None:
-        metrics |= entropy(batch) | sampler_mismatch(batch)
+        metrics |= zero_advantages(batch) | entropy(batch) | sampler_mismatch(batch)
     return metrics
 
 
@@ -67,8 +68,12 @@ def repetition(finished: Sequence[Trajectory]) -> dict[str, float]:
     return {"health/repetition": 1 - _num_distinct(row_N, ngram_NG) / len(row_N)}
 
 
-def zero_variance_groups(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """`health/zero_variance_groups`: share of the groups of two or more whose rewards are all equal."""
+def equal_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """`health/equal_rewards`: 1 where all trajectories (two or more) have the same reward, else 0.
+    `health/zero_variance_groups`: share of the groups of two or more whose rewards are all equal.
+
+    Rewards are compared in float32, as the advantages are made from them.
+    """
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in finished:
         if trajectory.reward is None:
@@ -76,11 +81,21 @@ def zero_variance_groups(finished: Sequence[Trajectory]) -> dict[str, float]:
                 f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet: "
                 "score the trajectories before asking for health metrics"
             )
-        rewards[trajectory.group_id].append(trajectory.reward)
-    groups = [values for values in rewards.values() if len(values) >= 2]
-    if not groups:
+        rewards[trajectory.group_id].append(torch.tensor(trajectory.reward).item())
+    metrics = {}
+    if len(finished) >= 2:
+        metrics["health/equal_rewards"] = float(len({reward for values in rewards.values() for reward in values}) == 1)
+    if groups := [values for values in rewards.values() if len(values) >= 2]:
+        metrics["health/zero_variance_groups"] = sum(min(values) == max(values) for values in groups) / len(groups)
+    return metrics
+
+
+def zero_advantages(batch: TrainBatch) -> dict[str, float]:
+    """`health/zero_advantages`: share of the loss mask's tokens whose advantage is exactly 0."""
+    mask_T = batch.tokens["loss_mask"]
+    if "advantages" not in batch.tokens or not bool(mask_T.any()):
         return {}
-    return {"health/zero_variance_groups": sum(min(values) == max(values) for values in groups) / len(groups)}
+    return {"health/zero_advantages": float((batch.tokens["advantages"][mask_T] == 0).double().mean())}
 
 
 def entropy(batch: TrainBatch) -> dict[str, float]:

@@ -21,13 +21,19 @@ class Recovery:
     def __init__(self, config: CollapseGuardConfig, checkpoints: Checkpoints) -> None:
         self.guard = CollapseGuard(config)
         self.checkpoints = checkpoints
+        self._alarm: Alarm | None = None
 
-    def watch(self, metrics: Mapping[str, float], step: int) -> int | None:
-        """Take in a step's metrics. Returns the step whose weights were put back, None when none were.
+    def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+        """Take in a step's metrics. Returns the guard's own, to be logged with them."""
+        self._alarm = self.guard.observe(metrics, step)
+        return self.guard.metrics()
+
+    def answer(self, step: int) -> int | None:
+        """Act on what `watch` found in this step. Returns the step whose weights were put back, None when none were.
 
         Raises TrainingCollapsed, which names the last good checkpoint, when the run should end.
         """
-        alarm = self.guard.observe(metrics, step)
+        alarm = self._alarm
         if alarm is None:
             return None
         if alarm.action == "warn":

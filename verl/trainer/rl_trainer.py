@@ -111,9 +111,12 @@ class RLTrainer:
             self.checkpoints.settle(wait=last)
 
     def _watch(self, metrics: dict[str, float], step: int) -> bool:
-        """Whether the collapse guard put earlier weights back. Where it ends the run, the step is logged first."""
+        """Whether the collapse guard put earlier weights back; its own metrics join the step's. Where it ends the run,
+        the step is logged first.
+        """
+        metrics |= self.recovery.watch(metrics, step)
         try:
-            went_back = self.recovery.watch(metrics, step) is not None
+            went_back = self.recovery.answer(step) is not None
         except TrainingCollapsed:
             self._log(metrics, step)
             raise

@@ -123,7 +123,7 @@ NO_DEFAULT_LIMITS = [
             "min_entropy (2.0) must be smaller than max_entropy (1.0)",
         ),
         (
-            [f"{GUARD}.action=warn", *NO_DEFAULT_LIMITS],
+            NO_DEFAULT_LIMITS,
             f"{GUARD}.action=warn has nothing to watch: set one of its limits",
         ),
         (
@@ -167,7 +167,7 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=204", "trainer.val_only=true"],
         [f"{GUARD}.action=rollback", "trainer.save_freq=10"],
         [f"{GUARD}.action=stop", *NO_DEFAULT_LIMITS, f"{GUARD}.max_kl=1"],
-        NO_DEFAULT_LIMITS,
+        [f"{GUARD}.action='off'", *NO_DEFAULT_LIMITS],
         ["reward_model.structure_format_score=0.9", "reward_model.retrieval_score=0.1"],
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x"],
     ],

@@ -15,6 +15,8 @@ KL = "actor/kl_loss"
 SCORE = "critic/score/mean"
 GRAD = "actor/grad_norm"
 ZERO_VARIANCE = "health/zero_variance_groups"
+EQUAL = "health/equal_rewards"
+ZERO_ADVANTAGES = "health/zero_advantages"
 
 # setting, threshold, metric, a value that is bad, and one just within
 CASES = [
@@ -63,7 +65,7 @@ def test_every_threshold_of_the_config_is_tested() -> None:
 
 
 def test_an_alarm_needs_patience_and_comes_again() -> None:
-    assert list(alarms(guard(max_kl=0.2), KL, [0.3] * 7)) == [3, 6]
+    assert list(alarms(guard(max_kl=0.2), KL, [0.3] * 30)) == [3, 6, 12, 24], "ever more rarely: twice as many steps"
 
 
 def test_recovery_starts_the_count_anew() -> None:
@@ -97,13 +99,54 @@ def test_a_metric_that_is_not_watched_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [{ZERO_VARIANCE: 1.0}, {GRAD: 0.0}, {ZERO_VARIANCE: 0.5, GRAD: 0.0}, {ZERO_VARIANCE: 1.0, GRAD: 0.7}]
+    "step",
+    [
+        {ZERO_VARIANCE: 1.0},
+        {GRAD: 0.0},
+        {ZERO_VARIANCE: 0.5, GRAD: 0.0},
+        {ZERO_VARIANCE: 1.0, GRAD: 0.7},
+        {EQUAL: 1.0, GRAD: 0.7},
+        {EQUAL: 0.0, ZERO_VARIANCE: 0.5, ZERO_ADVANTAGES: 1.0, GRAD: 0.7},
+    ],
 )
 def test_a_dead_run_has_patience_of_its_own(step: dict[str, float]) -> None:
     watcher = guard(dead_run_steps=4, patience=1)
     first, second, third, fourth = (watcher.observe(step, number) for number in range(1, 5))
     assert (first, second, third) == (None, None, None)
     assert fourth is not None and fourth.name == "dead_run_steps" and fourth.value == step[fourth.metric]
+
+
+def test_a_dead_run_is_told_what_it_looks_like() -> None:
+    watcher = guard(dead_run_steps=2)
+    step = {EQUAL: 1.0, ZERO_ADVANTAGES: 1.0, ZERO_VARIANCE: 1.0, GRAD: 0.7, SCORE: 0.8}
+    assert watcher.observe(step, 7) is None
+    alarm = watcher.observe(step, 8)
+    assert alarm is not None
+    assert "every trajectory had the same reward, 0.8" in alarm.message
+    assert "every advantage was 0" in alarm.message
+    assert "no group had two different rewards" in alarm.message
+    assert "for 2 steps since step 7" in alarm.message
+    assert "gradient" not in alarm.message.split("What to do")[0], "it was not 0: a KL or an entropy bonus has one"
+
+
+def test_the_counts_are_metrics() -> None:
+    watcher = guard(dead_run_steps=2, max_kl=0.2, max_repetition=None)
+    told = []
+    for step, kl in enumerate([0.1, 0.3, 0.3, 0.3, 0.1], 1):
+        watcher.observe({KL: kl, GRAD: 0.0}, step)
+        told.append(watcher.metrics())
+    assert [metrics["health/guard/max_kl"] for metrics in told] == [0, 1, 2, 3, 0]
+    assert [metrics["health/guard/dead_run_steps"] for metrics in told] == [1, 2, 3, 4, 5]
+    # the dead run after 2 and 4 steps, the KL after its 3 steps of patience, in step 4 too
+    assert [metrics["health/guard/alarm"] for metrics in told] == [0, 1, 0, 1, 0]
+    assert "health/guard/max_repetition" not in told[0] and "health/guard/max_invalid_action_ratio" in told[0]
+    assert guard(action="off").metrics() == {}
+
+
+def test_the_default_is_to_warn() -> None:
+    watcher = CollapseGuard(CollapseGuardConfig())
+    [(step, alarm)] = alarms(watcher, EQUAL, [1.0] * 30).items()
+    assert (step, alarm.action) == (20, "warn")
 
 
 def test_one_group_to_learn_from_makes_a_run_alive() -> None:

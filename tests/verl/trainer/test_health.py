@@ -121,6 +121,31 @@ def test_zero_variance_groups_leaves_out_groups_of_one() -> None:
     assert "health/zero_variance_groups" not in health_metrics(rows[:4], None)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([0.8, 0.8, 0.8], 1.0),
+        ([0.8, 0.8, 0.1], 0.0),
+        ([0.3, 0.1 + 0.2], 1.0),  # equal in float32
+        ([0.8], None),
+        ([], None),
+    ],
+)
+def test_equal_rewards_says_whether_all_are_the_same(rewards: list[float], equal: float | None) -> None:
+    """Of different prompts: there is no group of two."""
+    rows = [trajectory((5,), group=str(row), reward=reward) for row, reward in enumerate(rewards)]
+    assert health_metrics([*rows, failed((5,))], None).get("health/equal_rewards") == equal
+
+
+def test_zero_advantages_is_a_share_of_the_trained_tokens() -> None:
+    batch = with_old_log_probs((trajectory((5, 6), (7,)), [0.0] * 3), (trajectory((5,)), [0.0]))
+    assert "health/zero_advantages" not in health_metrics([], batch)
+    batch.tokens["advantages"] = torch.zeros(len(batch.tokens["ids"]))
+    assert health_metrics([], batch)["health/zero_advantages"] == 1.0
+    batch.tokens["advantages"][batch.tokens["loss_mask"]] = torch.tensor([0.0, 1e-9, -1.0, 0.0])
+    assert health_metrics([], batch)["health/zero_advantages"] == 0.5
+
+
 def test_a_finished_trajectory_without_a_reward_is_an_error() -> None:
     with pytest.raises(ValueError, match="group g.*has no reward.*score"):
         health_metrics([trajectory((5,), reward=None)], None)

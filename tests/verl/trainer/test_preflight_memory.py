@@ -130,6 +130,27 @@ def test_what_does_not_fit_is_told_with_the_settings_that_gain_most() -> None:
     assert [finding.level for finding in fits(changed, models, NODE)] == ["ok", "ok"]
 
 
+@pytest.mark.parametrize(
+    ("share", "level", "words"),
+    [
+        (1.001, "FAIL", "memory does not fit"),
+        (0.999, "warn", "memory may not fit"),
+        (0.951, "warn", "memory may not fit"),
+        (0.949, "ok", "memory fits"),
+    ],
+)
+def test_a_device_that_is_nearly_full_is_warned_of(share: float, level: str, words: str) -> None:
+    config = run(SHAPES / "Qwen2.5-7B", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2")
+    models = models_of(config)
+    needed = peak(estimate(config, models, NODE)).total  # of the update, which the device's size does not change
+    place = Place(NODE.workers, int(needed / share), on_gpu=True)
+    assert peak(estimate(config, models, place)).total == needed
+    memory = next(iter(fits(config, models, place)))
+    assert (memory.level, memory.what) == (level, words)
+    assert ("-" in memory.todo) == (level != "ok"), "what to change, and by how much"
+    assert ("5% left" in memory.found) == (level == "warn")
+
+
 def test_a_sampler_without_room_for_one_sequence() -> None:
     config = run(SHAPES / "Qwen2.5-32B", "actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
     models = models_of(config)

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from verl.config import Config, load_config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
+from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
+from verl.tracking.timing import Timer
 from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.estimates import Estimator
+from verl.trainer.health import health_metrics
+from verl.trainer.metrics import step_metrics
 from verl.trainer.recovery import Recovery
 
 RUN = Path("run")
@@ -32,12 +38,17 @@ def recovery(action: str, **settings: Any) -> tuple[Recovery, Role, Role]:
     return Recovery(config, checkpoints), actor, critic
 
 
+def watch(recovery: Recovery, metrics: dict[str, float], step: int) -> int | None:
+    recovery.watch(metrics, step)
+    return recovery.answer(step)
+
+
 GOOD, BAD = {"health/repetition": 0.1}, {"health/repetition": 0.9}
 
 
 def test_warn_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     guard, actor, _ = recovery("warn")
-    assert [guard.watch(BAD, step) for step in (1, 2)] == [None, None]
+    assert [watch(guard, BAD, step) for step in (1, 2)] == [None, None]
     assert "step 2" in caplog.text and "max_repetition" in caplog.text and not actor.calls
 
 
@@ -46,18 +57,18 @@ def test_stop_names_the_last_good_checkpoint() -> None:
     for step, metrics in enumerate([GOOD, GOOD, GOOD, GOOD, BAD], start=1):
         if step in (2, 4):
             guard.checkpoints.save(step)
-        assert guard.watch(metrics, step) is None
+        assert watch(guard, metrics, step) is None
     guard.checkpoints.save(5)
     # Step 5's metrics are those of the weights of step 4, so step 2 is the last good one.
     with pytest.raises(TrainingCollapsed, match=r"step 6: max_repetition.*run/actor/global_step_2\."):
-        guard.watch(BAD, 6)
+        watch(guard, BAD, 6)
 
 
 def test_stop_without_a_checkpoint_says_so() -> None:
     guard, _, _ = recovery("stop")
-    guard.watch(BAD, 1)
+    watch(guard, BAD, 1)
     with pytest.raises(TrainingCollapsed, match="set trainer.save_freq"):
-        guard.watch(BAD, 2)
+        watch(guard, BAD, 2)
 
 
 def test_rollback_puts_every_role_back_and_halves_the_learning_rate() -> None:
@@ -66,8 +77,8 @@ def test_rollback_puts_every_role_back_and_halves_the_learning_rate() -> None:
     guard.checkpoints.save(5)
     actor.calls.clear()
     critic.calls.clear()
-    assert guard.watch(BAD, 6) is None
-    assert guard.watch(BAD, 7) == 2, "step 5 has the weights that step 6 sampled with"
+    assert watch(guard, BAD, 6) is None
+    assert watch(guard, BAD, 7) == 2, "step 5 has the weights that step 6 sampled with"
     folder = "global_step_2"
     assert actor.calls == [
         ("load", RUN / "actor" / folder),
@@ -81,7 +92,55 @@ def test_rollback_puts_every_role_back_and_halves_the_learning_rate() -> None:
 def test_after_enough_rollbacks_the_run_ends() -> None:
     guard, _, _ = recovery("rollback", max_rollbacks=1)
     guard.checkpoints.save(1)
-    assert [guard.watch(BAD, step) for step in (3, 4)] == [None, 1]
-    guard.watch(BAD, 5)
+    assert [watch(guard, BAD, step) for step in (3, 4)] == [None, 1]
+    watch(guard, BAD, 5)
     with pytest.raises(TrainingCollapsed):
-        guard.watch(BAD, 6)
+        watch(guard, BAD, 6)
+
+
+def sampled(rewards: list[float], per_prompt: int) -> list[Trajectory]:
+    """Trajectories of a prompt, a policy turn of two tokens each."""
+    prompt = Prompt((1, 2), "test", {})
+    found = []
+    for row, reward in enumerate(rewards):
+        turn = Segment(Source.POLICY, (3, 4 + row), (-1.0, -2.0))
+        segments = [Segment(Source.PROMPT, prompt.ids), turn]
+        found.append(Trajectory(str(row // per_prompt), prompt, segments, Status.ANSWERED, reward=reward))
+    return found
+
+
+def step_of(config: Config, rewards: list[float]) -> dict[str, float]:
+    """What the loop logs of a step that sampled these rewards, but for what the update itself reports."""
+    trajectories = sampled(rewards, config.actor_rollout_ref.rollout.n_agent)
+    batch = TrainBatch.from_trajectories(trajectories)
+    metrics = Estimator(config).prepare(batch, None, None, Timer())  # type: ignore[arg-type]
+    # the gradient of a KL or an entropy bonus
+    return metrics | step_metrics(trajectories, batch) | health_metrics(trajectories, batch) | {"actor/grad_norm": 0.3}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce", "reinforce_plus_plus"])
+def test_a_reward_that_is_always_the_same_is_warned_of(
+    estimator: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the default settings, and a float32 reward whose mean over eight is not exact."""
+    config = load_config(
+        "ppo_trainer",
+        [
+            f"algorithm.adv_estimator={estimator}",
+            "actor_rollout_ref.rollout.n_agent=8",
+            "actor_rollout_ref.actor.use_rollout_log_probs=true",
+        ],
+    )
+    dead, alive = step_of(config, [0.8] * 16), step_of(config, [0.8] * 15 + [0.0])
+    loop = Recovery(config.trainer.collapse_guard, Checkpoints(tmp_path, Role(), None, with_anchor=False))  # type: ignore[arg-type]
+    logged = []
+    for step in range(1, 202):
+        metrics = alive if step == 1 else dead
+        logged.append(metrics | loop.watch(metrics, step))
+        assert loop.answer(step) is None
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines] == ["step 21", "step 41", "step 81", "step 161"]
+    assert all("every trajectory had the same reward, 0.8" in line for line in lines)
+    assert all("every advantage was 0" in line and "since step 2" in line for line in lines)
+    assert logged[200]["health/guard/dead_run_steps"] == 200
+    assert [step for step, row in enumerate(logged, 1) if row["health/guard/alarm"]] == [21, 41, 81, 161]

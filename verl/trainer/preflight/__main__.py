@@ -82,14 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     except VerlError as error:
         _show(Finding("FAIL", "config", str(error)))
         return 1
+    of_memory = list(fits(asked.config, models, asked.place))
     failed = False
-    for finding in chain(
-        () if asked.estimate_only else findings(asked, models), fits(asked.config, models, asked.place)
-    ):
+    for finding in chain(() if asked.estimate_only else findings(asked, models), of_memory):
         _show(finding)
         failed |= finding.level == "FAIL"
     print(table(asked.config, models, asked.place))
-    print("does not start, or does not fit" if failed else "fits")
+    narrow = any(finding.level == "warn" for finding in of_memory)
+    print("does not start, or does not fit" if failed else "may not fit" if narrow else "fits")
     return int(failed)
 
 
