@@ -63,7 +63,9 @@ class ActorConfig:
         None, "Dual clip: bound of the loss for negative advantages, as a probability ratio; null: none.", gt=1
     )
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = setting(
-        "ppo", "Policy loss: clipped ratio per token, per sequence (gspo), clipped weight (cispo), or none (reinforce)."
+        "ppo",
+        "Policy loss: clipped ratio per token, per sequence (gspo, with seq-mean-token-mean), clipped weight (cispo), "
+        "or none (reinforce, for one optimiser step on a step's trajectories).",
     )
     loss_agg_mode: LossAggMode = setting(
         "token-mean", "How token losses are put together over a mini-batch (verl/algorithms/aggregation.py)."
@@ -77,7 +79,7 @@ class ActorConfig:
     kl_loss_type: KlLossType = setting(
         "low_var_kl",
         "KL estimator in the loss (kl = k1, mse = k2, low_var_kl = k3; NAME+: its value with k2's gradient; "
-        "full_*: over the vocabulary).",
+        "full_*: over the vocabulary). k1 is for comparison: its gradient is 0 on average.",
     )
     kl_topk_tokens: int | None = setting(
         None, "Tokens summed exactly by full_*; the rest is estimated from the sample. null or <= 0: all tokens."

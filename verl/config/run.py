@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from verl.config.compose import load
+from verl.config.objective import has_kl_in_reward
 from verl.config.schema import Config
-from verl.config.validate import has_kl_in_reward, validate
+from verl.config.validate import validate
 
 
 def load_config(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT, raise_problems
-
-log = logging.getLogger(__name__)
 
 
 def check_supported(config: Config) -> None:
@@ -20,7 +17,6 @@ def check_supported(config: Config) -> None:
     if not config.trainer.val_only:
         problems += _training(config)
     raise_problems(problems)
-    _warn_of_truncated_sampling(config)
 
 
 def _everywhere(config: Config) -> Iterator[str]:
@@ -69,16 +65,3 @@ def _sequence_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
 
 def _not_available(key: str, value: object, instead: str) -> str:
     return f"{key}={value} is not available in this version: {instead}"
-
-
-def _warn_of_truncated_sampling(config: Config) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    if config.trainer.val_only or (rollout.top_p >= 1 and rollout.top_k < 0):
-        return
-    log.warning(
-        "%s.top_p=%g and top_k=%d cut off unlikely tokens, and the log-probs in the loss do not know of it: "
-        "the update is biased. Set top_p=1.0 and top_k=-1.",
-        ROLLOUT,
-        rollout.top_p,
-        rollout.top_k,
-    )

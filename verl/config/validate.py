@@ -9,15 +9,13 @@ from verl.config.algorithm import GROUP_ESTIMATORS
 from verl.config.counts import trajectories_per_step
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
+from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
 from verl.config.rollout import ValKwargs
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
-ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
-# Largest relative step of the adaptive KL weight, for one horizon of trajectories (verl/algorithms/kl/controller.py).
-LARGEST_KL_STEP = 0.2
 GUARD_ANSWERS = ("action", "patience", "max_rollbacks")
 
 
@@ -30,14 +28,6 @@ def raise_problems(problems: list[str]) -> None:
     """Raise a ConfigError with the problems, one a line, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def has_kl_in_reward(config: Config) -> bool:
-    """Whether rewards are reduced by the KL to the anchor; unless it is said, for gae without a KL in the loss."""
-    wanted = config.algorithm.use_kl_in_reward
-    if wanted is not None:
-        return wanted
-    return config.algorithm.adv_estimator == "gae" and not config.actor_rollout_ref.actor.use_kl_loss
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -119,76 +109,6 @@ def _advantages(config: Config) -> Iterator[str]:
         yield "algorithm.apply_kl_after_advantage needs algorithm.use_kl_in_reward=True"
     if algorithm.use_future_kl_as_reward and not algorithm.apply_kl_after_advantage:
         yield "algorithm.use_future_kl_as_reward needs algorithm.apply_kl_after_advantage=True"
-
-
-def _kl_weight(config: Config) -> Iterator[str]:
-    control = config.algorithm.kl_ctrl
-    if control.type != "adaptive":
-        return
-    if control.target_kl is None or control.horizon is None:
-        yield "algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"
-        return
-    largest_step = LARGEST_KL_STEP * trajectories_per_step(config)
-    if largest_step >= control.horizon and not config.trainer.val_only:
-        yield (
-            f"algorithm.kl_ctrl.horizon={control.horizon} lets the weight of the KL reach zero in one step of "
-            f"{trajectories_per_step(config)} trajectories: set it above {largest_step:g}"
-        )
-
-
-def _kl(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        yield (
-            f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward exclude each other, as the KL would count twice: "
-            "set one of them to False"
-        )
-    top_k = actor.kl_topk_tokens or 0
-    if actor.kl_topk_gradient != "corrected" and top_k <= 0:
-        yield (
-            f"{ACTOR}.kl_topk_gradient={actor.kl_topk_gradient} belongs to a Top-k KL: "
-            f"set {ACTOR}.kl_topk_tokens to a number of tokens (32, say) or leave the gradient at corrected"
-        )
-    if top_k > 0 and not actor.kl_loss_type.startswith("full_"):
-        yield (
-            f"{ACTOR}.kl_topk_tokens={actor.kl_topk_tokens} has no effect with kl_loss_type={actor.kl_loss_type}: "
-            "it belongs to full_reverse and full_forward"
-        )
-    lower, upper = actor.kl_iw_clip_lower, actor.kl_iw_clip_upper
-    if lower is not None and upper is not None and lower > upper:
-        yield f"{ACTOR}.kl_iw_clip_lower ({lower}) is larger than {ACTOR}.kl_iw_clip_upper ({upper})"
-    anchored = actor.use_kl_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
-    if config.algorithm.ref_policy_ema_tau < 1 and not anchored and not config.trainer.val_only:
-        yield (
-            f"algorithm.ref_policy_ema_tau={config.algorithm.ref_policy_ema_tau} moves an anchor that nothing uses: "
-            f"set {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True"
-        )
-
-
-def _policy_loss(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    normed = actor.loss_agg_mode == "seq-mean-token-sum-norm"
-    if normed and actor.loss_scale_factor is None:
-        yield (
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by a constant number of tokens: "
-            f"set {ACTOR}.loss_scale_factor, to data.max_prompt_length say"
-        )
-    if not normed and actor.loss_scale_factor is not None:
-        yield f"{ACTOR}.loss_scale_factor has no effect with loss_agg_mode={actor.loss_agg_mode}: leave it at null"
-    if actor.clip_ratio_c is not None and actor.policy_loss not in ("ppo", "gspo"):
-        yield f"{ACTOR}.clip_ratio_c has no effect with policy_loss={actor.policy_loss}: leave it at null"
-    correction = actor.rollout_correction
-    corrects = correction.importance != "none" or correction.reject != "none"
-    if corrects and actor.use_rollout_log_probs:
-        yield (
-            f"{ACTOR}.rollout_correction compares the sampler's log-probs with recomputed ones: "
-            f"set {ACTOR}.use_rollout_log_probs=False"
-        )
-    if not correction.reject_low <= 1 <= correction.reject_high or correction.importance_cap < 1:
-        yield (
-            f"{ACTOR}.rollout_correction has to let a ratio of 1 (equal probabilities) pass: "
-            "set reject_low to at most 1, reject_high and importance_cap to at least 1"
-        )
 
 
 def _schedules(config: Config) -> Iterator[str]:
@@ -288,9 +208,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _batches,
     _devices,
     _advantages,
-    _kl_weight,
-    _kl,
-    _policy_loss,
+    *OBJECTIVE_CHECKS,
     _schedules,
     _run,
     _guard,

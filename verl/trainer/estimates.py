@@ -13,7 +13,7 @@ from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSett
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
-from verl.config.validate import has_kl_in_reward
+from verl.config.objective import has_kl_in_reward
 from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer

@@ -7,6 +7,7 @@ is loaded.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
+from verl.config.doubtful import doubts
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
@@ -22,6 +24,8 @@ from verl.trainer.saved_state import where_to_go_on
 
 if TYPE_CHECKING:
     from verl.config import Config
+
+log = logging.getLogger(__name__)
 
 RAY_SETTINGS = {
     # On one machine the control store never comes back.
@@ -43,6 +47,8 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
         config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
         tell("the config is valid")
+        for doubt in doubts(config):
+            log.warning(doubt)
         run_dir = Path(config.trainer.default_local_dir)
         run(config)
 

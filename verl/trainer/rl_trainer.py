@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl.config import Config
-from verl.config.validate import has_kl_in_reward
+from verl.config.objective import has_kl_in_reward
 from verl.data.prompts import PromptSource
 from verl.determinism import random_state, seed_everything, set_random_state
 from verl.engine.batching import split_rows

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from verl.config import check_supported, load_config
+from verl.config.doubtful import doubts
 from verl.config.keys import value_at
 from verl.errors import ConfigError
 from verl.trainer.main_ppo_format import with_format_reward
@@ -122,7 +123,9 @@ def test_the_table_has_every_script_at_its_published_size() -> None:
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
 def test_this_version_has_what_a_published_command_asks_for(script: str) -> None:
     config = load_config("ppo_trainer", command_line(script))
-    check_supported(with_format_reward(config) if script in FORMAT_SCRIPTS else config)
+    config = with_format_reward(config) if script in FORMAT_SCRIPTS else config
+    check_supported(config)
+    assert list(doubts(config)) == []
 
 
 @pytest.mark.parametrize("script", FORMAT_SCRIPTS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 
 import pytest
 import yaml
 
 from verl.config import check_supported, load_config
+from verl.config.doubtful import doubts
 from verl.config.inert import INERT_KEYS
 from verl.errors import ConfigError
 
@@ -16,7 +16,9 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=4"]
 REINFORCE = ["algorithm.adv_estimator=reinforce", "algorithm.norm_adv_by_std_in_grpo=false"]
-TOP_K = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_topk_tokens=32"]
+KL_LOSS = f"{ACTOR}.use_kl_loss=true"
+ONE_UPDATE = [f"{ACTOR}.ppo_mini_batch_size=1024"]
+TOP_K = [KL_LOSS, f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_topk_tokens=32"]
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1"]
 CORRECTION = f"{ACTOR}.rollout_correction"
 GUARD = "trainer.collapse_guard"
@@ -76,10 +78,50 @@ NO_DEFAULT_LIMITS = [
             [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
             "exclude each other, as the KL would count twice",
         ),
-        ([f"{ACTOR}.kl_topk_tokens=8"], "has no effect with kl_loss_type=low_var_kl"),
-        ([f"{ACTOR}.kl_topk_gradient=published"], f"belongs to a Top-k KL: set {ACTOR}.kl_topk_tokens to a number"),
+        ([KL_LOSS, f"{ACTOR}.kl_topk_tokens=8"], "has no effect with kl_loss_type=low_var_kl"),
+        (
+            [KL_LOSS, f"{ACTOR}.kl_topk_gradient=published"],
+            f"belongs to a Top-k KL: set {ACTOR}.kl_topk_tokens to a number",
+        ),
         ([*TOP_K, f"{ACTOR}.kl_topk_gradient=published", f"{ACTOR}.kl_topk_tokens=0"], "belongs to a Top-k KL"),
-        ([f"{ACTOR}.kl_iw_clip_lower=2", f"{ACTOR}.kl_iw_clip_upper=1"], "kl_iw_clip_lower (2.0) is larger than"),
+        ([KL_LOSS, f"{ACTOR}.kl_use_tail_sampling=false"], "kl_use_tail_sampling=False belongs to a Top-k KL"),
+        (
+            [KL_LOSS, f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_lower=2", f"{ACTOR}.kl_iw_clip_upper=1"],
+            "kl_iw_clip_lower (2.0) is larger than",
+        ),
+        ([KL_LOSS, f"{ACTOR}.kl_iw_clip_lower=2"], "kl_iw_clip_lower has no effect with use_kl_iw=False"),
+        (
+            [f"{ACTOR}.use_kl_iw=true"],
+            f"use_kl_iw=True has no effect with use_kl_loss=False: set {ACTOR}.use_kl_loss=T",
+        ),
+        (
+            [f"{ACTOR}.kl_topk_tokens=32", f"{ACTOR}.kl_loss_type=full_reverse"],
+            f"kl_topk_tokens=32 has no effect with use_kl_loss=False: set {ACTOR}.use_kl_loss=True",
+        ),
+        ([f"{ACTOR}.kl_topk_gradient=published"], "kl_topk_gradient=published has no effect with use_kl_loss=False"),
+        (
+            [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
+            "algorithm.kl_ctrl.type=adaptive steers the weight of a KL in the reward, and there is none: set algo",
+        ),
+        (
+            [KL_LOSS, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
+            f"and there is none: set algorithm.use_kl_in_reward=True (and {ACTOR}.use_kl_loss=False)",
+        ),
+        (["algorithm.kl_ctrl.target_kl=0.1"], "algorithm.kl_ctrl.target_kl has no effect with type=fixed"),
+        (["algorithm.kl_ctrl.horizon=1000"], "algorithm.kl_ctrl.horizon has no effect with type=fixed"),
+        (
+            [f"{ACTOR}.policy_loss=gspo"],
+            "policy_loss=gspo has one ratio a trajectory, and loss_agg_mode=token-mean counts it once a token: "
+            f"set {ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        ),
+        ([f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"], "mode=seq-mean-token-sum counts"),
+        # 1024 trajectories a step in mini-batches of 256
+        (
+            [f"{ACTOR}.policy_loss=reinforce"],
+            "policy_loss=reinforce does not correct for a policy that has moved, and 4 optimizer steps are made on the "
+            f"trajectories of a step: set {ACTOR}.ppo_mini_batch_size=1024",
+        ),
+        ([*ONE_UPDATE, f"{ACTOR}.policy_loss=reinforce", f"{ACTOR}.ppo_epochs=2"], "and 2 optimizer steps are made"),
         ([*GRPO, "algorithm.ref_policy_ema_tau=0.9"], "moves an anchor that nothing uses"),
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], f"set {ACTOR}.loss_scale_factor"),
         ([f"{ACTOR}.loss_scale_factor=512"], "loss_scale_factor has no effect with loss_agg_mode=token-mean"),
@@ -87,7 +129,10 @@ NO_DEFAULT_LIMITS = [
             [f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=cispo"],
             "clip_ratio_c has no effect with policy_loss=cispo",
         ),
-        ([f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=reinforce"], "no effect with policy_loss=reinforce"),
+        (
+            [*ONE_UPDATE, f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=reinforce"],
+            "no effect with policy_loss=reinforce",
+        ),
         (
             [f"{CORRECTION}.importance=token", f"{ACTOR}.use_rollout_log_probs=true"],
             "set actor_rollout_ref.actor.use_roll",
@@ -158,7 +203,13 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         ["algorithm.ref_policy_ema_tau=0.9"],
         [*TOP_K, f"{ACTOR}.kl_topk_gradient=published"],
         [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=512"],
-        [f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=gspo"],
+        [f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+        [*ONE_UPDATE, f"{ACTOR}.policy_loss=reinforce"],
+        [f"{ACTOR}.ppo_mini_batch_size=800", f"{ACTOR}.policy_loss=reinforce"],  # 1024 rows: one mini-batch
+        [f"{ACTOR}.policy_loss=reinforce", "trainer.val_only=true"],
+        [KL_LOSS, f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_upper=2"],
+        [*TOP_K, f"{ACTOR}.kl_use_tail_sampling=false"],
+        [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000", "algorithm.use_kl_in_reward=true"],
         [f"{CORRECTION}.importance=token", f"{CORRECTION}.importance_cap=1"],
         [f"{CORRECTION}.reject=token", f"{CORRECTION}.reject_low=1", f"{CORRECTION}.reject_high=1"],
         [*GRPO, "data.train_batch_size=64"],
@@ -236,14 +287,34 @@ def test_what_this_version_does_not_have_is_an_error(overrides: list[str], messa
         [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8"],
     ],
 )
-def test_what_this_version_has_is_accepted(overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:
     check_supported(load_config("ppo_trainer", overrides))
-    assert caplog.text == ""
 
 
-def test_truncated_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        check_supported(load_config("ppo_trainer", GRPO))
-        assert not caplog.records
-        check_supported(load_config("ppo_trainer", [*GRPO, f"{ROLLOUT}.top_p=0.95"]))
-    assert "the update is biased" in caplog.text
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{ROLLOUT}.top_p=0.95"], f"{ROLLOUT}.top_p=0.95 and top_k=-1 cut off unlikely tokens"),
+        ([f"{ROLLOUT}.top_k=50"], "the update is biased"),
+        *(([KL_LOSS, f"{ACTOR}.kl_loss_type={name}"], f"kl_loss_type={name} has a gradient") for name in ("kl", "k1")),
+    ],
+)
+def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], message: str) -> None:
+    [doubt] = doubts(load_config("ppo_trainer", [*GRPO, *overrides]))
+    assert message in doubt
+    assert list(doubts(load_config("ppo_trainer", [*GRPO, *overrides, "trainer.val_only=true"]))) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [KL_LOSS],
+        [f"{ACTOR}.kl_loss_type=kl"],  # not in the loss
+        [KL_LOSS, f"{ACTOR}.kl_loss_type=kl", f"{ACTOR}.kl_loss_coef=0"],  # only measured
+        [KL_LOSS, f"{ACTOR}.kl_loss_type=kl+"],
+        [KL_LOSS, f"{ACTOR}.kl_loss_type=k2"],
+    ],
+)
+def test_no_doubt_about_usual_settings(overrides: list[str]) -> None:
+    assert list(doubts(load_config("ppo_trainer", [*GRPO, *overrides]))) == []

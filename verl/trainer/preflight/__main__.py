@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from verl.config import Config, check_supported, load_config_from_argv
+from verl.config.doubtful import doubts
 from verl.data.files import check_files
 from verl.errors import VerlError
 from verl.storage import free_bytes
@@ -97,6 +98,7 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
     """All that does not depend on the estimate of memory."""
     config = asked.config
     yield Finding("ok", "config", f"for {asked.entry_point}")
+    yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
     yield from _machine(asked, models)
     yield from check_network(config, os.environ.get("RAY_ADDRESS"))
     try:

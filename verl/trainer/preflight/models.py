@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.config.validate import has_kl_in_reward
+from verl.config.objective import has_kl_in_reward
 from verl.engine.loading import import_modules
 from verl.trainer.preflight.quantities import count_in_words
 from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from verl.config import Config
 from verl.config.counts import trajectories_per_step
-from verl.config.validate import has_kl_in_reward
+from verl.config.objective import has_kl_in_reward
 from verl.trainer.preflight.models import Models
 from verl.trainer.preflight.quantities import Place, window_of
 

@@ -1,0 +1,36 @@
+"""What a configuration asks for that is possible but will hardly do what was meant: told before a run, not refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.schema import Config
+from verl.config.validate import ACTOR, ROLLOUT
+
+
+def doubts(config: Config) -> Iterator[str]:
+    """One message for each; none for a run that only validates."""
+    if config.trainer.val_only:
+        return
+    yield from _truncated_sampling(config)
+    yield from _kl_without_gradient(config)
+
+
+def _truncated_sampling(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"{ROLLOUT}.top_p={rollout.top_p:g} and top_k={rollout.top_k} cut off unlikely tokens, and the log-probs "
+            "in the loss do not know of it: the update is biased. Set top_p=1.0 and top_k=-1."
+        )
+
+
+def _kl_without_gradient(config: Config) -> Iterator[str]:
+    """That of log p - log q is the gradient of log p, which is 0 in the mean over tokens drawn from p."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss and actor.kl_loss_coef and actor.kl_loss_type in ("kl", "k1"):
+        yield (
+            f"{ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient of zero on average: as a loss it adds noise and "
+            f"does not hold the policy near the reference. Set it to {actor.kl_loss_type}+ (the same value, the "
+            "gradient of k2), mse (k2) or low_var_kl (k3), or put the KL into the reward (algorithm.use_kl_in_reward)."
+        )
