@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
+from search_r1.llm_agent.prompt_check import prompt_problem
 from search_r1.llm_agent.search_engine import Searcher
-from search_r1.llm_agent.templates import FINGERPRINT_KEY, TEMPLATE_KEY, load_template
+from search_r1.llm_agent.templates import load_template
 from search_r1.search.corpus import title_and_text
-from verl.agent.environment import Environment, Outcome
+from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
 from verl.protocol import Prompt
@@ -82,13 +83,9 @@ class SearchEnvironment(Environment):
             await self._searcher.check()
 
     @classmethod
-    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
+    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
         """See `verl.agent.environment.Environment`."""
-        name, made_with = metadata.get(TEMPLATE_KEY), metadata.get(FINGERPRINT_KEY)
-        template = load_template(config.agent.template)
-        if made_with in (None, template.fingerprint):
-            return None
-        return f"made with template {name} ({made_with}), but agent.template={template.name} ({template.fingerprint})"
+        return prompt_problem(load_template(config.agent.template), metadata, prompt)
 
     async def probe(self, query: str) -> list[str] | None:
         """See `verl.agent.environment.Environment`."""

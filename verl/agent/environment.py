@@ -88,6 +88,14 @@ class Outcome:
     event: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PromptProblem:
+    """What is wrong with a prompt file; with `contradicts` the policy is told something that the run does not read."""
+
+    found: str
+    contradicts: bool
+
+
 class Environment(ABC):
     """What answers the policy. A subclass has to write `step`; all else has a default.
 
@@ -124,8 +132,11 @@ class Environment(ABC):
         """Free what is held."""
 
     @classmethod
-    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str]) -> str | None:
-        """What is wrong with a prompt file for this run, by the file's own `metadata`; None: nothing that is known."""
+    def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
+        """What is wrong with a prompt file for this run; None: nothing that is known.
+
+        `metadata` are the file's own, `prompt` is the text of its first prompt, all messages.
+        """
         return None
 
     async def probe(self, query: str) -> list[str] | None:

@@ -34,6 +34,7 @@ from verl.trainer.estimates import Estimator, for_critic, for_losses
 from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics, validation_metrics
+from verl.trainer.preflight.prompts import require_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
@@ -57,6 +58,7 @@ class RLTrainer:
         self.tokenizer = load_policy_tokenizer(config)
         with phase("loading the prompts"):
             self.train_prompts = self._prompt_source(config.data.train_files, config.data.train_data_num)
+            require_prompts(config, len(self.train_prompts))  # what is left of them without those that are too long
             self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
             self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()

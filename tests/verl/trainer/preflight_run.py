@@ -14,7 +14,8 @@ def given(prompt_file: Path, run_dir: Path, model: Path, *overrides: str) -> lis
         f"data.train_files={prompt_file}", f"data.val_files={prompt_file}", f"trainer.default_local_dir={run_dir}",
         f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=2",
         "trainer.device=cpu", "trainer.n_gpus_per_node=1", "data.max_start_length=400", "data.max_prompt_length=512",
-        "trainer.logger=[console]", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides,
+        "trainer.logger=[console]", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4", *overrides,
     ]  # fmt: skip
 
 
@@ -22,7 +23,7 @@ def small_run(prompt_file: Path, run_dir: Path, model: Path, *overrides: str) ->
     """The same with batches and lengths that fit the prompt, the model's window and any machine."""
     small = [
         "data.max_start_length=900", "data.max_prompt_length=910", "data.max_response_length=100",
-        "data.max_obs_length=200", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.max_obs_length=200",
     ]  # fmt: skip
     return given(prompt_file, run_dir, model, *small, *overrides)
 

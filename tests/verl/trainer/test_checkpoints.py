@@ -202,7 +202,11 @@ def test_a_rollback_while_a_collapsed_state_is_written_and_a_kill_after_it(
     roles[0].load(collapsed)
     saved(checkpoints, 2, score=0.9, settle=False)
     recovery = Recovery(CollapseGuardConfig(action="rollback", patience=2, max_repetition=0.5), checkpoints)
-    assert [recovery.watch({"health/repetition": 0.9}, step) for step in (3, 4)] == [None, 1]
+    answers = []
+    for step in (3, 4):
+        recovery.watch({"health/repetition": 0.9}, step)
+        answers.append(recovery.answer(step))
+    assert answers == [None, 1]
     saved(checkpoints, 4, score=None)
 
     roles[0].load(collapsed)

@@ -27,17 +27,23 @@ def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:
 
 
 def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    for name, level in (("search_r1", "ok"), ("research", "warn")):
+    """tinywiki has the tags of search_r1 in other words; research has other tags."""
+    for name, level in (("search_r1", "ok"), ("tinywiki", "warn"), ("research", "FAIL")):
         config = make_config(f"agent.template={name}")
         found = list(prompts.check_templates(config, SearchEnvironment.from_config(config, byte_tokenizer)))
         assert levels(found) == [level, level]
-    assert "search_r1" in found[0].found and "agent.template=research" in found[0].found
+        if level != "ok":
+            assert "search_r1" in found[0].found and f"agent.template={name}" in found[0].found
 
 
 def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
     wide = make_config("data.max_start_length=2000", "data.max_prompt_length=2000")
     assert levels(prompts.check_lengths(wide, byte_tokenizer, 4096)) == ["ok", "ok", "ok"]
     assert levels(prompts.check_lengths(wide, byte_tokenizer, 1024)) == ["ok", "ok", "FAIL"]
+    many = make_config("data.train_batch_size=3", "data.max_start_length=2000", "data.max_prompt_length=2000")
+    found = list(prompts.check_lengths(many, byte_tokenizer, 4096))
+    # the file of the validation is the same one
+    assert levels(found) == ["FAIL", "FAIL", "ok"] and "more than the 2 prompts" in found[0].found
     start = make_config("data.max_start_length=10", "data.max_prompt_length=2000")
     assert levels(prompts.check_lengths(start, byte_tokenizer, 4096))[:2] == ["FAIL", "FAIL"]
 

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from preflight_run import small_run
 
 from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.trainer.preflight import check_inputs
+
+
+def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check(text: str) -> str:
+        rows = pq.read_table(prompt_file).to_pylist()
+        for row in rows:
+            row["prompt"] = [{"role": "user", "content": text}]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "other.parquet")
+        settings = small_run(tmp_path / "other.parquet", tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
+        caplog.clear()
+        check_inputs(load_config("ppo_trainer", settings))
+        return caplog.text
+
+    assert "names none of the tags" in check("Who founded Osk?") and "agent.template=search_r1" in caplog.text
+    named = "First <think> ... </think>, ask <search> ... </search>, read <information> ... </information>, then "
+    assert check(named + "<answer> ... </answer>. Who founded Osk?") == "", "other words, the same tags: as published"
+    renamed = named.replace("information", "tool_response") + "<answer> ... </answer>. Who founded Osk?"
+    assert "names <answer>, <search>, <think>, <tool_response>, but agent.template=search_r1 reads" in check(renamed)
+    with pytest.raises(ConfigError, match="template: .*other.parquet: the prompt names <think>, but .* reads <answer>"):
+        check("First <think> ... </think>, then answer. Who founded Osk?")
 
 
 def test_a_run_that_can_start_leaves_no_trace(
@@ -36,6 +60,23 @@ def test_a_run_that_can_start_leaves_no_trace(
         (["trainer.default_local_dir=/dev/null/run"], ConfigError, "run folder: /dev/null/run: /dev/null is a file"),
         (["data.tokenizer=/no/such/folder"], ConfigError, "no tokenizer could be loaded"),
         (["reward.function=no.such.Reward"], ConfigError, "no.such"),
+        (
+            ["data.train_batch_size=3"],
+            ConfigError,
+            r"data.train_batch_size=3 is more than the 2 prompts of .*train.parquet: .* set it to 2 or less",
+        ),
+        (
+            ["data.train_batch_size=2", "data.train_data_num=1"],
+            ConfigError,
+            "is more than the 1 prompts of .*data_num=1",
+        ),
+        # Made with search_r1, whose passages stand between <information> tags; research reads <result> and a box.
+        (
+            ["agent.template=research"],
+            ConfigError,
+            r"template: .*train.parquet: .*<information>.* as template search_r1, but agent.template=rese.* <result>",
+        ),
+        (["agent.template=r1"], ConfigError, "template: .*<search>"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ from verl.storage import free_bytes
 from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
 from verl.trainer.preflight.models import Models, models_of
+from verl.trainer.preflight.prompts import check_templates, require_prompts
 from verl.trainer.preflight.quantities import window_of
 from verl.trainer.preflight.retrieval import try_step
 from verl.trainer.preflight.reward import try_reward
@@ -22,6 +24,9 @@ from verl.trainer.scoring import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
 
 
 class Sources(NamedTuple):
@@ -41,6 +46,10 @@ def check_inputs(config: Config) -> Models:
     folder = Path(config.trainer.default_local_dir)
     require(check_folder(folder))
     sources = check_sources(config)
+    for finding in check_templates(config, sources.environment):
+        require(finding)
+        if finding.level == "warn":
+            log.warning("%s: %s; %s", finding.what, finding.found, finding.todo)
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
@@ -52,9 +61,11 @@ def check_inputs(config: Config) -> Models:
 def check_sources(config: Config) -> Sources:
     """What the run reads; the environment is made, and not asked yet. Raises as `check_inputs` does."""
     data = config.data
-    for files in (data.train_files, data.val_files, data.test_files):
+    num_prompts = check_files(data.train_files, data.prompt_key)
+    for files in (data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
+    require_prompts(config, data.train_data_num or num_prompts)
     scorer = Scorer(config, None)
     scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.files import file_list
 from verl.data.prompts import PromptSource
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.trainer.preflight.finding import Finding, judge
 
 if TYPE_CHECKING:
@@ -26,13 +27,38 @@ def prompt_files(config: Config) -> Iterator[str | list[str]]:
 
 
 def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
-    """Whether each file was made with the template of the run, as far as the environment's class can tell."""
+    """Whether each file was made with the template of the run, as far as the environment's class can tell.
+
+    FAIL where the policy is told something else than the run reads, warn for a difference that may be meant.
+    """
     for files in prompt_files(config):
         for path in file_list(files):
-            problem = environment.check_prompt_file(config, footer(pq.read_schema(path).metadata))
-            found = f"{path}: {problem or 'nothing in its footer speaks against the template of this run'}"
-            todo = "make the file again, or set agent.template to the one it was made with"
-            yield judge(problem is None, "template", found, todo, "warn")
+            metadata = footer(pq.read_schema(path).metadata)
+            problem = environment.check_prompt_file(config, metadata, first_prompt(path, config.data.prompt_key))
+            if problem is None:
+                yield Finding("ok", "template", f"{path}: nothing in it speaks against the template of this run")
+                continue
+            todo = "make the file again with the run's template, or set agent.template to the one it was made with"
+            yield Finding("FAIL" if problem.contradicts else "warn", "template", f"{path}: {problem.found}", todo)
+
+
+def first_prompt(path: Path, prompt_key: str) -> str:
+    """The text of all messages of the first row; the file was checked."""
+    row = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[prompt_key])).to_pylist()[0]
+    return "\n".join(message["content"] or "" for message in row[prompt_key] or () if message)
+
+
+def require_prompts(config: Config, num_prompts: int) -> None:
+    """Raise ConfigError when a step would draw the same training prompt twice, as two groups."""
+    data = config.data
+    if data.train_batch_size <= num_prompts or config.trainer.val_only:
+        return
+    drawn = "" if data.train_data_num is None else f" (data.train_data_num={data.train_data_num})"
+    raise ConfigError(
+        f"data.train_batch_size={data.train_batch_size} is more than the {num_prompts} prompts of {data.train_files}"
+        f"{drawn}: a step would hold the same prompt several times, as if it were different ones; set it to "
+        f"{num_prompts} or less, or give more prompts"
+    )
 
 
 def footer(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
@@ -51,7 +77,9 @@ def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: in
                 max_start_length=data.max_start_length,
                 filter_overlong=data.filter_overlong_prompts,
             )
-        except DataError as error:
+            if files == data.train_files:
+                require_prompts(config, len(source))
+        except (ConfigError, DataError) as error:
             yield Finding("FAIL", "prompt length", str(error))
             continue
         longest = max(len(prompt.ids) for prompt in source.all())
