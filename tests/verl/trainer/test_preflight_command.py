@@ -8,6 +8,7 @@ import pytest
 from preflight_run import QUESTION, small_run
 
 from verl.errors import ConfigError
+from verl.trainer import main_ppo
 from verl.trainer.preflight.__main__ import main, parse
 
 FORMAT = ("reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1")
@@ -61,3 +62,22 @@ def test_settings_of_the_format_reward(
     assert "ok   config: for verl.trainer.main_ppo_format\n" in out and "ok   inputs" in out
     with pytest.raises(ConfigError, match="brings its own reward"):
         parse([*arguments, "reward.function=mine.Reward"])
+
+
+def test_what_will_hardly_do_what_was_meant_is_told_before_anything_starts(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # main sets one for the process
+    loss = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=kl")
+    arguments = small_run(tmp_path / "gone.parquet", tmp_path / "run", tiny_model_dir, *loss)
+    assert main_ppo.main(arguments) == 2
+    assert "gone.parquet: no such file" in capsys.readouterr().err
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "actor_rollout_ref.actor.kl_loss_type=kl has a gradient of zero on average"
+    ]
+    assert main(arguments) == 1
+    assert "warn config: actor_rollout_ref.actor.kl_loss_type=kl has a gradient" in capsys.readouterr().out
