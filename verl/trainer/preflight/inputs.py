@@ -65,12 +65,12 @@ def check_sources(config: Config) -> Sources:
     for files in (data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    require_prompts(config, data.train_data_num or num_prompts)
     scorer = Scorer(config, None)
     scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         _check_critic(config)
     tokenizer = load_policy_tokenizer(config)
+    require_prompts(config, data.train_data_num or num_prompts)
     return Sources(tokenizer, make_environment(config, tokenizer), scorer)
 
 
