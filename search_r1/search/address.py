@@ -19,4 +19,5 @@ def check_addresses(urls: Iterable[str]) -> None:
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"{url.rpartition('@')[2]!r} is not an address: write http://host:port/retrieve")
+            shown = without_credentials(url) if "://" in url else url.rpartition("@")[2]
+            raise ValueError(f"{shown!r} is not an address: write http://host:port/retrieve")

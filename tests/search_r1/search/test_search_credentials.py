@@ -64,9 +64,15 @@ def test_no_error_or_log_line_shows_them(run_app, answer: Response, caplog: pyte
 
 @pytest.mark.parametrize("scheme", ["http", "ftp"])
 def test_neither_does_an_address_without_a_server(scheme: str) -> None:
-    with pytest.raises(RetrieverError) as caught:
+    with pytest.raises((RetrieverError, ValueError)) as caught:  # the latter for what is no address of a server
         _search(f"{scheme}://user:{SECRET}@127.0.0.1:1/retrieve", deadline_s=0.3)
     assert SECRET not in str(caught.value) and f"{scheme}://***@127.0.0.1:1" in str(caught.value)
+
+
+def test_nor_does_an_address_without_a_scheme() -> None:
+    with pytest.raises(ValueError, match="'127.0.0.1:1/retrieve' is not an address") as caught:
+        HttpSource(f"user:{SECRET}@127.0.0.1:1/retrieve", 1.0)
+    assert SECRET not in str(caught.value)
 
 
 def test_both_a_token_and_a_password_are_refused(run_app) -> None:
