@@ -24,10 +24,12 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 GIB = 2**30
+LITTER_PREFIX = "verl-vllm-"  # short: paths of sockets are, too
 
 
 class VLLMEngine:
@@ -92,8 +94,17 @@ class VLLMEngine:
         variables = _engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)
         if batch_invariant:
             variables["VLLM_BATCH_INVARIANT"] = "1"
-        with _environment(variables):
-            self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
+        # What the engine puts into the temporary folder (sockets, a rendezvous file) it never takes away.
+        self._litter = OwnedFolder(LITTER_PREFIX)
+        variables["VLLM_RPC_BASE_PATH"] = str(self._litter.path)
+        if self._on_cpu:  # on a GPU its compiler caches kernels there, for the next engine too
+            variables["TMPDIR"] = str(self._litter.path)
+        try:
+            with _environment(variables):
+                self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)
+        except BaseException:
+            self._litter.remove()
+            raise
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
@@ -190,6 +201,7 @@ class VLLMEngine:
         llm, self._running = self._running, None
         if llm is not None:
             llm.shutdown(timeout=SHUTDOWN_S)
+            self._litter.remove()
 
     @property
     def _llm(self) -> AsyncLLM:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 
@@ -15,15 +16,17 @@ T = TypeVar("T")
 
 
 class EngineSession:
-    """An engine with the event loop that it lives on."""
+    """An engine with the event loop that it lives on, and the temporary folder that it is given."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, temporary: Path) -> None:
         from verl.rollout.engine import VLLMEngine
 
+        self.temporary = temporary
         self.runner = asyncio.Runner()
-        self.engine = VLLMEngine(
-            str(model_dir), dtype="float32", max_model_len=512, kv_cache_gib=0.125, num_threads=1, max_num_seqs=64
-        )
+        with patch.object(tempfile, "tempdir", str(temporary)):
+            self.engine = VLLMEngine(
+                str(model_dir), dtype="float32", max_model_len=512, kv_cache_gib=0.125, num_threads=1, max_num_seqs=64
+            )
         self.run(self.engine.start())
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
@@ -36,9 +39,11 @@ class EngineSession:
 
 @pytest.fixture(scope="session")
 def session(tiny_model_dir: Path) -> Iterator[EngineSession]:
-    session = EngineSession(tiny_model_dir)
-    yield session
-    session.close()
+    with tempfile.TemporaryDirectory() as temporary:  # not pytest's, whose path is too long for a socket
+        session = EngineSession(tiny_model_dir, Path(temporary))
+        yield session
+        session.close()
+        assert not list(Path(temporary).iterdir()), "the engine has left something in the temporary folder"
 
 
 @pytest.fixture

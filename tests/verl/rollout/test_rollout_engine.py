@@ -246,3 +246,9 @@ async def _drain(stream: Any) -> None:
 def test_an_engine_that_lives_passes_the_check(session: Any) -> None:
     session.run(session.engine.check())
     assert session.engine.num_running == 0
+
+
+def test_what_the_engine_puts_into_the_temporary_folder_is_in_a_folder_of_its_own(session: Any) -> None:
+    """It goes with the engine, as the session's end asserts."""
+    (own,) = session.temporary.iterdir()
+    assert any(path.is_socket() for path in own.iterdir())
