@@ -5,7 +5,7 @@ Tensor names end in their shape: `T` tokens of all rows one after the other, `B`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,11 @@ class Trajectory:
     @property
     def num_policy_tokens(self) -> int:
         return sum(len(segment.ids) for segment in self.segments if segment.source is Source.POLICY)
+
+
+def was_search(event: Mapping[str, Any]) -> bool:
+    """Whether a turn's event is of a search that was executed: it has a `query`, and does not say `executed: False`."""
+    return event.get("query") is not None and event.get("executed") is not False
 
 
 @dataclass

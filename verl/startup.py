@@ -39,8 +39,9 @@ CPU_ENGINE_VARIABLES = {
 }
 """The same for an engine on CPU alone: on GPUs the warnings of torch's C++ code are about NCCL."""
 
-TALKATIVE = ("bm25s", "faiss", "httpx", "matplotlib")
-"""Libraries whose news below a warning are of no use to anybody: each request, which CPU they were built for."""
+TALKATIVE = ("bm25s", "faiss", "httpx", "matplotlib", "vllm")
+"""Libraries whose news below a warning are of no use to anybody: each request, which CPU they were built for, that
+there is no Triton (vLLM, before it sets up a log of its own)."""
 
 
 def log_to_stderr(form: str = DATED) -> None:

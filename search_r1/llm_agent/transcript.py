@@ -15,7 +15,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import special_tokens
 from verl.agent.chat_turns import unwrapped
 from verl.agent.text import decode_turn
-from verl.protocol import Source, Trajectory
+from verl.protocol import Source, Trajectory, was_search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
             event = trajectory.events[len(turns) - 1]
             text = decode_turn(tokenizer, unwrapped(tokenizer, sampled, segment.ids))
-            if event.get("executed"):
+            if was_search(event):
                 text = grammar.unwrap_information(text)
                 turns[-1] = replace(turns[-1], reply=Reply.OBSERVATION, query=event.get("query"), observation=text)
             else:

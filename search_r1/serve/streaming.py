@@ -13,7 +13,7 @@ from search_r1.serve.parts import Part, TurnSplitter
 from verl.agent.environment import Environment, Generation, Outcome, Sampling, StreamingSampler, join_pieces
 from verl.agent.text import TurnDecoder
 from verl.errors import ConfigError
-from verl.protocol import Prompt, Status, Trajectory
+from verl.protocol import Prompt, Status, Trajectory, was_search
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class _Followed(Environment):
         self._answered = outcome.action == "answer"
         if not self._answered:
             self._tell_all(self._splitter.end())
-        executed, event = outcome.event.get("executed", False), outcome.event
-        if executed:
+        event = outcome.event
+        if searched := was_search(event):
             documents, milliseconds = event.get("document_ids", ()), event.get("milliseconds", 0.0)
             self._searches.append(Search(str(event.get("query", "")), tuple(documents), milliseconds))
-        self._reply = Part("information" if executed else "feedback", outcome.reply)
+        self._reply = Part("information" if searched else "feedback", outcome.reply)
         return outcome
 
     async def check(self) -> None:

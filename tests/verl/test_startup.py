@@ -21,6 +21,7 @@ with phase("importing torch"):
     import torch
 logging.getLogger("torch._library.triton").warning("noise")
 logging.getLogger("httpx").info("noise")
+logging.getLogger("vllm.triton_utils.importing").info("noise")
 import bm25s
 bm25s.logger.debug("noise")  # it made itself talkative
 logging.getLogger("torch._dynamo").warning("of torch")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory, was_search
 
 Decode = Callable[[list[int]], str]
 
@@ -68,7 +68,7 @@ def to_row(trajectory: Trajectory, step: int, decode: Decode) -> dict[str, Any]:
             {"source": s.source.value, "num_tokens": len(s.ids), "text": decode(list(s.ids))}
             for s in trajectory.segments
         ],
-        "searches": [_search(event) for event in trajectory.events if _is_search(event)],
+        "searches": [_search(event) for event in trajectory.events if was_search(event)],
         "events": [_json(event) for event in trajectory.events],
         "ids": trajectory.ids,
         "loss_mask": trajectory.loss_mask,
@@ -150,10 +150,6 @@ def question_of(row: dict[str, Any]) -> str | None:
 
 def _text(segments: Sequence[Segment], decode: Decode) -> str:
     return decode([token for segment in segments for token in segment.ids])
-
-
-def _is_search(event: dict[str, Any]) -> bool:
-    return event.get("query") is not None and event.get("executed") is not False
 
 
 def _search(event: dict[str, Any]) -> dict[str, Any]:
