@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,15 @@ from verl.errors import ConfigError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
 ROOT = Path(__file__).resolve().parents[3]
+
+OWN_ENGINE = """
+class Engine:
+    def check(self):
+        raise OSError("the index is not built")
+
+    def search(self, query):
+        return []
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +101,18 @@ def test_unreachable_retriever_is_told_before_a_model_loads(model_folder):
     assert done.returncode == 1
     assert url in done.stderr and "retrieval_launch.sh" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_own_engine_is_found_where_the_command_is_given(model_folder, tmp_path):
+    """Started by its path from another folder; the engine's complaint comes before a model loads."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my_search.py").write_text(OWN_ENGINE)
+    program = [sys.executable, str(ROOT / "infer.py"), "--model", model_folder, "--question", "who"]
+    command = [*program, "retriever.engine=my_search.Engine"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "the index is not built" in done.stderr
 
 
 def test_model_that_is_not_there(infer, tmp_path, capsys):
