@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Of the processes that start the first Ray on a machine at the same time each would write a token for all to read.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ["RAY_ADDRESS"] = "local"  # a cluster that somebody started on this machine is not for tests
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
 _held_ports: list[socket.socket] = []

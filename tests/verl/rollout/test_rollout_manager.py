@@ -272,11 +272,13 @@ def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any,
 
 
 def engine_processes() -> set[psutil.Process]:
-    return processes_of("EngineCore")
+    """By vLLM's title, or by how Python spawns it: a title is lost where the first environment variable was changed."""
+    return processes_of("EngineCore", "multiprocessing.spawn")
 
 
-def processes_of(title: str) -> set[psutil.Process]:
-    return {process for process in psutil.Process().children(recursive=True) if title in _title(process)}
+def processes_of(*words: str) -> set[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if any(word in _title(process) for word in words)}
 
 
 def _title(process: psutil.Process) -> str:
