@@ -207,6 +207,7 @@ def test_other_sets_come_from_the_hub(tmp_path: Path) -> None:
 
     def process(names: str, endpoint: str) -> subprocess.CompletedProcess[str]:
         environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
+        environment |= {"HF_HUB_OFFLINE": "0"}  # the hub is on this machine
         script = str(ROOT / "scripts" / TEST_MERGE)
         command = [sys.executable, script, "--data_sources", names, "--local_dir", str(tmp_path / "o")]
         return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
