@@ -146,7 +146,7 @@ class Checkout:
         for name in ("scripts", "requirements"):
             shutil.copytree(ROOT / name, self.folder / name)
         scripts = (path for folder in ("", "example/**/", "search_r1/**/") for path in ROOT.glob(f"{folder}*.sh"))
-        for path in (ROOT / "setup.py", *scripts):
+        for path in (ROOT / "setup.py", ROOT / "example" / "questions.jsonl", *scripts):
             target = self.folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)

@@ -55,7 +55,7 @@ def make_run(folder: Path, *overrides: str) -> Config:
         model.mkdir(parents=True)
         (model / "config.json").write_text("{}")
     state = saved_state.state_path(folder, 100)
-    saved_state.finish(saved_state.begin(state, ["actor"], {"best": [0.9, 20]}), state, {})
+    saved_state.finish(saved_state.begin(state, ["actor"], {"best": 20}), state, {})
     return config
 
 

@@ -63,10 +63,10 @@ def test_defaults_are_the_published_ones(infer):
 
 
 def test_flags_and_texts_with_special_characters(infer):
-    url = "http://host:1/a=b,c[d]{e}'$f\\g?h=i"
-    config = config_of(infer, "--retriever_url", url, "--topk", "5", "--max_turns", "0", "--template", "a b")
+    url = "http://host:1/a=b;c[d]{e}'$f\\g?h=i"
+    config = config_of(infer, "--retriever_url", url, "--topk", "5", "--max_turns", "0", "--template", "a, b")
     assert (config.retriever.url, config.retriever.topk, config.max_turns) == (url, 5, 0)
-    assert config.agent.template == "a b"
+    assert config.agent.template == "a, b"
 
 
 def test_a_training_config_brings_its_settings(infer):
