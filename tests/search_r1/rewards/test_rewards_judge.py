@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from e2e_world import free_port
 from scripted_judge import ScriptedJudge, breaks_off, completion, graded_line, on_a_port, refusal, verdict
@@ -378,12 +380,14 @@ def test_a_judge_is_tried_before_a_run(judge_of, dead_url):
         scorer(None, judge_of.url(ScriptedJudge(refusal(400), refusal(400))), 0.1).check()
 
 
-def test_validation_has_a_judge_of_its_own_to_try(judge_of, dead_url):
-    server = ScriptedJudge()
+def test_validation_has_a_judge_of_its_own_to_try(judge_of, dead_url, tmp_path):
+    prompts, server = tmp_path / "prompts.parquet", ScriptedJudge()
+    row = {"data_source": "nq", "prompt": [{"role": "user", "content": "Who?"}]}
+    pq.write_table(pa.Table.from_pylist([row | {"reward_model": {"ground_truth": {"target": ["x"]}}}]), prompts)
     kwargs = f"reward.kwargs={{url: '{judge_of.url(server)}'}}"
     val_kwargs = f"reward.val_kwargs={{url: '{dead_url}', retries: 0}}"
-    config = load_config("ppo_trainer", [f"reward.function={__name__}.JudgeReward", kwargs, val_kwargs])
-    config.data.train_files = config.data.val_files = None
+    files = (f"data.train_files={prompts}", f"data.val_files={prompts}", "data.train_batch_size=1")
+    config = load_config("ppo_trainer", [f"reward.function={__name__}.JudgeReward", kwargs, val_kwargs, *files])
     with pytest.raises(RewardUnavailable, match=dead_url):
         check_inputs(config)  # before it looks for the policy's model, which is not there
     assert server.asked == ["4"]
