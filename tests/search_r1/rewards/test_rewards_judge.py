@@ -29,6 +29,8 @@ from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.trainer.preflight import check_inputs
 from verl.trainer.scoring import Scorer
 
+ONE_ROW = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+
 KEY = "sk-3f9a0c5577e1"
 GRADES = {"a": 0.25, "b": 1.0, "c": 0.5, "d": 0.0, "e": 0.75}
 
@@ -386,7 +388,7 @@ def test_validation_has_a_judge_of_its_own_to_try(judge_of, dead_url, tmp_path):
     pq.write_table(pa.Table.from_pylist([row | {"reward_model": {"ground_truth": {"target": ["x"]}}}]), prompts)
     kwargs = f"reward.kwargs={{url: '{judge_of.url(server)}'}}"
     val_kwargs = f"reward.val_kwargs={{url: '{dead_url}', retries: 0}}"
-    files = (f"data.train_files={prompts}", f"data.val_files={prompts}", "data.train_batch_size=1")
+    files = (f"data.train_files={prompts}", f"data.val_files={prompts}", *ONE_ROW)
     config = load_config("ppo_trainer", [f"reward.function={__name__}.JudgeReward", kwargs, val_kwargs, *files])
     with pytest.raises(RewardUnavailable, match=dead_url):
         check_inputs(config)  # before it looks for the policy's model, which is not there
