@@ -32,9 +32,10 @@ def test_a_line_after_a_silence(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert caplog.messages[0].startswith("answers: 0 of 1000 after ")
 
 
-def test_nothing_to_do_is_no_division_by_nought() -> None:
-    with Progress("answers", 0):
+def test_of_nothing_to_do_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Progress("answers", 0):
         pass
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
