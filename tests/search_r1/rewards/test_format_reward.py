@@ -44,7 +44,8 @@ def trajectory_of(tokenizer, target, *turns: tuple[str, str | None]) -> Trajecto
         event: dict[str, Any] = {"turn": number, "text": text, "valid": reply != FEEDBACK}
         if reply is not None:
             trajectory.segments.append(Segment(Source.ENVIRONMENT, encode_text(tokenizer, reply)))
-            event |= {"action": "invalid"} if reply == FEEDBACK else {"action": "search", "executed": True}
+            acted = {"action": "search", "query": "q", "executed": True}
+            event |= {"action": "invalid"} if reply == FEEDBACK else acted
         trajectory.events.append(event)
     return trajectory
 
