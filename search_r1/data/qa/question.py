@@ -40,12 +40,19 @@ class QaRow:
 def answer_texts(value: Any) -> Any:
     """A list of answers; one answer alone, or JSON text of a list (a cell of a table), is one too.
 
-    Truth values are yes and no. What is no list of texts is left for `checked` to refuse.
+    Truth values are yes and no, and a whole number is its digits. What is no list of texts is left for `checked` to
+    refuse: a fraction, say, which could be written in more than one way.
     """
     if isinstance(value, str):
         value = _parsed_list(value)
     values = value if isinstance(value, list) else [value]
-    return [_WORDS[answer] if isinstance(answer, bool) else answer for answer in values]
+    return [_text_of(answer) for answer in values]
+
+
+def _text_of(answer: Any) -> Any:
+    if isinstance(answer, bool):
+        return _WORDS[answer]
+    return str(answer) if isinstance(answer, int) else answer
 
 
 def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ BAD_LINES = [
     ('{"id": "x", "question": "a", "golden_answers": [" "]}', "there is no gold answer"),
     ('{"id": "x", "question": "a", "golden_answers": {"b": 1}}', r"the gold answers are \[\{'b': 1\}\], not a list"),
     ('{"id": "x", "question": "a", "golden_answers": null}', r"the gold answers are \[None\], not a list"),
-    ('{"id": "x", "question": "a", "golden_answers": ["b", 4]}', r"the gold answers are \['b', 4\]"),
+    ('{"id": "x", "question": "a", "golden_answers": ["b", 4.5]}', r"the gold answers are \['b', 4.5\]"),
     ('{"id": "x", "question": "a", "golden_answers": ["b"], "metadata": "m"}', "metadata is the text 'm', not"),
     ('{"id": "x", "question": "a", "golden_answers": ["b"], "metadata": "[]"}', "metadata is a list, not an object"),
     ('{"id": true, "question": "a", "golden_answers": ["b"]}', "the id is True"),

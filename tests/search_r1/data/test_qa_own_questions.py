@@ -30,7 +30,7 @@ TRAIN_MERGE, TEST_MERGE = "data_process/qa_search_train_merge.py", "data_process
 ROWS = [
     {"question": "Who wrote Emma", "answer": "Jane Austen", "type": "book"},
     {"question": "Is the Rhine a river?", "answer": ["yes", "it is"], "type": "place"},
-    {"question": 'When was "Émile" published?', "answer": "1762", "type": "book"},
+    {"question": 'When was "Émile" published?', "answer": 1762, "type": "book"},
 ]
 FOUND = [
     ("Who wrote Emma?", ["Jane Austen"], "book"),
@@ -55,7 +55,8 @@ def as_table(path: Path) -> None:
 
 
 def as_parquet(path: Path) -> None:
-    rows = [row | {"answer": [row["answer"]] if isinstance(row["answer"], str) else row["answer"]} for row in ROWS]
+    answers = [row["answer"] if isinstance(row["answer"], list) else [str(row["answer"])] for row in ROWS]
+    rows = [row | {"answer": texts} for row, texts in zip(ROWS, answers, strict=True)]
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
