@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from e2e_world import ENV, ROOT, metrics_by_step, run, small_run
+from e2e_world import ENV, ROOT, metrics_by_step, run, run_and_listen, small_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.tracking.trajectory_store import read_trajectories
 from verl.trainer.run_folder import archive
+from verl.trainer.run_lock import LOCK
 
 
 def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> Path:
@@ -25,11 +27,42 @@ def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str)
 
 
 @pytest.fixture(scope="module")
-def run_dir(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_and_told(
+    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """The run's folder, and what it wrote to standard error: the lines of its workers are among it."""
     folder = tmp_path_factory.mktemp("run")
     steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
-    loggers = "trainer.logger=[console,tensorboard,wandb]"
-    return train(tinywiki, policy, tinywiki_url, folder, "+trainer.val_before_train=true", loggers, *steps)
+    more = ("trainer.logger=[console,tensorboard,wandb]", "+trainer.val_before_train=true", *steps)
+    done = run_and_listen(*small_run(tinywiki, policy, tinywiki_url, folder, *more), VERL_WORKER_LOGS="1")
+    return folder, done.stderr
+
+
+@pytest.fixture(scope="module")
+def run_dir(run_and_told: tuple[Path, str]) -> Path:
+    return run_and_told[0]
+
+
+def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(run_and_told: tuple[Path, str]) -> None:
+    lines = [line for line in run_and_told[1].splitlines() if not line.endswith(" s so far")]
+    told = [re.fullmatch(r"\d\d:\d\d:\d\d INFO verl.startup: \[ *\d+ s\] (.*)", line) for line in lines]
+    assert all(told), [line for line, found in zip(lines, told, strict=True) if not found]
+    assert [found[1] for found in told if found] == [
+        "the config is valid",
+        "checking prompt files, reward, models and environment",
+        "loads policy 0.75 M, anchor 0.75 M parameters",
+        "importing Ray and the trainer",
+        "starting Ray",
+        "loading the prompts",
+        "prompts: 120 for training, 32 for validation",
+        "starting 1 rollout engine",
+        "loading the actor in 1 process",
+        "waiting for 1 rollout engine",
+        "validating on 32 prompts",
+        "step 1 of 3",
+        "validating on 32 prompts",
+        "validating on 32 prompts",
+    ]
 
 
 def test_metrics_of_every_step(run_dir: Path) -> None:
@@ -248,10 +281,10 @@ def test_an_archive_takes_all_that_a_run_writes(run_dir: Path, tmp_path: Path) -
     folder = tmp_path / "run"
     shutil.copytree(run_dir, folder, symlinks=True)
     (folder / "mine.md").touch()
-    names = sorted(path.name for path in run_dir.iterdir())
+    names = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK)
     kept = archive(folder)
     assert kept is not None and sorted(path.name for path in kept.iterdir()) == names
-    assert sorted(path.name for path in folder.iterdir()) == ["archive", "mine.md"]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, "archive", "mine.md"]
 
 
 def test_no_process_is_left_behind(run_dir: Path) -> None:

@@ -20,6 +20,7 @@ from verl.config.doubtful import doubts
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
+from verl.trainer.run_lock import run_lock
 from verl.trainer.saved_state import where_to_go_on
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ def run(config: Config) -> None:
         from verl.trainer.janitor import Janitor
         from verl.trainer.rl_trainer import RLTrainer
 
+    run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:
-        janitor = Janitor(Path(config.trainer.default_local_dir))
+        at_the_end.enter_context(run_lock(run_dir))
+        janitor = Janitor(run_dir)
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
             for name, value in RAY_SETTINGS.items():

@@ -15,6 +15,7 @@ from verl.tracking.changed_settings import Change, changed_settings
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 from verl.trainer import saved_state
 from verl.trainer.run_folder import archive, archive_after, check_new_run
+from verl.trainer.run_lock import check_not_in_use
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,15 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
 
 
 def check_start(trainer: TrainerConfig) -> None:
-    """Raise ConfigError when the folder holds a run that is neither gone on with nor to be archived; quick.
+    """Raise ConfigError when a run in the folder is under way, or is neither gone on with nor to be archived; quick.
 
     Raises CheckpointError for a state that is not there.
     """
+    check_not_in_use(Path(trainer.default_local_dir))
+    _check_earlier_run(trainer)
+
+
+def _check_earlier_run(trainer: TrainerConfig) -> None:
     run_dir = Path(trainer.default_local_dir)
     if goes_on(trainer):
         if trainer.overwrite == "archive":
@@ -59,8 +65,11 @@ def check_start(trainer: TrainerConfig) -> None:
 
 
 def prepare_folder(trainer: TrainerConfig) -> None:
-    """Move what would mix with this run into the folder's archive. Raises as `check_start` does, and StorageError."""
-    check_start(trainer)
+    """Move what would mix with this run, which has the folder's lock, into its archive.
+
+    Raises as `check_start` does, and StorageError.
+    """
+    _check_earlier_run(trainer)
     run_dir = Path(trainer.default_local_dir)
     if not goes_on(trainer):
         if target := archive(run_dir):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from verl.storage import append, writing
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.trainer.exit_status import exit_status
 from verl.trainer.run_folder import archive, check_new_run
+from verl.trainer.run_lock import check_not_in_use, run_lock
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: SftConfig) -> Path:
     """Train, save, and return the model's folder. Raises VerlError."""
     run_dir = Path(config.trainer.default_local_dir)
+    check_not_in_use(run_dir)
     check_new_run(run_dir, config.trainer.overwrite)
     startup.tell("the config is valid")
     with startup.phase("reading the rows"):
@@ -70,7 +73,7 @@ def run(config: SftConfig) -> Path:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve_device(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, run_lock(run_dir) if rank == 0 else nullcontext():
         init_process_group(rank, world_size, "env://" if world_size > 1 else f"file://{folder}/store", device)
         try:
             return train(config, rows, device)
