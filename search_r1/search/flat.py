@@ -140,11 +140,11 @@ class MatrixIndex:
 
     def _slack(self, exact_BD: torch.Tensor, rounded_BD: torch.Tensor) -> torch.Tensor:
         """`a` of the module's docstring, float32 [B]."""
-        norm_B = torch.linalg.vector_norm(exact_BD, dim=1)
-        error_B = torch.linalg.vector_norm(exact_BD - rounded_BD.float(), dim=1)
-        query, row = error_B * self._max_offset, (norm_B + error_B) * self._max_error
+        rounded_BD = rounded_BD.float()
+        query_B = torch.linalg.vector_norm(exact_BD - rounded_BD, dim=1) * self._max_offset
+        row_B = torch.linalg.vector_norm(rounded_BD, dim=1) * self._max_error
         sums = (self.dim + 8) * 2.0**-22 * self._max_offset + 2.0**-21 * self._max_norm
-        return query + row + sums * norm_B
+        return query_B + row_B + sums * torch.linalg.vector_norm(exact_BD, dim=1)
 
     def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""

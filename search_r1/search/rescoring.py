@@ -70,7 +70,11 @@ class BestRows:
             self._merge(queries, rows_R[places], products.sum(axis=1).astype(np.float32))
 
     def _screen(self, block_RD: np.ndarray, places_P: np.ndarray, queries_P: np.ndarray) -> np.ndarray:
-        """Which pairs may be among the best k, bool [P]: k rows of the block are at least as good as its k-th is."""
+        """Which pairs may be among the best k, bool [P]: k rows of the block are at least as good as its k-th is.
+
+        The product may be wrong about the block's k-th row and about the row itself, each by the bound. No sum is seen
+        to come near it: one of the two would do, and only the worst case asks for both.
+        """
         scores_RB = torch.mm(torch.from_numpy(block_RD), self._queries_DB)
         floor_B = self.kth_B.astype(np.float64)
         if len(block_RD) >= self._k:
