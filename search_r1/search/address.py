@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from search_r1.search.errors import RetrieverAddressError
+
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
@@ -15,9 +17,9 @@ def without_credentials(text: str) -> str:
 
 
 def check_addresses(urls: Iterable[str]) -> None:
-    """Raise `ValueError` when one of `urls` is not http:// or https:// and a host."""
+    """Raise `RetrieverAddressError` when one of `urls` is not http:// or https:// and a host."""
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             shown = without_credentials(url) if "://" in url else url.rpartition("@")[2]
-            raise ValueError(f"{shown!r} is not an address: write http://host:port/retrieve")
+            raise RetrieverAddressError(f"{shown!r} is not an address: write http://host:port/retrieve")

@@ -18,6 +18,7 @@ import aiohttp
 from search_r1.search.address import check_addresses, without_credentials
 from search_r1.search.backoff import backoff_s
 from search_r1.search.errors import (
+    RetrieverAddressError,
     RetrieverError,
     RetrieverQueryFailed,
     RetrieverRejected,
@@ -55,12 +56,12 @@ class RetrievalClient:
 
         `url` is one address, a list, or several with commas between; the servers must hold the same index. `token` is
         sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` asks by
-        that name instead; messages and logs leave it out. Raises `ValueError` for what is no address.
+        that name instead; messages and logs leave it out. Raises `RetrieverAddressError` for what is no address.
         """
         addresses = url.split(",") if isinstance(url, str) else url
         self.urls = tuple(address.strip() for address in addresses if address.strip())
         if not self.urls:
-            raise ValueError("a RetrievalClient needs the address of at least one server")
+            raise RetrieverAddressError("a RetrievalClient needs the address of at least one server")
         check_addresses(self.urls)
         self.name = ", ".join(map(without_credentials, self.urls))
         self.topk = topk

@@ -29,6 +29,10 @@ class RetrieverError(SearchError):
     """Base of what a client raises: the query has no result, which is not the same as an empty result."""
 
 
+class RetrieverAddressError(RetrieverError, ValueError):
+    """What was given as the address of a server is none."""
+
+
 class RetrieverUnavailable(RetrieverError):
     """No answer within the deadline, after retries."""
 

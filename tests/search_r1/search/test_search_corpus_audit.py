@@ -152,6 +152,8 @@ def test_a_wrong_server_is_one_line(small_server: str, corpus_file: Path, tmp_pa
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions), "--k", "101"]
     assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 1
     assert "error: retriever" in capsys.readouterr().err
+    assert main([*arguments, "--url", "localhost"]) == 1
+    assert capsys.readouterr().err == "error: 'localhost' is not an address: write http://host:port/retrieve\n"
 
 
 @pytest.mark.parametrize(
