@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,11 @@ import torch.distributed as dist
 from verl.config.critic import CriticModelConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, MixedPrecisionConfig, ModelConfig
 from verl.engine.device import device_mesh, prepare_matmul, resolve_precision
-from verl.engine.model import CausalModel, Decoder, load_causal_lm
+from verl.engine.model import CausalModel, Decoder, blank_causal_lm, load_causal_lm, source_of
 from verl.engine.sharding import shard
-from verl.engine.value_model import ValueModel, load_token_classifier
-from verl.errors import ConfigError
+from verl.engine.slices import Slices, find_slices
+from verl.engine.value_model import ValueModel, blank_token_classifier, load_token_classifier
+from verl.errors import CheckpointError, ConfigError
 
 
 def load_sharded(
@@ -28,10 +31,14 @@ def load_sharded(
     """The language model at `path`, sharded; without `trained` it has no gradients. Raises ConfigError."""
     _prepare(settings.external_lib, fsdp)
     checkpointing = trained and settings.enable_gradient_checkpointing
-    hf_model = load_causal_lm(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
-    model = CausalModel(hf_model, head_chunk_tokens)
+    asked = (path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    blank = blank_causal_lm(*asked)
+    with _damage_is_named():
+        slices = find_slices(blank, source_of(path, "model.path"))
+    model = CausalModel(load_causal_lm(*asked) if slices is None else blank, head_chunk_tokens)
     model.requires_grad_(trained)
     _shard(model, fsdp, mixed, device)
+    _fill(model, slices, fsdp, device)
     return model
 
 
@@ -39,11 +46,13 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> Va
     """The value model that `settings` describe, sharded. Raises ConfigError."""
     _prepare(settings.external_lib, settings.fsdp_config)
     checkpointing = settings.enable_gradient_checkpointing
-    hf_model = load_token_classifier(
-        settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing
-    )
-    model = ValueModel(hf_model)
+    asked = (settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    blank = blank_token_classifier(*asked)
+    with _damage_is_named():
+        slices = find_slices(blank, source_of(settings.path, "critic.model.path"), new_head=True)
+    model = ValueModel(load_token_classifier(*asked) if slices is None else blank)
     _shard(model, settings.fsdp_config, settings.fsdp_config.mixed_precision, device)
+    _fill(model, slices, settings.fsdp_config, device)
     return model
 
 
@@ -68,5 +77,24 @@ def _shard(
     """
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     prepare_matmul(device, precision)
-    offload = fsdp.param_offload or (isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload)
-    shard(model, device_mesh(device), precision, offload, fsdp.wrap_policy.min_num_params)
+    shard(model, device_mesh(device), precision, _offload(fsdp), fsdp.wrap_policy.min_num_params)
+
+
+def _fill(model: Decoder, slices: Slices | None, fsdp: FsdpConfig | FrozenFsdpConfig, device: torch.device) -> None:
+    """Read the slices of a model that is not loaded yet. Raises ConfigError."""
+    if slices is not None:
+        with _damage_is_named():
+            slices.fill(model, torch.device("cpu") if _offload(fsdp) else device)
+
+
+@contextlib.contextmanager
+def _damage_is_named() -> Iterator[None]:
+    """What cannot be read when a run starts is a mistake in its settings."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(f"cannot load the model: {error}") from error
+
+
+def _offload(fsdp: FsdpConfig | FrozenFsdpConfig) -> bool:
+    return fsdp.param_offload or (isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload)

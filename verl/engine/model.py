@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
 from verl.engine.batching import ModelInput
@@ -67,24 +69,79 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> PreTrainedModel:
-    """Load a model folder (or hub name) with float32 weights into CPU memory, without dropout.
+    """Load a model folder (or hub name) whole, with float32 weights in CPU memory, without dropout.
 
     Attention is flash-attention 2 on CUDA where that package is installed, else PyTorch's own.
     Raises ConfigError when there is no usable model at `path`.
     """
     source = source_of(path, "model.path")
     try:
-        config = load_model_config(source, trust_remote_code, override_config)
-        switch_off_dropout(config)
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            config=config,
+            config=_config_of(source, trust_remote_code, override_config),
             dtype=torch.float32,
             attn_implementation=attention_for(device),
             trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a causal language model from '{path}': {error}") from error
+    return _ready(model, gradient_checkpointing)
+
+
+def blank_causal_lm(
+    path: str,
+    device: torch.device,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """What `load_causal_lm` gives, but with parameters on `meta`: no memory is taken and no weight is read."""
+    source = source_of(path, "model.path")
+    try:
+        config = _config_of(source, trust_remote_code, override_config)
+        model = blank(AutoModelForCausalLM, source, config, device, trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a causal language model from '{path}': {error}") from error
+    return _ready(model, gradient_checkpointing)
+
+
+def blank(
+    auto_class: Any, source: str, config: PreTrainedConfig, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A float32 model of `config` with parameters on `meta` and buffers on the CPU, as `from_pretrained` makes them."""
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model: PreTrainedModel = auto_class.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention_for(device),
+            trust_remote_code=trust_remote_code,
+        )
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
+    model.initialize_weights()
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # there need not be a generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    return model.eval()
+
+
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, each once, and saved buffers, as they are."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _config_of(source: str, trust_remote_code: bool, override_config: Mapping[str, Any] | None) -> PreTrainedConfig:
+    config = load_model_config(source, trust_remote_code, override_config)
+    switch_off_dropout(config)
+    return config
+
+
+def _ready(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
     _refuse_logit_transforms(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

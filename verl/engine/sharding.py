@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from verl.engine.device import Precision
-from verl.engine.model import Decoder, decoder_layers
+from verl.engine.model import Decoder, decoder_layers, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,4 @@ def is_main_rank() -> bool:
 
 def named_tensors(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and saved buffers under their Hugging Face names, sharded as they are."""
-    yield from model.model.named_parameters()
-    persistent = model.model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.model.named_buffers() if name in persistent)
+    return weights_of(model.model)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from verl.engine.batching import ModelInput
-from verl.engine.model import Decoder, attention_for, source_of, switch_off_dropout
+from verl.engine.model import Decoder, attention_for, blank, source_of, switch_off_dropout
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config
 
@@ -57,6 +57,27 @@ def load_token_classifier(
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot load a value model from '{path}': {error}") from error
     _zero_absent_head(model, set(report["missing_keys"]), path)
+    return _ready(model, gradient_checkpointing)
+
+
+def blank_token_classifier(
+    path: str,
+    device: torch.device,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """What `load_token_classifier` gives, but with parameters on `meta`: no memory is taken and no weight is read."""
+    try:
+        source = source_of(path, "critic.model.path")
+        config = token_classifier_config(path, override_config, trust_remote_code)
+        model = blank(AutoModelForTokenClassification, source, config, device, trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot load a value model from '{path}': {error}") from error
+    return _ready(model, gradient_checkpointing)
+
+
+def _ready(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
     model.config.architectures = [type(model).__name__]
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
