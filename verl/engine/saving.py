@@ -1,44 +1,46 @@
-"""Saving in Hugging Face format: written under a temporary name, flushed to disk, then renamed."""
+"""Saving in Hugging Face format through one rank: written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from transformers.dynamic_module_utils import custom_object_save
 
 from verl.engine.model import Decoder
-from verl.engine.sharding import is_main_rank, iter_full_parameters, parameter_shapes
+from verl.engine.sharding import is_main_rank, named_tensors, reshard
+from verl.engine.streaming import Entry, stream, write_safetensors
 from verl.errors import CheckpointError
 from verl.storage import could_not_write, sync
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 5 * 2**30
-BYTES_PER_VALUE = 4  # float32
 
 
 def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Save config, float32 weights and tokenizer to the folder `path`, replacing what is there. All ranks call it.
 
-    Rank 0 writes; it holds one file's worth of weights at a time. A failure (a full disk, say) removes what was
-    written, leaves an older `path` as it was, and raises CheckpointError on every rank.
+    Rank 0 writes, holding one shard of one weight at a time; the others send theirs and hold nothing. A failure (a full
+    disk, say) removes what was written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
-    parameters = iter_full_parameters(model)
+    reshard(model)
+    weights = dict(sorted(named_tensors(model), key=lambda item: -item[1].dtype.itemsize))  # so that files are aligned
+    parts = stream(weights.values())
     failure: Exception | None = None
     if is_main_rank():
+        entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
         try:
-            _write(model, path, tokenizer, parameters, max_file_bytes)
-        except Exception as error:  # noqa: BLE001  the other ranks wait in collectives: finish those, then raise
+            _write(model, path, tokenizer, parts, _plan_files(entries, max_file_bytes))
+        except Exception as error:  # noqa: BLE001  the other ranks have more to send: take that, then raise
             failure = error
-    for _ in parameters:
+    for _ in parts:
         pass
     failed = torch.tensor(float(failure is not None))
     if dist.is_initialized():
@@ -49,13 +51,13 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
 
 
 def _write(
-    model: Decoder, path: Path, tokenizer: Any, parameters: Iterator[tuple[str, torch.Tensor]], max_file_bytes: int
+    model: Decoder, path: Path, tokenizer: Any, parts: Iterator[torch.Tensor], files: Mapping[str, Sequence[Entry]]
 ) -> None:
     temporary = path.with_name(f".{path.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_weights(temporary, parameters, _plan_files(parameter_shapes(model), max_file_bytes))
+        _write_weights(temporary, parts, files)
         if model.model._auto_class is not None:  # its code came with the files it was loaded from
             custom_object_save(model.model, temporary, config=model.model.config)
         model.model.config.save_pretrained(temporary)
@@ -73,32 +75,28 @@ def _write(
         raise
 
 
-def _plan_files(shapes: Mapping[str, torch.Size], max_file_bytes: int) -> dict[str, list[str]]:
-    """File name to parameter names, in order, no file larger than the limit unless one parameter is."""
-    groups: list[list[str]] = [[]]
+def _plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:
+    """Entries by file name, in order, no file larger than the limit unless one weight is."""
+    groups: list[list[Entry]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        num_bytes = shape.numel() * BYTES_PER_VALUE
-        if groups[-1] and size + num_bytes > max_file_bytes:
+    for entry in entries:
+        if groups[-1] and size + entry.num_bytes > max_file_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(name)
-        size += num_bytes
+        groups[-1].append(entry)
+        size += entry.num_bytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _write_weights(folder: Path, parameters: Iterable[tuple[str, torch.Tensor]], files: dict[str, list[str]]) -> None:
-    source = iter(parameters)
-    num_bytes = 0
-    for file, names in files.items():
-        tensors = dict(next(source) for _ in names)
-        num_bytes += sum(tensor.numel() for tensor in tensors.values()) * BYTES_PER_VALUE
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+def _write_weights(folder: Path, parts: Iterator[torch.Tensor], files: Mapping[str, Sequence[Entry]]) -> None:
+    for file, entries in files.items():
+        write_safetensors(folder / file, entries, parts)
     if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        weight_map = {entry.name: file for file, entries in files.items() for entry in entries}
+        total = sum(entry.num_bytes for entries in files.values() for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 

@@ -78,11 +78,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(full.shape, dtype=full.dtype).copy_(full)
 
 
-def parameter_shapes(model: Decoder) -> dict[str, torch.Size]:
-    """Hugging Face names and whole shapes, in the model's order; a tied head appears under the embedding only."""
-    return {name: tensor.shape for name, tensor in named_tensors(model)}
-
-
 def iter_full_parameters(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
     reshard(model)

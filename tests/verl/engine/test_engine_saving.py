@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from verl.engine.saving import save_model
+from verl.engine.streaming import Entry, stream, write_safetensors
 from verl.errors import CheckpointError
 
 
@@ -60,6 +62,25 @@ def test_several_files(model_path: str, run_dir: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
     state = engine.full_state_dict()
     assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_a_stream_of_any_number_formats_is_a_safetensors_file(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(6, dtype=torch.int64).view(3, 2),
+        "a/x": torch.randn(5, 3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "t": torch.randn(4, 6, dtype=torch.bfloat16).T,
+        "flags": torch.tensor([True, False, True]),
+    }
+    entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    parts = stream([*tensors.values(), torch.ones(2)])
+    write_safetensors(tmp_path / "file", entries, parts)
+    loaded = load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+    assert torch.equal(next(parts), torch.ones(2)), "the stream goes on for the next file"
 
 
 def test_an_older_checkpoint_of_that_name_is_replaced(model_path: str, run_dir: Path) -> None:

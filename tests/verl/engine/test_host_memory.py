@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import engine_workers
 import pytest
 import torch
+import torch.distributed as dist
 from engine_cases import CPU
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded
+from verl.engine.saving import save_model
 from verl.engine.sharding import local_shards
+from verl.errors import CheckpointError
 from verl.heap import return_free_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -48,18 +52,30 @@ def growth_mib(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def load_and_save(folder: Path, model_path: str, _: str) -> dict[str, Any]:
-    """Peaks in MiB above the start, and the size of the shard."""
+    """Peaks in MiB above the start, the size of the shard, and how a save ended while rank 0 had no room for it."""
     fsdp = FsdpConfig()
-    torch.empty(MIB).fill_(0)  # what the first use of torch takes
-    load = lambda: load_sharded(model_path, ModelConfig(), fsdp, fsdp.mixed_precision, CPU, None, trained=True)  # noqa: E731
-    loading, model = growth_mib(load)
+    arguments = (model_path, ModelConfig(), fsdp, fsdp.mixed_precision, CPU, None)
+    torch.ones(MIB).sum()  # what the first use of torch takes
+    loading, model = growth_mib(lambda: load_sharded(*arguments, trained=True))
+    saving, _ = growth_mib(lambda: save_model(model, folder / "saved", None))
     shard = sum(part.untyped_storage().nbytes() for part in local_shards(model)) / MIB
-    return {"loading": loading, "shard": shard}
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB, resource.RLIM_INFINITY))  # no file may grow beyond this
+    with pytest.raises(CheckpointError) as failure:
+        save_model(model, folder / "saved", None)
+    return {"loading": loading, "saving": saving, "shard": shard, "failure": str(failure.value)}
 
 
 def test_a_worker_holds_its_shard_and_one_weight(tmp_path: Path, large_model_dir: str) -> None:
     ranks = engine_workers.run(tmp_path, large_model_dir, "", 2, load_and_save)
-    whole = sum(tensor.nbytes for tensor in load_file(Path(large_model_dir) / "model.safetensors").values()) / MIB
+    expected, saved = (
+        load_file(folder / "model.safetensors") for folder in (Path(large_model_dir), tmp_path / "saved")
+    )
+    whole = sum(tensor.nbytes for tensor in expected.values()) / MIB
     for rank in ranks:
         assert rank["shard"] == pytest.approx(whole / 2, rel=0.01)
         assert rank["loading"] < rank["shard"] + 16 + 24, "24 for modules that are imported late"
+        assert rank["saving"] < 16 + 24
+        assert "saved could not be written" in rank["failure"]
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert not list(tmp_path.glob(".saved*")), "what was written when the room ended is removed"

@@ -1,0 +1,113 @@
+"""The weights of a sharded model as a stream of bytes through one rank, and safetensors files made of that stream.
+
+Shards are rows of a weight, so the shards of all ranks, one after the other, are the weight as a file holds it: the
+writing rank needs memory for one shard of one weight, and the others for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from verl.engine.sharding import is_main_rank, local
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@torch.no_grad()
+def stream(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Flat CPU tensors on the main rank: the values of all tensors in order. The other ranks send theirs, and get none.
+
+    Every rank must exhaust it.
+    """
+    for tensor in tensors:
+        for part in _parts(tensor):
+            yield part.cpu().contiguous().flatten()
+
+
+def write_safetensors(path: Path, entries: Sequence[Entry], parts: Iterator[torch.Tensor]) -> None:
+    """Write what `parts` holds next: the values of `entries`, in order."""
+    with path.open("wb") as file:
+        file.write(_header(entries))
+        left = sum(entry.num_bytes for entry in entries)
+        while left > 0:
+            part = next(parts)
+            file.write(part.view(torch.uint8).numpy().data)
+            left -= part.nbytes
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """https://github.com/huggingface/safetensors: a length, then JSON that ends on a multiple of 8 bytes."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        described[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not isinstance(tensor, DTensor):
+        yield from [tensor.detach()] if is_main_rank() else []
+    elif tensor.device_mesh.size() > 1 and tensor.placements == (Shard(0),):
+        yield from _received(tensor) if is_main_rank() else _sent(tensor)
+    else:
+        whole = tensor.full_tensor().detach()
+        yield from [whole] if is_main_rank() else []
+
+
+def _received(tensor: DTensor) -> Iterator[torch.Tensor]:
+    """The shards in the order of the rows."""
+    own = local(tensor)
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())  # as torch.chunk cuts
+    for place, rank in enumerate(tensor.device_mesh.mesh.tolist()):
+        num_rows = min(rows, max(0, tensor.shape[0] - place * rows))
+        if rank == dist.get_rank():
+            yield own
+        elif num_rows:
+            part = own.new_empty((num_rows, *tensor.shape[1:]))
+            dist.recv(part, src=rank)
+            yield part
+
+
+def _sent(tensor: DTensor) -> Iterator[torch.Tensor]:
+    own = local(tensor)
+    if own.numel():
+        dist.send(own.contiguous(), dst=0)
+    yield from ()
