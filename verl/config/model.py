@@ -67,13 +67,17 @@ class MixedPrecisionConfig:
 
 @dataclass
 class FsdpConfig:
-    """Sharding (FSDP2) of a trained model. FSDP2 moves parameters, gradients and optimiser state to CPU together."""
+    """Sharding (FSDP2) of a trained model. On a GPU the `*_offload` keys free it between the phases of a step."""
 
     param_offload: bool = setting(
-        False, "Keep parameters, gradients and optimiser state in CPU memory between uses (FSDP2 moves them together)."
+        False, "Keep the parameters in pinned host memory while the engines sample and other roles work."
     )
-    grad_offload: bool = setting(False, "The same as param_offload.")
-    optimizer_offload: bool = setting(False, "The same as param_offload.")
+    grad_offload: bool = setting(
+        False, "The same for gradients that are left after an update; those of a finished one are freed anyway."
+    )
+    optimizer_offload: bool = setting(
+        False, "Keep the optimizer's state in pinned host memory while no update of this model runs."
+    )
     fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
@@ -83,6 +87,6 @@ class FsdpConfig:
 class FrozenFsdpConfig:
     """Sharding of a model that is only evaluated."""
 
-    param_offload: bool = setting(False, "Keep parameters in CPU memory between uses.")
+    param_offload: bool = setting(False, "Keep the parameters in pinned host memory while nothing reads them.")
     fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)

@@ -57,6 +57,11 @@ def needs_ref_log_probs(actor: ActorConfig) -> bool:
     return actor.use_kl_loss and actor.kl_loss_type not in EXACT_KL
 
 
+def reads_anchor(actor: ActorConfig) -> bool:
+    """Whether the loss reads the anchor's weights, beside the policy's."""
+    return actor.use_kl_loss and actor.kl_loss_type in EXACT_KL
+
+
 class SampledTerm:
     """From the log-probs of the sampled token alone; needs `batch.tokens["ref_log_probs"]`."""
 

@@ -38,7 +38,7 @@ def load_sharded(
     model = CausalModel(load_causal_lm(*asked) if slices is None else blank, head_chunk_tokens)
     model.requires_grad_(trained)
     _shard(model, fsdp, mixed, device)
-    _fill(model, slices, fsdp, device)
+    _fill(model, slices, device)
     return model
 
 
@@ -52,7 +52,7 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> Va
         slices = find_slices(blank, source_of(settings.path, "critic.model.path"), new_head=True)
     model = ValueModel(load_token_classifier(*asked) if slices is None else blank)
     _shard(model, settings.fsdp_config, settings.fsdp_config.mixed_precision, device)
-    _fill(model, slices, settings.fsdp_config, device)
+    _fill(model, slices, device)
     return model
 
 
@@ -71,20 +71,16 @@ def import_modules(external_lib: str | list[str] | None) -> None:
 def _shard(
     model: Decoder, fsdp: FsdpConfig | FrozenFsdpConfig, mixed: MixedPrecisionConfig, device: torch.device
 ) -> None:
-    """On CUDA `param_offload` or `optimizer_offload` keeps shards, gradients and optimizer state in CPU memory.
-
-    FSDP2 keeps the three together; gradients live from backward to step only, so `grad_offload` alone moves nothing.
-    """
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     prepare_matmul(device, precision)
-    shard(model, device_mesh(device), precision, _offload(fsdp), fsdp.wrap_policy.min_num_params)
+    shard(model, device_mesh(device), precision, fsdp.wrap_policy.min_num_params)
 
 
-def _fill(model: Decoder, slices: Slices | None, fsdp: FsdpConfig | FrozenFsdpConfig, device: torch.device) -> None:
+def _fill(model: Decoder, slices: Slices | None, device: torch.device) -> None:
     """Read the slices of a model that is not loaded yet. Raises ConfigError."""
     if slices is not None:
         with _damage_is_named():
-            slices.fill(model, torch.device("cpu") if _offload(fsdp) else device)
+            slices.fill(model, device)
 
 
 @contextlib.contextmanager
@@ -94,7 +90,3 @@ def _damage_is_named() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise ConfigError(f"cannot load the model: {error}") from error
-
-
-def _offload(fsdp: FsdpConfig | FrozenFsdpConfig) -> bool:
-    return fsdp.param_offload or (isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload)

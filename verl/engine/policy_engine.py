@@ -16,12 +16,14 @@ from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import RankValues, plan, split_rows, trained_rows
 from verl.engine.device import set_threads
+from verl.engine.kl_objective import reads_anchor
 from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, can_pack
 from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.policy_objective import PolicyObjective
+from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
@@ -29,6 +31,7 @@ from verl.engine.sharding import iter_full_parameters, local_shards, reshard, wh
 from verl.engine.token_values import token_values
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
+from verl.phases import Part, Phase
 from verl.protocol import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -78,7 +81,9 @@ class PolicyEngine(TrainedEngine):
         )
         models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
         schedule = Schedule.from_config(optim, total_training_steps)
-        super().__init__(schedule, learner, Resumable(models, "policy", optimizer))
+        frozen = None if self.anchor is None else (self.role.ref.fsdp_config, self.anchor)
+        moved = residence(actor.fsdp_config, self.policy, optimizer, device, frozen)
+        super().__init__(schedule, learner, Resumable(models, "policy", optimizer), moved)
 
     def rows_of_rank(self, batch: TrainBatch) -> list[int]:
         """The rows whose log-probs this rank computes."""
@@ -99,8 +104,9 @@ class PolicyEngine(TrainedEngine):
             settings.log_prob_micro_batch_size,
         )
         micro_batches = plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget)
-        found = token_values(model, batch, micro_batches, temperature, self.device, self.packed, top_k)
-        reshard(model)
+        with self.residence.during(Phase.SCORE, Part.PARAMETERS if of == "policy" else Part.ANCHOR):
+            found = token_values(model, batch, micro_batches, temperature, self.device, self.packed, top_k)
+            reshard(model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = self.rows_of_rank(batch)
@@ -120,11 +126,12 @@ class PolicyEngine(TrainedEngine):
         parts = mini_batches(
             rows, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
         )
-        for part in parts:
-            means = self.learner.learn(batch.select(part), self.objective, self.step)
-            if means:
-                results.append(means)
-        self._release()
+        with self.residence.during(Phase.UPDATE, *self._updated):
+            for part in parts:
+                means = self.learner.learn(batch.select(part), self.objective, self.step)
+                if means:
+                    results.append(means)
+            self._release()
         self.end_step()
         metrics = mean_of(results, "actor")
         if actor.use_kl_loss:
@@ -137,18 +144,20 @@ class PolicyEngine(TrainedEngine):
         Nothing is clipped and no weight changes: for tests and for measuring gradient noise.
         """
         self.policy.train()
-        self.learner.accumulate(batch, self.objective)
-        named = self.policy.model.named_parameters()
-        gradient = {name: whole(p.grad) for name, p in named if p.grad is not None}
-        self.learner.optimizer.zero_grad()
-        self._release()
+        with self.residence.during(Phase.UPDATE, *self._updated):
+            self.learner.accumulate(batch, self.objective)
+            named = self.policy.model.named_parameters()
+            gradient = {name: whole(p.grad) for name, p in named if p.grad is not None}
+            self.learner.optimizer.zero_grad()
+            self._release()
         return gradient
 
     def follow_anchor(self, tau: float) -> None:
         """anchor <- tau anchor + (1 - tau) policy, on this rank's float32 shards: no communication."""
         anchor = self.model_of("anchor")
-        anchor_rule.follow(local_shards(anchor), local_shards(self.policy), tau)
-        reshard(anchor)
+        with self.residence.during(Phase.UPDATE, Part.PARAMETERS, Part.ANCHOR):
+            anchor_rule.follow(local_shards(anchor), local_shards(self.policy), tau)
+            reshard(anchor)
 
     def iter_full_parameters(self, of: Which = "policy") -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole float32 CPU tensor, one at a time; every rank must exhaust it."""
@@ -184,6 +193,12 @@ class PolicyEngine(TrainedEngine):
         if self.anchor is None:
             raise ValueError("this engine was made without an anchor")
         return self.anchor
+
+    @property
+    def _updated(self) -> list[Part]:
+        """What an update of the policy has on the device; the anchor only where the loss reads its weights."""
+        trained = [Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER]
+        return [*trained, Part.ANCHOR] if reads_anchor(self.role.actor) else trained
 
     def _release(self) -> None:
         reshard(self.policy)

@@ -16,6 +16,7 @@ from verl.engine.model import can_pack
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
+from verl.errors import ConfigError
 from verl.protocol import TrainBatch
 
 
@@ -28,6 +29,11 @@ class SftEngine:
         set_threads(trainer.num_threads)
         self.num_steps_done = 0
         fsdp = config.fsdp_config
+        if fsdp.param_offload or fsdp.grad_offload or fsdp.optimizer_offload:
+            raise ConfigError(
+                "fsdp_config.*_offload frees a device between the phases of RL, and supervised training has one phase: "
+                "set them to False; to save memory lower trainer.max_token_len_per_gpu or use more devices"
+            )
         self.model = load_sharded(
             config.model.path, config.model, fsdp, fsdp.mixed_precision, device, trainer.head_chunk_tokens, trained=True
         )

@@ -9,14 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from verl.engine.device import Precision
@@ -25,24 +18,19 @@ from verl.engine.model import Decoder, decoder_layers, weights_of
 logger = logging.getLogger(__name__)
 
 
-def shard(
-    model: Decoder, mesh: DeviceMesh, precision: Precision, offload: bool = False, min_num_params: int = 0
-) -> None:
+def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params: int = 0) -> None:
     """Shard `model` in place over `mesh`.
 
     Each decoder layer of at least `min_num_params` parameters is one unit, all else (embedding, norm, head, small
     layers) is the root unit. The root stays gathered from its forward to its backward: the head's chunks are computed
     again there, and an exact KL reads the anchor's head after the anchor's forward. It therefore must be released by
     `reshard` after passes without a backward, before its weights change. With one rank nothing is released early.
-    `offload` keeps shards, gradients and optimizer state in CPU memory; on a CPU mesh it means nothing.
     """
     mixed = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
-    on_cuda = mesh.device_type == "cuda"
-    policy: OffloadPolicy = CPUOffloadPolicy() if offload and on_cuda else OffloadPolicy()
     layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=mesh.size() > 1)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=mesh.size() > 1)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")
     logger.info("sharded %d parameters over %d ranks, %d units", num_parameters(model), mesh.size(), len(layers) + 1)
 
@@ -72,10 +60,28 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered to all ranks (a collective), detached, in memory of its own, on the CPU."""
+    """A sharded tensor gathered to all ranks (a collective), detached, in memory of its own, on the CPU.
+
+    One that is off-loaded is gathered on the device too: between the CPUs that takes ten times as long.
+    """
     tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
     return torch.empty(full.shape, dtype=full.dtype).copy_(full)
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """The same tensor with its local part on its mesh's device."""
+    part, device = tensor.to_local(), tensor.device_mesh.device_type
+    if part.device.type == device:
+        return tensor
+    return DTensor.from_local(
+        part.to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def iter_full_parameters(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:

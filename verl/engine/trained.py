@@ -7,20 +7,26 @@ from pathlib import Path
 
 from verl.engine.learner import Learner
 from verl.engine.optimizer import Schedule, set_lr
+from verl.engine.residence import Residence
 from verl.engine.resumable import Resumable
 from verl.heap import return_free_memory
 from verl.protocol import TrainBatch
 
 
 class TrainedEngine(ABC):
-    """Counts the RL steps. All methods are collective: every rank calls them in the same order."""
+    """Counts the RL steps. All methods are collective: every rank calls them in the same order.
 
-    def __init__(self, schedule: Schedule, learner: Learner, resumable: Resumable) -> None:
+    Between its methods what can be in host memory is there (`residence`).
+    """
+
+    def __init__(self, schedule: Schedule, learner: Learner, resumable: Resumable, residence: Residence) -> None:
         self.schedule = schedule
         self.learner = learner
         self.resumable = resumable
+        self.residence = residence
         self.step = 0  # RL steps done
         self.lr_factor = 1.0  # on top of the schedule
+        residence.leave()
 
     @abstractmethod
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -45,3 +51,4 @@ class TrainedEngine(ABC):
         """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
         counters = self.resumable.load(folder, {"step": 0, "lr_factor": 0})
         self.step, self.lr_factor = int(counters["step"]), counters["lr_factor"]
+        self.residence.leave()

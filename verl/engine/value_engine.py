@@ -26,12 +26,14 @@ from verl.engine.loading import load_sharded_critic
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import can_pack
 from verl.engine.optimizer import Schedule, build_adamw
+from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
+from verl.phases import Phase
 from verl.protocol import TrainBatch
 
 
@@ -62,7 +64,8 @@ class ValueEngine(TrainedEngine):
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
         learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
         schedule = Schedule.from_config(optim, total_training_steps)
-        super().__init__(schedule, learner, Resumable({"critic": self.model}, "critic", optimizer))
+        moved = residence(self.critic.model.fsdp_config, self.model, optimizer, device)
+        super().__init__(schedule, learner, Resumable({"critic": self.model}, "critic", optimizer), moved)
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> RankValues:
@@ -77,10 +80,11 @@ class ValueEngine(TrainedEngine):
         )
         value_T = torch.zeros(len(batch.tokens["ids"]))
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
-        for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, budget):
-            inputs = model_input(batch.select(rows), self.device, self.packed)
-            value_T[flat_positions(batch.lengths_B, rows)[inputs.token_N]] = self.model(inputs).cpu()
-        reshard(self.model)
+        with self.residence.during(Phase.SCORE):
+            for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, budget):
+                inputs = model_input(batch.select(rows), self.device, self.packed)
+                value_T[flat_positions(batch.lengths_B, rows)[inputs.token_N]] = self.model(inputs).cpu()
+            reshard(self.model)
         if not value_T.isfinite().all():
             raise NumericalError(f"step {self.step}: the critic's values are not finite; its weights have diverged")
         own = split_rows(batch.lengths_B, num_ranks)[rank]
@@ -98,8 +102,9 @@ class ValueEngine(TrainedEngine):
         cut = mini_batches(
             trained_rows(batch), critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.seed, self.step
         )
-        steps = [self.learner.learn(batch.select(rows), self.loss, self.step) for rows in cut]
-        reshard(self.model)
+        with self.residence.during(Phase.UPDATE):
+            steps = [self.learner.learn(batch.select(rows), self.loss, self.step) for rows in cut]
+            reshard(self.model)
         self.end_step()
         results = [{"vf_loss" if name == "loss" else name: means[name] for name in means} for means in steps if means]
         return mean_of(results, "critic") | {"critic/lr": lr}

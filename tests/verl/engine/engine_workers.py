@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
 
+from verl.engine import residence
 from verl.engine.device import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.sharding import whole
@@ -29,6 +30,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "per_sequence": (12, (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.policy_loss=gspo")),
     "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
 }
+FSDP = f"{ACTOR}.fsdp_config"
+OFFLOAD = (
+    *(f"{FSDP}.{part}_offload=true" for part in ("param", "grad", "optimizer")),
+    "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+)
 MINI_BATCHES = (f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.ppo_epochs=2")
 
 
@@ -89,6 +95,43 @@ def load_and_go_on(state: Path, folder: Path, model_path: str, other_model_path:
     engine = make_engine(other_model_path, folder, *KL, *MINI_BATCHES, anchor_path=model_path)
     engine.load_state(state)
     return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
+
+
+def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """The same steps with tensors that move between the phases, and with tensors that stay."""
+    results = {}
+    for name, moving in (("moved", True), ("stayed", False)):
+        residence.moves_on = lambda device, moving=moving: moving
+        engine = make_engine(model_path, folder, *KL, *OFFLOAD, anchor_path=other_model_path)
+        on_device = [len(engine.residence.on_device)]
+        metrics = []
+        for seed in (0, 1):
+            part = engine.log_probs(make_batch(12, seed=seed), 1.0, "anchor")
+            metrics.append(engine.update(make_batch(12, seed=seed)))
+            engine.follow_anchor(0.9)
+            on_device.append(len(engine.residence.on_device))
+        state = folder / name
+        if dist.get_rank() == 0:
+            state.mkdir()
+        dist.barrier()
+        engine.start_saving_state(state)
+        engine.resumable.saved()
+        engine.save_pretrained(folder / f"{name}_saved", None)
+        whole_state = _whole_state(engine)
+        resumed = make_engine(other_model_path, folder, *KL, *OFFLOAD, anchor_path=model_path)
+        resumed.load_state(state)
+        on_device.append(len(resumed.residence.on_device))
+        metrics.append(resumed.update(make_batch(12, seed=2)))
+        engine.load_saved(folder / f"{name}_saved", "anchor")
+        results[name] = whole_state | {
+            "on_device": on_device,
+            "movable": len(engine.residence._movable),
+            "metrics": metrics,
+            "log_prob": part.tokens["log_prob"],
+            "resumed": dict(resumed.iter_full_parameters()),
+            "restored": dict(engine.iter_full_parameters("anchor")),
+        }
+    return results
 
 
 def _whole_state(engine: PolicyEngine) -> dict[str, Any]:

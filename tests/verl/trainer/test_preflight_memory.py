@@ -111,10 +111,14 @@ def test_shards_and_cache_by_hand() -> None:
     assert update["policy optimizer"] == 8 * parameters / 8
     assert update["gradients"] == update["anchor weights"] == 4 * parameters / 8
     assert kv_bytes_per_token(config, models.policy) == 2 * 28 * 512 * 2  # two, layers, 4 heads of 128, bfloat16
-    off = run(SHAPES / "Qwen2.5-7B", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.fsdp_config.param_offload=true")
-    parts = estimate(off, models, NODE)[-1].parts
-    assert "anchor weights" in parts
-    assert not {"policy weights", "policy optimizer", "gradients"} & parts.keys()
+    away = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    phases = estimate(run(SHAPES / "Qwen2.5-7B", f"{ACTOR}.use_kl_loss=true", *away), models, NODE)
+    shards = {
+        phase.name: phase.parts.keys() & {"policy weights", "policy optimizer", "anchor weights"} for phase in phases
+    }
+    assert shards["rollout"] == shards["weight sync"] == {"anchor weights"}
+    assert shards["log-probs"] == {"policy weights", "anchor weights"}
+    assert shards["update"] == {"policy weights", "policy optimizer", "anchor weights"}
 
 
 def test_what_does_not_fit_is_told_with_the_settings_that_gain_most() -> None:
@@ -166,7 +170,8 @@ def test_a_critic_and_a_cache_that_stays_are_counted() -> None:
     phases = {phase.name: phase for phase in estimate(config, models_of(config), NODE)}
     # The head is tied to the embedding; a critic has one output of 2048 weights and a bias besides.
     critic_params = models_of(config).policy.num_params + 2049
-    assert phases["update"].parts["critic weights and optimizer"] == 12 * critic_params / 8
+    assert phases["update"].parts["critic weights"] == 4 * critic_params / 8
+    assert phases["update"].parts["critic optimizer"] == 8 * critic_params / 8
     assert "activations" in phases["critic update"].parts
     stays = run(path, "actor_rollout_ref.rollout.free_cache_engine=false")
     assert estimate(stays, Models(models_of(stays).policy), NODE)[-1].parts["sampler"] == 40 * GIB

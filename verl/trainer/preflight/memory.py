@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl import phases as step
 from verl.config import Config
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.passes import critic_update, log_probs, off_loaded, policy_update
+from verl.trainer.preflight.passes import critic_update, log_probs, policy_update
 from verl.trainer.preflight.quantities import FLOAT32, GIB, Place
 from verl.trainer.preflight.sampler import sampler_bytes, sampler_parts
 
@@ -33,35 +34,55 @@ class Phase:
 
 def estimate(config: Config, models: Models, place: Place) -> list[Phase]:
     """The phases of a step. On CPU the sampler is a process of its own: its memory is in the phase `rollout` only."""
-    resident = _resident(config, models, place)
-    phases = [Phase("rollout", resident | sampler_parts(config, models.policy, place))]
+    phases = [Phase("rollout", _resident(config, models, place) | sampler_parts(config, models.policy, place))]
     if place.on_gpu and config.trainer.nnodes == 1:  # elsewhere the weights go through a file
         whole = float(sampler_bytes(config, models.policy))
         phases.append(Phase("weight sync", phases[0].parts | {"whole weights for the sampler": whole}))
-    phases.append(Phase("log-probs", resident | log_probs(config, models, place)))
-    phases.append(Phase("update", resident | policy_update(config, models, place)))
+    scored = _resident(config, models, place, actor=step.Phase.SCORE)
+    phases.append(Phase("log-probs", scored | log_probs(config, models, place)))
+    updated = _resident(config, models, place, actor=step.Phase.UPDATE)
+    phases.append(Phase("update", updated | policy_update(config, models, place)))
     if models.critic is not None:
-        phases.append(Phase("critic update", resident | critic_update(config, models.critic, place)))
+        learned = _resident(config, models, place, critic=step.Phase.UPDATE)
+        phases.append(Phase("critic update", learned | critic_update(config, models.critic, place)))
     return phases
 
 
 def actor_update(config: Config, models: Models, place: Place) -> float:
     """Peak bytes of the actor's process alone in an update."""
     alone = Models(models.policy, models.anchor)
-    return sum((_resident(config, alone, place) | policy_update(config, alone, place)).values())
+    resident = _resident(config, alone, place, actor=step.Phase.UPDATE)
+    return sum((resident | policy_update(config, alone, place)).values())
 
 
-def _resident(config: Config, models: Models, place: Place) -> dict[str, float]:
-    """What lies on the device through all phases."""
+def _resident(
+    config: Config,
+    models: Models,
+    place: Place,
+    actor: step.Phase = step.Phase.SAMPLE,
+    critic: step.Phase = step.Phase.SAMPLE,
+) -> dict[str, float]:
+    """What of the roles lies on the device while each is in this phase, besides what its passes need."""
     role = config.actor_rollout_ref
+    learner, frozen, value = role.actor.fsdp_config, role.ref.fsdp_config, config.critic.model.fsdp_config
+
+    def here(phase: step.Phase, part: step.Part, offload: bool) -> bool:
+        return part in step.RESIDENT[phase] or not (offload and place.on_gpu)
+
     parts = {"process": float(CUDA_CONTEXT_BYTES if place.on_gpu else WORKER_BYTES)}
-    if not off_loaded(role.actor.fsdp_config, place):
-        parts["policy weights"] = FLOAT32 * models.policy.num_params / place.workers
-        parts["policy optimizer"] = 2 * FLOAT32 * models.policy.num_params / place.workers
-    if models.anchor is not None and not off_loaded(role.ref.fsdp_config, place):
+    policy_bytes = FLOAT32 * models.policy.num_params / place.workers
+    if here(actor, step.Part.PARAMETERS, learner.param_offload):
+        parts["policy weights"] = policy_bytes
+    if here(actor, step.Part.OPTIMIZER, learner.optimizer_offload):
+        parts["policy optimizer"] = 2 * policy_bytes
+    if models.anchor is not None and here(actor, step.Part.ANCHOR, frozen.param_offload):
         parts["anchor weights"] = FLOAT32 * models.anchor.num_params / place.workers
-    if models.critic is not None and not off_loaded(config.critic.model.fsdp_config, place):
-        parts["critic weights and optimizer"] = 3 * FLOAT32 * models.critic.num_params / place.workers
+    if models.critic is not None:
+        critic_bytes = FLOAT32 * models.critic.num_params / place.workers
+        if here(critic, step.Part.PARAMETERS, value.param_offload):
+            parts["critic weights"] = critic_bytes
+        if here(critic, step.Part.OPTIMIZER, value.optimizer_offload):
+            parts["critic optimizer"] = 2 * critic_bytes
     if place.on_gpu and not role.rollout.free_cache_engine:
         parts |= sampler_parts(config, models.policy, place)
     return parts

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 from verl.config import Config
 from verl.config.counts import largest_mini_batch, trajectories_per_step
-from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.head import CHUNKS, SMALLEST_CHUNK
 from verl.engine.kl_objective import topk_of
 from verl.trainer.preflight.models import Models
@@ -48,7 +47,7 @@ def policy_update(config: Config, models: Models, place: Place) -> dict[str, flo
     role = config.actor_rollout_ref
     actor, policy = role.actor, models.policy
     tokens = min(_pass_tokens(config, actor, place), _mini_batch_tokens(config, actor.ppo_mini_batch_size, place))
-    parts = _backward(policy, role.model.enable_gradient_checkpointing, actor.fsdp_config, tokens, place)
+    parts = _backward(policy, role.model.enable_gradient_checkpointing, tokens, place)
     parts["head"] = _head(policy, actor.head_chunk_tokens, tokens, place, copies=3, backward=True)
     if actor.use_kl_loss and topk_of(actor):
         parts["top-k tensors"] = float(tokens * topk_of(actor) * (8 + 3 * FLOAT32))
@@ -64,7 +63,7 @@ def critic_update(config: Config, critic: ModelShape, place: Place) -> dict[str,
     settings = config.critic
     tokens = min(_pass_tokens(config, settings, place), _mini_batch_tokens(config, settings.ppo_mini_batch_size, place))
     model = settings.model
-    return _backward(critic, model.enable_gradient_checkpointing, model.fsdp_config, tokens, place)
+    return _backward(critic, model.enable_gradient_checkpointing, tokens, place)
 
 
 def activation_bytes(shape: ModelShape, checkpointing: bool, tokens: int, value_bytes: int) -> int:
@@ -75,18 +74,11 @@ def activation_bytes(shape: ModelShape, checkpointing: bool, tokens: int, value_
     return value_bytes * tokens * (kept + norms // 2 + 2 * shape.mlp)
 
 
-def off_loaded(fsdp: FsdpConfig | FrozenFsdpConfig, place: Place) -> bool:
-    """Whether weights, gradients and optimizer lie in the machine's memory instead of the device's."""
-    offload = fsdp.param_offload or (isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload)
-    return place.on_gpu and offload
-
-
-def _backward(shape: ModelShape, checkpointing: bool, fsdp: FsdpConfig, tokens: int, place: Place) -> dict[str, float]:
+def _backward(shape: ModelShape, checkpointing: bool, tokens: int, place: Place) -> dict[str, float]:
     gradient = FLOAT32 * shape.num_params / place.workers
     holes = GPU_HOLES if place.on_gpu else CPU_HOLES_CHECKPOINTED if checkpointing else CPU_HOLES
     parts = {"activations": holes * activation_bytes(shape, checkpointing, tokens, place.value_bytes)}
-    if not off_loaded(fsdp, place):
-        parts["gradients"] = gradient
+    parts["gradients"] = gradient
     if place.on_gpu:
         # A unit's gradient is summed over the workers in float32; the root's is the largest.
         parts["gathered weights"] = _gathered(shape, place)
