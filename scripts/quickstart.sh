@@ -4,11 +4,12 @@
 #   bash scripts/quickstart.sh [--long] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
 #   --seed N          other worlds, other draws (0)
+#   --gpu             on one NVIDIA GPU, in bfloat16 (never run by the tests)
 #   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, with --long runs/tinywiki_long_seedN)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
 # On 2 idle cores it takes about 10 minutes, with --long about 15 to 25, and the installation before the first run a few
-# more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU and, once the
-# packages are there, no network.
+# more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory: 16 GB are plenty. No GPU needed, and no
+# network once the packages are there.
 # A folder that holds a run is left alone. Go on with it by -- trainer.resume_mode=auto, take another by --output_dir,
 # or have the earlier one moved to archive/ in its folder by -- trainer.overwrite=archive.
 set -euo pipefail
@@ -16,11 +17,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-mode=default seed=0 run_dir=""
+mode=default seed=0 run_dir="" setup=() on_device=() rl_on_device=()
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --long) mode=long; shift ;;
+    --gpu)
+      setup=(--gpu) on_device=(trainer.device=cuda)
+      rl_on_device=(trainer.device=cuda actor_rollout_ref.rollout.dtype=bfloat16)
+      shift
+      ;;
     --seed | --output_dir)
       [[ -n ${2-} ]] || fail "$1 needs a value; see --help"
       if [[ $1 == --seed ]]; then seed=$2; else run_dir=$2; fi
@@ -37,7 +43,7 @@ started=$SECONDS
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
 
 say "set-up"
-bash scripts/setup.sh
+bash scripts/setup.sh "${setup[@]}"
 python=.venv/bin/python
 # One thread a role and waiting threads that sleep: the roles share two cores, and spinning threads would fight for them.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
@@ -52,7 +58,8 @@ $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" $
 
 say "warm start: language modelling, then imitation of a clumsy explorer -> $run_dir/sft"
 $python -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
-  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed"
+  model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
+  "${on_device[@]}"
 policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
@@ -72,7 +79,8 @@ rl_started=$SECONDS
 $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_files="$run_dir/data/train.parquet" \
   data.val_files="$run_dir/data/validation.parquet" data.test_files="$run_dir/data/test.parquet" \
   actor_rollout_ref.model.path="$policy" retriever.url="$url" trainer.seed="$seed" \
-  trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" "$@"
+  trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" \
+  "${rl_on_device[@]}" "$@"
 rl_seconds=$((SECONDS - rl_started))
 trained=$($python -m verl.trainer.last_checkpoint "$run_dir/rl")
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make .venv and install the pinned packages and this project into it.
 #   bash scripts/setup.sh          a CPU machine: requirements/cpu.lock
-#   bash scripts/setup.sh --gpu    an NVIDIA machine: requirements/gpu.lock (not exercised by the tests)
+#   bash scripts/setup.sh --gpu    an NVIDIA machine: requirements/gpu.lock, with a look at the driver, the compiler and
+#                                  Python's headers before and at vLLM and torch after (never run to its end by the tests)
 # PYTHON names the interpreter (default: python3.11, else a python3 that is new enough). Safe to run again: when nothing
 # changed it returns at once, otherwise it installs what is missing.
 #
@@ -21,7 +22,7 @@ kind=cpu
 case "${1:-}" in
   "") ;;
   --gpu) kind=gpu ;;
-  --help | -h) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  --help | -h) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) fail "unknown option '$1'; usage: bash scripts/setup.sh [--gpu]" ;;
 esac
 lock=requirements/$kind.lock
@@ -86,6 +87,33 @@ check_libnuma() {
     fail "libnuma.so.1 is missing, which vLLM's CPU build links to (Debian, Ubuntu: apt-get install libnuma1)"
 }
 
+# What would only show when the first model starts: an old driver as "no GPU", a missing compiler inside Triton.
+min_driver=580 # of CUDA 13, which torch is built with
+check_gpu_machine() { # check_gpu_machine PYTHON
+  local driver include
+  command -v nvidia-smi >/dev/null ||
+    fail "nvidia-smi is missing; install the NVIDIA driver $min_driver or newer (on a CPU machine: bash scripts/setup.sh)"
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+    fail "nvidia-smi finds no GPU; see what it says, and in a container start that with its GPUs (docker: --gpus all)"
+  [[ ${driver%%.*} =~ ^[0-9]+$ ]] || fail "nvidia-smi names no driver version ('$driver'); see what it says"
+  ((${driver%%.*} >= min_driver)) ||
+    fail "the NVIDIA driver is $driver, CUDA 13 needs $min_driver or newer; install a newer driver and restart the machine"
+  command -v "${CC:-gcc}" >/dev/null || command -v "${CC:-clang}" >/dev/null ||
+    fail "no C compiler, which Triton needs when a model runs; install one (Debian, Ubuntu: apt-get install build-essential)"
+  include=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  [[ -f $include/Python.h ]] ||
+    fail "$include/Python.h is missing, which Triton needs when a model runs (Debian, Ubuntu: apt-get install python3-dev)"
+}
+
+check_gpu_install() {
+  local error
+  error=$("$venv/bin/python" -c 'import vllm' 2>&1 >/dev/null) ||
+    fail "vllm does not import (${error##*$'\n'}); remove $venv and run this again"
+  [[ $("$venv/bin/python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) == True ]] ||
+    fail "torch sees no GPU although nvidia-smi does; look at CUDA_VISIBLE_DEVICES ('${CUDA_VISIBLE_DEVICES-not set}')" \
+      "and restart the machine if its driver was updated"
+}
+
 [[ $(uname -s) == Linux ]] || fail "this needs Linux; this machine is $(uname -s)"
 if [[ -f $stamp && $(cat "$stamp") == "$(fingerprint)" ]]; then
   say "$venv is up to date"
@@ -95,6 +123,7 @@ fi
 started=$SECONDS
 if [[ ! -x $venv/bin/python ]]; then
   python=$(find_python)
+  if [[ $kind == gpu ]]; then check_gpu_machine "$python"; fi
   require_disk "$([[ $kind == gpu ]] && echo 25 || echo 5)"
   say "$venv with $("$python" -V)"
   "$python" -m venv "$venv" ||
@@ -106,20 +135,22 @@ installed_kind=$(cat "$venv/.kind" 2>/dev/null || echo cpu)
 [[ $installed_kind == "$kind" ]] ||
   fail "$venv was made for $installed_kind, this asks for $kind; remove $venv and run this again"
 new_enough "$venv/bin/python" || fail "$venv has $("$venv/bin/python" -V 2>&1), 3.11 is needed; remove $venv and run this again"
-[[ $("$venv/bin/python" -V) == "Python 3.11."* ]] || say "note: the pins were made with Python 3.11"
+case $kind-$("$venv/bin/python" -V) in
+  *-"Python 3.11."* | gpu-"Python 3.12."*) ;;
+  *) say "note: the pins of $lock were made with Python 3.11$([[ $kind == gpu ]] && echo " and 3.12")" ;;
+esac
+if [[ $kind == gpu ]]; then check_gpu_machine "$venv/bin/python"; fi
 
 rm -f "$stamp"
 if [[ $kind == cpu ]]; then
   check_libnuma
   install_cpu_torch
-  say "$(grep -c == "$lock") packages of $lock"
-  pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
-else
-  say "$lock and what its packages need"
-  pip_install -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
 fi
+say "$(grep -c == "$lock") packages of $lock"
+pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
 pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
 pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
 "$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"
+if [[ $kind == gpu ]]; then check_gpu_install; fi
 fingerprint >"$stamp"
 say "done in $((SECONDS - started)) s ($("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'))"

@@ -3,6 +3,7 @@
 #   bash scripts/test.sh                                  all but the tests that take minutes
 #   bash scripts/test.sh tests/verl/algorithms -k kl      some
 #   bash scripts/test.sh -m slow                          those that take minutes
+#   bash scripts/test.sh --gpu                            in the environment of an NVIDIA machine
 # All checks run even when one fails; the exit status is 0 only if every one passed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +13,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false MPLBAC
 # Nothing here may need the network.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0
+
+setup=()
+if [[ ${1:-} == --gpu ]]; then
+  setup=(--gpu)
+  shift
+fi
 
 failed=()
 check() { # check NAME COMMAND...
@@ -23,7 +30,7 @@ check() { # check NAME COMMAND...
 }
 
 printf '== set-up\n'
-bash scripts/setup.sh
+bash scripts/setup.sh "${setup[@]}"
 bin=.venv/bin
 check "style: ruff check" "$bin/ruff" check .
 check "style: ruff format" "$bin/ruff" format --check .

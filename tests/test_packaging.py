@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,38 @@ def test_every_direct_dependency_is_pinned_within_its_range(machine: str) -> Non
 @pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec", "triton", "vllm"])
 def test_the_cpu_lock_leaves_cuda_builds_out(name: str) -> None:
     assert name not in pins("cpu.lock")
+
+
+@pytest.mark.parametrize("name", ["nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-toolkit", "triton"])
+def test_the_gpu_lock_has_what_torch_with_cuda_needs(name: str) -> None:
+    assert name in pins("gpu.lock")
+
+
+def test_the_gpu_lock_fits_what_its_packages_say_about_each_other() -> None:
+    """As far as they are installed here in the same version; `scripts/lock_gpu.sh --check` asks the index for all."""
+    pinned = pins("gpu.lock")
+    asked = 0
+    for distribution in metadata.distributions():
+        name = canonicalize_name(distribution.name)
+        if pinned.get(name) != distribution.version.partition("+")[0]:
+            continue
+        for needed in map(Requirement, distribution.requires or ()):
+            for python in ("3.11", "3.12"):
+                here = {"python_version": python, "python_full_version": f"{python}.9", "extra": ""}
+                if needed.marker and not needed.marker.evaluate(here):
+                    continue
+                version = pinned.get(canonicalize_name(needed.name))
+                assert version, f"{name} needs {needed}, which is not in gpu.lock"
+                assert needed.specifier.contains(version, prereleases=True), f"{name} needs {needed}, not {version}"
+                asked += 1
+    assert asked > 300
+
+
+def test_the_gpu_lock_holds_for_both_pythons() -> None:
+    """vLLM asks for an older setuptools from Python 3.12 on; cuda-python 12 would lie over cuda-bindings 13."""
+    pinned = pins("gpu.lock")
+    assert int(pinned["setuptools"].split(".")[0]) < 81
+    assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0] == "13"
 
 
 def imported_packages(source: Path) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -220,6 +221,111 @@ def test_setup_rejects_an_old_python(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "is not a Python 3.11 or newer" in result.stderr
     assert not (clone.parent / ".venv").exists()
+
+
+FAKE_PYTHON = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+  *sysconfig*) echo "$INCLUDE" ;;
+  "-m venv "*) mkdir -p "$3/bin" && for name in python ruff lint-imports; do cp "$0" "$3/bin/$name"; done ;;
+  *"import vllm"*) [ -z "$VLLM_ERROR" ] || { printf 'Traceback\\n%s\\n' "$VLLM_ERROR" >&2; exit 1; } ;;
+  *is_available*) echo "$CUDA" ;;
+  -V) echo Python 3.12.3 ;;
+esac
+"""
+"""In place of an interpreter with packages: notes how it is called."""
+
+
+@pytest.fixture
+def gpu_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout on a machine with GPUs, where driver, interpreter and installation are stand-ins."""
+    clone, tools = tmp_path / "clone", tmp_path / "tools"
+    for folder in ("scripts", "requirements"):
+        shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.py", clone)
+    (clone / "retrieval_launch.sh").write_text("sleep 60")
+    tools.mkdir()
+    smi = '#!/bin/sh\n[ -z "$NO_DEVICE" ] || exit 9\necho $DRIVER\necho $DRIVER\n'
+    for name, text in {"nvidia-smi": smi, "python": FAKE_PYTHON, "curl": "#!/bin/sh\n"}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    values = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHON": str(tools / "python"),
+        "CC": "sh",
+        "DRIVER": "580.65.06",
+    }
+    values |= {"INCLUDE": str(tmp_path / "include"), "CUDA": "True", "CALLS": str(tmp_path / "calls"), "VLLM_ERROR": ""}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return clone
+
+
+def in_clone(clone: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(clone / "scripts" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def calls(clone: Path) -> list[str]:
+    return (clone.parent / "calls").read_text().splitlines()
+
+
+def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path) -> None:
+    done = in_clone(gpu_clone, "setup.sh", "--gpu")
+    assert done.returncode == 0, done.stderr
+    assert "note" not in done.stdout, "Python 3.12 is one of the two that the list is for"
+    installed = [call for call in calls(gpu_clone) if "-m pip install" in call]
+    assert [" -r requirements/gpu.lock" in call for call in installed] == [True, False, False]
+    assert all("--no-deps" in call for call in installed)
+    assert "up to date" in in_clone(gpu_clone, "setup.sh", "--gpu").stdout
+    refused = in_clone(gpu_clone, "setup.sh")
+    assert refused.returncode == 1 and "was made for gpu, this asks for cpu" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("DRIVER", "570.133.20", "driver is 570.133.20, CUDA 13 needs 580 or newer; install a newer driver"),
+        ("DRIVER", "", "names no driver version"),
+        ("NO_DEVICE", "1", "finds no GPU; see what it says, and in a container"),
+        ("CC", "/nowhere/cc", "no C compiler, which Triton needs"),
+        ("INCLUDE", "/nowhere", "/nowhere/Python.h is missing, which Triton needs"),
+        ("VLLM_ERROR", "ImportError: libcudart.so.13", "vllm does not import (ImportError: libcudart.so.13); remove"),
+        ("CUDA", "False", "torch sees no GPU although nvidia-smi does; look at CUDA_VISIBLE_DEVICES ('not set')"),
+    ],
+)
+def test_what_a_gpu_machine_lacks_is_said_in_one_line(
+    gpu_clone: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for _ in range(2):  # nothing counts as installed after a failure
+        failed = in_clone(gpu_clone, "setup.sh", "--gpu")
+        assert failed.returncode == 1
+        assert message in failed.stderr and len(failed.stderr.splitlines()) == 1, failed.stderr
+    if name not in ("VLLM_ERROR", "CUDA"):
+        assert not (gpu_clone / ".venv").exists(), "it is said before anything is installed"
+
+
+def test_the_tests_run_in_a_gpu_environment(gpu_clone: Path) -> None:
+    done = in_clone(gpu_clone, "test.sh", "--gpu", "tests/verl/algorithms")
+    assert done.returncode == 0, done.stderr
+    last = calls(gpu_clone)[-1]
+    assert last.startswith("-m pytest") and last.endswith("tests/verl/algorithms") and "--gpu" not in last
+
+
+def test_the_quickstart_runs_in_a_gpu_environment(gpu_clone: Path) -> None:
+    done = in_clone(gpu_clone, "quickstart.sh", "--gpu", "--", "trainer.total_training_steps=3")
+    assert done.returncode == 0, done.stderr
+    for module in ("sft", "main_ppo"):
+        call = next(call for call in calls(gpu_clone) if f"-m verl.trainer.{module} " in call)
+        assert "trainer.device=cuda" in call.split()
+    overrides = [word for word in call.split() if "=" in word]
+    config = load_config("tinywiki", [word for word in overrides if not word.endswith("=")])
+    assert (config.trainer.device, config.actor_rollout_ref.rollout.dtype) == ("cuda", "bfloat16")
+    assert config.trainer.total_training_steps == 3
 
 
 def test_git_ignores_what_our_commands_write() -> None:
