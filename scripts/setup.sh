@@ -105,10 +105,13 @@ check_gpu_machine() { # check_gpu_machine PYTHON
     fail "$include/Python.h is missing, which Triton needs when a model runs (Debian, Ubuntu: apt-get install python3-dev)"
 }
 
-check_gpu_install() {
+check_vllm() {
   local error
   error=$("$venv/bin/python" -c 'import vllm' 2>&1 >/dev/null) ||
     fail "vllm does not import (${error##*$'\n'}); remove $venv and run this again"
+}
+
+check_torch_sees_a_gpu() {
   [[ $("$venv/bin/python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) == True ]] ||
     fail "torch sees no GPU although nvidia-smi does; look at CUDA_VISIBLE_DEVICES ('${CUDA_VISIBLE_DEVICES-not set}')" \
       "and restart the machine if its driver was updated"
@@ -116,6 +119,10 @@ check_gpu_install() {
 
 [[ $(uname -s) == Linux ]] || fail "this needs Linux; this machine is $(uname -s)"
 if [[ -f $stamp && $(cat "$stamp") == "$(fingerprint)" ]]; then
+  if [[ $kind == gpu ]]; then
+    check_gpu_machine "$venv/bin/python"
+    check_torch_sees_a_gpu
+  fi
   say "$venv is up to date"
   exit 0
 fi
@@ -151,6 +158,9 @@ pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip'
 pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
 pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
 "$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"
-if [[ $kind == gpu ]]; then check_gpu_install; fi
+if [[ $kind == gpu ]]; then
+  check_vllm
+  check_torch_sees_a_gpu
+fi
 fingerprint >"$stamp"
 say "done in $((SECONDS - started)) s ($("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'))"

@@ -273,7 +273,7 @@ def calls(clone: Path) -> list[str]:
     return (clone.parent / "calls").read_text().splitlines()
 
 
-def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path) -> None:
+def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = in_clone(gpu_clone, "setup.sh", "--gpu")
     assert done.returncode == 0, done.stderr
     assert "note" not in done.stdout, "Python 3.12 is one of the two that the list is for"
@@ -281,6 +281,8 @@ def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path) -> No
     assert [" -r requirements/gpu.lock" in call for call in installed] == [True, False, False]
     assert all("--no-deps" in call for call in installed)
     assert "up to date" in in_clone(gpu_clone, "setup.sh", "--gpu").stdout
+    monkeypatch.setenv("DRIVER", "570.1")
+    assert "CUDA 13 needs 580" in in_clone(gpu_clone, "setup.sh", "--gpu").stderr, "the machine has changed"
     refused = in_clone(gpu_clone, "setup.sh")
     assert refused.returncode == 1 and "was made for gpu, this asks for cpu" in refused.stderr
 

@@ -225,9 +225,10 @@ def _is_cpu(device: str) -> bool:
     on_cpu = current_platform.is_cpu()
     if device not in ("auto", "cpu" if on_cpu else "cuda"):
         built_for, needed = ("cpu", "gpu") if on_cpu else (current_platform.device_type, "cpu")
+        unseen = "" if on_cpu else "; if torch should see a GPU here, bash scripts/setup.sh --gpu says why it does not"
         raise ConfigError(
             f"device={device}, but the installed vLLM is built for {built_for}; "
-            f"set trainer.device=auto, or install requirements/{needed}.lock"
+            f"set trainer.device=auto, or install requirements/{needed}.lock{unseen}"
         )
     return on_cpu
 
