@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
-from verl.engine.batching import Budget, cut
+from verl.engine.batching import Budget, plan
 from verl.engine.device import resolve_device, resolve_precision
-from verl.engine.model import CausalModel, can_pack, load_causal_lm
+from verl.engine.model import CausalModel, layout_of, load_causal_lm
 from verl.engine.token_values import token_values
 from verl.errors import DataError, NumericalError
 from verl.protocol import TrainBatch, Trajectory
@@ -41,7 +41,7 @@ class Checkpoint:
         precision = resolve_precision(self.device, dtype, "float32")
         hf_model = load_causal_lm(path, self.device, trust_remote_code=trust_remote_code)
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
-        self.packed = can_pack(hf_model)
+        self.layout = layout_of([hf_model], remove_padding=True)
         self.model = CausalModel(hf_model, head_chunk_tokens=None).to(self.device, precision.param_dtype)
 
     def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:
@@ -52,9 +52,9 @@ class Checkpoint:
         """
         self._check_vocabulary(stored)
         batch = _batch(stored.trajectories)
-        parts = cut(batch.lengths_B, range(len(batch)), Budget(tokens=max_tokens))
+        parts = plan(batch.lengths_B, 1, 0, Budget(tokens=max_tokens), self.layout)
         bar = tqdm(parts, desc="log_probs", disable=None)  # quiet where there is no terminal
-        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.packed)["log_prob"]
+        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.layout.packed)["log_prob"]
         if not log_prob_T.isfinite().all():
             raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
         return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]

@@ -32,7 +32,11 @@ class CriticModelConfig:
         shown="${actor_rollout_ref.model.trust_remote_code}",
     )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
-    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    use_remove_padding: bool = setting(
+        True,
+        "Pack the rows of a micro-batch one after the other instead of padding them to the longest (no influence on "
+        "the result). A model whose attention cannot tell packed rows apart is padded, with a warning.",
+    )
     fsdp_config: FsdpConfig = section(FsdpConfig)
 
 

@@ -24,7 +24,11 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass: less memory, about a third more compute."
     )
-    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    use_remove_padding: bool = setting(
+        True,
+        "Pack the rows of a micro-batch one after the other instead of padding them to the longest (no influence on "
+        "the result). A model whose attention cannot tell packed rows apart is padded, with a warning.",
+    )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model's files.")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from verl.protocol import TrainBatch
 
 @dataclass(frozen=True)
 class Budget:
-    """How large a micro-batch may be on one rank: `tokens` (padding counted) or a fixed number of `rows`."""
+    """How large a micro-batch may be on one rank: at most so many `tokens` (padding counted) or so many `rows`."""
 
     tokens: int | None = None
     rows: int | None = None
@@ -29,11 +30,52 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the rows of a micro-batch lie: `packed` one after the other in one long row, or right-padded.
+
+    A row of L tokens costs L + `square` L^2: the products with weights, and the attention (`model.attention_cost`).
+    """
+
+    packed: bool
+    square: float = 0.0
+
+    def costs(self, lengths_B: torch.Tensor) -> list[float]:
+        """Of each row, in tokens."""
+        return [length + self.square * length * length for length in lengths_B.tolist()]
+
+
+class PackedRows(NamedTuple):
+    """Where rows begin in one long row: `lengths` on the host; `starts` [rows + 1] int32, 0 first, on the device."""
+
+    lengths: tuple[int, ...]
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
+        """Empty rows are left out."""
+        filled = [length for length in lengths if length]
+        starts = torch.tensor([0, *accumulate(filled)], dtype=torch.int32)
+        return cls(tuple(filled), starts.to(device))
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """By the names that Hugging Face gives them for flash-attention, and `row_lengths` for `varlen`."""
+        longest = max(self.lengths)
+        return {
+            "cu_seq_lens_q": self.starts,
+            "cu_seq_lens_k": self.starts,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "row_lengths": self.lengths,
+        }
+
+
+@dataclass(frozen=True)
 class ModelInput:
     """One micro-batch. `ids_BL` and `position_ids_BL` go into the decoder (`position_ids_BL` None: 0.. in each row).
 
     `select_N` indexes the flattened [B * L] hidden states that predict the selected tokens, `token_N` the same tokens
-    in the micro-batch's own flat [T] order (on the CPU, where the batch is), `label_N` their ids.
+    in the micro-batch's own flat [T] order (on the CPU, where the batch is), `label_N` their ids. `packed` says where
+    rows begin when they lie in one long row.
     """
 
     ids_BL: torch.Tensor
@@ -41,6 +83,7 @@ class ModelInput:
     select_N: torch.Tensor
     token_N: torch.Tensor
     label_N: torch.Tensor
+    packed: PackedRows | None = None
 
 
 class RankValues(NamedTuple):
@@ -53,42 +96,62 @@ class RankValues(NamedTuple):
 
 
 def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
-    """Rows of each rank, in the batch's order: longest first to the rank with the fewest tokens so far."""
-    lengths = lengths_B.tolist()
-    loads = [(0, rank) for rank in range(num_ranks)]
-    rows: list[list[int]] = [[] for _ in range(num_ranks)]
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        load, rank = heapq.heappop(loads)
-        rows[rank].append(row)
-        heapq.heappush(loads, (load + lengths[row], rank))
-    return [sorted(part) for part in rows]
+    """Rows in as many parts of about as many tokens, each in the batch's order."""
+    return _balanced(lengths_B.tolist(), num_ranks, len(lengths_B))
 
 
-def cut(lengths_B: torch.Tensor, rows: Sequence[int], budget: Budget) -> list[list[int]]:
-    """The given rows in micro-batches within `budget`; a row longer than the token budget goes alone.
+def plan(lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, layout: Layout) -> list[list[int]]:
+    """This rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
 
-    With a token budget rows are sorted by length, so that padding is small; with a row budget they keep their order.
+    Packed: as few micro-batches as the budget allows, of equal cost on all ranks and one after the other, so that
+    neither time nor memory is spent on the largest. Padded: rows of like length together. Either way the micro-batches
+    that run at the same time on all ranks cost about the same; a row longer than the token budget goes alone.
     """
+    if not layout.packed:
+        return _by_length(lengths_B.tolist(), num_ranks, rank, budget)
+    costs = layout.costs(lengths_B)
+    parts = _fewest(lengths_B.tolist(), costs, num_ranks, budget)
+    parts.sort(key=lambda rows: -sum(costs[row] for row in rows))
+    return parts[rank::num_ranks]
+
+
+def _fewest(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: Budget) -> list[list[int]]:
+    """Parts of balanced cost within `budget`: the smallest multiple of `num_ranks` that does it."""
     if budget.rows is not None:
-        return [list(rows[i : i + budget.rows]) for i in range(0, len(rows), budget.rows)]
+        num_rounds = max(1, -(-len(lengths) // (num_ranks * budget.rows)))
+        return _balanced(costs, num_ranks * num_rounds, budget.rows)
     assert budget.tokens is not None
-    lengths = lengths_B.tolist()
+    num_rounds = max(1, -(-sum(min(length, budget.tokens) for length in lengths) // (num_ranks * budget.tokens)))
+    while True:
+        parts = _balanced(costs, num_ranks * num_rounds, len(lengths))
+        if all(len(rows) <= 1 or sum(lengths[row] for row in rows) <= budget.tokens for rows in parts):
+            return parts
+        num_rounds += 1
+
+
+def _balanced(costs: Sequence[float], num_parts: int, max_rows: int) -> list[list[int]]:
+    """Each row, dearest first, goes to the cheapest part that has room; a part's rows are in the batch's order."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts = [(0.0, part) for part in range(num_parts)]
+    for row in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        cost, part = heapq.heappop(open_parts)
+        parts[part].append(row)
+        if len(parts[part]) < max_rows:
+            heapq.heappush(open_parts, (cost + costs[row], part))
+    return [sorted(rows) for rows in parts]
+
+
+def _by_length(lengths: Sequence[int], num_ranks: int, rank: int, budget: Budget) -> list[list[int]]:
+    """Rows by falling length, dealt to all ranks in rounds; padding counts towards a token budget."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     parts: list[list[int]] = []
-    longest = 0
-    for row in sorted(rows, key=lambda i: -lengths[i]):
-        if not parts or (len(parts[-1]) + 1) * longest > budget.tokens:
-            parts.append([])
-            longest = lengths[row]  # sorted by falling length: the first of a micro-batch is its longest
-        parts[-1].append(row)
+    start = 0
+    while start < len(order) or not parts:
+        longest = max(1, lengths[order[start]]) if order else 1
+        num_rows = budget.rows or max(1, (budget.tokens or 0) // longest)
+        parts.append(order[start : start + num_rows * num_ranks][rank::num_ranks])
+        start += num_rows * num_ranks
     return parts
-
-
-def plan(lengths_B: torch.Tensor, rows: Sequence[int], num_ranks: int, rank: int, budget: Budget) -> list[list[int]]:
-    """This rank's micro-batches (lists of row numbers) of the given rows; empty lists stand for fillers."""
-    subset = split_rows(lengths_B[torch.as_tensor(rows, dtype=torch.int64)], num_ranks)
-    cuts = [cut(lengths_B, [rows[i] for i in part], budget) for part in subset]
-    num_micro_batches = max(len(parts) for parts in cuts)
-    return cuts[rank] + [[] for _ in range(num_micro_batches - len(cuts[rank]))]
 
 
 def labels_of(batch: TrainBatch) -> torch.Tensor:
@@ -114,9 +177,10 @@ def model_input(batch: TrainBatch, device: torch.device, packed: bool) -> ModelI
     Right padding needs no attention mask: a causal model never looks to the right. An empty batch gives one token of
     which nothing is selected.
     """
-    if not len(batch):
+    if not len(batch.tokens["ids"]):
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        return ModelInput(torch.zeros(1, 1, dtype=torch.int64, device=device), None, empty, empty.cpu(), empty)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        return ModelInput(one, None, empty, empty.cpu(), empty, PackedRows.of([1], device) if packed else None)
     token_N = selected_tokens(batch)
     label_N = labels_of(batch)[token_N]
     starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
@@ -133,6 +197,7 @@ def model_input(batch: TrainBatch, device: torch.device, packed: bool) -> ModelI
         select_N.to(device),
         token_N,
         label_N.to(device),
+        PackedRows.of(batch.lengths_B.tolist(), device) if packed else None,
     )
 
 

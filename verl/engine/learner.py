@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregation import loss_weights
-from verl.engine.batching import Budget, ModelInput, model_input, plan, selected_tokens
+from verl.engine.batching import Budget, Layout, ModelInput, model_input, plan, selected_tokens
 from verl.engine.sharding import is_main_rank
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
@@ -55,13 +55,12 @@ class Learner:
         budget: Budget,
         grad_clip: float,
         failure_dir: Path,
-        packed: bool,
+        layout: Layout,
         weigh: TokenWeights = token_mean,
     ) -> None:
         """`grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf.
 
-        `packed` puts a micro-batch's rows into one long row (see `batching.model_input`). `weigh` gives each token's
-        weight [T] in the loss of a mini-batch.
+        `layout` says how a micro-batch's rows lie. `weigh` gives each token's weight [T] in the loss of a mini-batch.
         """
         self.model = model
         self.optimizer = optimizer
@@ -69,7 +68,7 @@ class Learner:
         self.budget = budget
         self.grad_clip = grad_clip
         self.failure_dir = failure_dir
-        self.packed = packed
+        self.layout = layout
         self.weigh = weigh
 
     def learn(self, batch: TrainBatch, loss: LossFunction, step: int) -> dict[str, float]:
@@ -93,15 +92,15 @@ class Learner:
     def accumulate(self, batch: TrainBatch, loss: LossFunction) -> dict[str, float]:
         """Add the gradient of the batch's loss to the parameters' `.grad`; returns the loss and the reports' means."""
         num_tokens = len(selected_tokens(batch))
-        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        place = dist.get_world_size(), dist.get_rank()
         batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
         sums: dict[str, torch.Tensor] = {}
-        for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, self.budget):
+        for rows in plan(batch.lengths_B, *place, self.budget, self.layout):
             micro_batch = batch.select(rows)
-            inputs = model_input(micro_batch, self.device, self.packed)
+            inputs = model_input(micro_batch, self.device, self.layout.packed)
             token_loss = loss(micro_batch, inputs)
             weighted_N = token_loss.loss_N * micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
-            (weighted_N.sum() * num_ranks).backward()  # sharded gradients are averaged over ranks; this is a sum
+            (weighted_N.sum() * place[0]).backward()  # sharded gradients are averaged over ranks; this is a sum
             parts = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
             parts["loss"] = weighted_N.detach().sum(dtype=torch.float64)
             sums = {name: sums[name] + part if sums else part for name, part in parts.items()}

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
-from verl.engine.batching import ModelInput
+from verl.engine.batching import Layout, ModelInput
 from verl.engine.head import Head, Question, TokenStats, token_stats
+from verl.engine.varlen import use_varlen_attention
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config
 
@@ -35,8 +36,9 @@ class Decoder(nn.Module):
 
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
         """[N, H] last hidden states at the positions that predict the selected tokens."""
+        rows = {} if inputs.packed is None else inputs.packed.attention_arguments()
         output = self.model.base_model(
-            input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False
+            input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False, **rows
         )
         return output.last_hidden_state.flatten(0, 1).index_select(0, inputs.select_N)
 
@@ -170,9 +172,26 @@ def attention_for(device: torch.device) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether rows may lie in one long row: only variable-length attention keeps them apart without a mask."""
-    return model.config._attn_implementation == "flash_attention_2"
+def layout_of(models: Sequence[PreTrainedModel], remove_padding: bool) -> Layout:
+    """How micro-batches of `models` (the first is trained) lie: packed if `remove_padding` and they all can be.
+
+    Lets the models attend within packed rows; a model that cannot is named in a warning, and rows are padded.
+    """
+    return Layout(remove_padding and use_varlen_attention(models), attention_cost(models[0]))
+
+
+def attention_cost(model: PreTrainedModel) -> float:
+    """c, when the operations of a row of L tokens are proportional to L + c L^2; 0 where the config does not say.
+
+    A layer with P weights and an attention of width W does 2 P L in its products and 2 W L^2 in causal attention.
+    """
+    config = model.config
+    heads = getattr(config, "num_attention_heads", None)
+    weights = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
+    if not heads or not weights:
+        return 0.0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return float(heads * head_size * config.num_hidden_layers / weights)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

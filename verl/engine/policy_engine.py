@@ -14,13 +14,13 @@ from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import RankValues, plan, split_rows, trained_rows
+from verl.engine.batching import RankValues, plan, trained_rows
 from verl.engine.device import set_threads
 from verl.engine.kl_objective import reads_anchor
 from verl.engine.learner import Learner
 from verl.engine.loading import load_sharded
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
-from verl.engine.model import CausalModel, can_pack
+from verl.engine.model import CausalModel, layout_of
 from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.policy_objective import PolicyObjective
 from verl.engine.residence import residence
@@ -63,7 +63,8 @@ class PolicyEngine(TrainedEngine):
             self.anchor = self._load(
                 self.role.ref.path or self.role.model.path, self.role.ref.fsdp_config, trained=False
             )
-        self.packed = self.role.model.use_remove_padding and can_pack(self.policy.model)
+        loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
+        self.layout = layout_of(loaded, self.role.model.use_remove_padding)
         optim = actor.optim
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         temperature = self.role.rollout.temperature
@@ -76,7 +77,7 @@ class PolicyEngine(TrainedEngine):
             micro_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size),
             actor.grad_clip,
             Path(config.trainer.default_local_dir) / "failures",
-            self.packed,
+            self.layout,
             self.objective.weigh,
         )
         models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
@@ -84,10 +85,6 @@ class PolicyEngine(TrainedEngine):
         frozen = None if self.anchor is None else (self.role.ref.fsdp_config, self.anchor)
         moved = residence(actor.fsdp_config, self.policy, optimizer, device, frozen)
         super().__init__(schedule, learner, Resumable(models, "policy", optimizer), moved)
-
-    def rows_of_rank(self, batch: TrainBatch) -> list[int]:
-        """The rows whose log-probs this rank computes."""
-        return split_rows(batch.lengths_B, dist.get_world_size())[dist.get_rank()]
 
     def log_probs(self, batch: TrainBatch, temperature: float, of: Which = "policy", top_k: int = 0) -> RankValues:
         """`log_prob` and `entropy` [T] float32 of the loss mask's tokens in this rank's rows.
@@ -103,13 +100,13 @@ class PolicyEngine(TrainedEngine):
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
-        micro_batches = plan(batch.lengths_B, range(len(batch)), dist.get_world_size(), dist.get_rank(), budget)
+        micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE, Part.PARAMETERS if of == "policy" else Part.ANCHOR):
-            found = token_values(model, batch, micro_batches, temperature, self.device, self.packed, top_k)
+            found = token_values(model, batch, micro_batches, temperature, self.device, self.layout.packed, top_k)
             reshard(model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
-        own = self.rows_of_rank(batch)
+        own = sorted(row for rows in micro_batches for row in rows)
         return RankValues(own, TrainBatch(batch.lengths_B, found).select(own).tokens)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:

@@ -12,7 +12,7 @@ from verl.engine.batching import Budget, ModelInput
 from verl.engine.device import set_threads
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
-from verl.engine.model import can_pack
+from verl.engine.model import layout_of
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
@@ -39,10 +39,10 @@ class SftEngine:
         )
         self.schedule = Schedule.from_config(optim, trainer.total_training_steps)
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
-        packed = config.model.use_remove_padding and can_pack(self.model.model)
+        layout = layout_of([self.model.model], config.model.use_remove_padding)
         failure_dir = Path(trainer.default_local_dir) / "failures"
         budget = Budget(tokens=trainer.max_token_len_per_gpu)
-        self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, packed)
+        self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, layout)
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """One AdamW step on `batch`: `loss` in nats per token, `grad_norm`, `lr`. Raises NumericalError."""

@@ -23,7 +23,7 @@ def token_values(
 ) -> dict[str, torch.Tensor]:
     """`log_prob` and `entropy` [T] float32 on the CPU at the loss mask's tokens of `micro_batches`, 0 elsewhere.
 
-    `micro_batches` are lists of row numbers, as `batching.plan` and `batching.cut` give them. Logits are divided by
+    `micro_batches` are lists of row numbers, as `batching.plan` gives them. Logits are divided by
     `temperature` first. `top_k` adds `top_index` [T, k] int32: the most likely ids at each of these tokens.
     """
     model.eval()

@@ -16,7 +16,6 @@ from verl.engine.batching import (
     flat_positions,
     model_input,
     plan,
-    split_rows,
     trained_rows,
     values_at,
 )
@@ -24,7 +23,7 @@ from verl.engine.device import set_threads
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded_critic
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
-from verl.engine.model import can_pack
+from verl.engine.model import layout_of
 from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
@@ -55,14 +54,14 @@ class ValueEngine(TrainedEngine):
         self.seed = config.trainer.seed
         set_threads(config.actor_rollout_ref.actor.num_threads)
         self.model = load_sharded_critic(self.critic.model, device)
-        self.packed = self.critic.model.use_remove_padding and can_pack(self.model.model)
+        self.layout = layout_of([self.model.model], self.critic.model.use_remove_padding)
         optim = self.critic.optim
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         budget = micro_budget(
             self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size
         )
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
-        learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.packed)
+        learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.layout)
         schedule = Schedule.from_config(optim, total_training_steps)
         moved = residence(self.critic.model.fsdp_config, self.model, optimizer, device)
         super().__init__(schedule, learner, Resumable({"critic": self.model}, "critic", optimizer), moved)
@@ -79,15 +78,15 @@ class ValueEngine(TrainedEngine):
             critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size
         )
         value_T = torch.zeros(len(batch.tokens["ids"]))
-        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE):
-            for rows in plan(batch.lengths_B, range(len(batch)), num_ranks, rank, budget):
-                inputs = model_input(batch.select(rows), self.device, self.packed)
+            for rows in micro_batches:
+                inputs = model_input(batch.select(rows), self.device, self.layout.packed)
                 value_T[flat_positions(batch.lengths_B, rows)[inputs.token_N]] = self.model(inputs).cpu()
             reshard(self.model)
         if not value_T.isfinite().all():
             raise NumericalError(f"step {self.step}: the critic's values are not finite; its weights have diverged")
-        own = split_rows(batch.lengths_B, num_ranks)[rank]
+        own = sorted(row for rows in micro_batches for row in rows)
         return RankValues(own, {"value": value_T[flat_positions(batch.lengths_B, own)]})
 
     def update(self, batch: TrainBatch) -> dict[str, float]:

@@ -6,33 +6,56 @@ import pytest
 import torch
 from engine_cases import CPU, make_batch
 
-from verl.engine.batching import Budget, cut, merge_rows, model_input, plan, selected_tokens, split_rows
+from verl.engine.batching import Budget, Layout, merge_rows, model_input, plan, selected_tokens, split_rows
+
+PADDED, PACKED = Layout(packed=False), Layout(packed=True)
 
 
-def test_rows_go_to_the_rank_with_the_fewest_tokens() -> None:
+def test_rows_are_split_into_parts_of_about_as_many_tokens() -> None:
     # longest first: 9 -> rank 0, 7 -> rank 1, 5 -> rank 1 (7 < 9), 4 -> rank 0 (9 < 12), 2 -> rank 1 (12 < 13)
     assert split_rows(torch.tensor([4, 9, 2, 7, 5]), 2) == [[0, 1], [2, 3, 4]]
     assert split_rows(torch.tensor([3]), 2) == [[0], []]
 
 
-def test_token_budget_counts_padding_and_sorts_by_length() -> None:
+def test_padded_rows_of_like_length_go_together_and_padding_counts() -> None:
     lengths_B = torch.tensor([3, 10, 4, 9, 30])
     # 30 alone (over the budget); 10 and 9 padded to 10: 20; 4 and 3 padded to 4: 8
-    assert cut(lengths_B, range(5), Budget(tokens=20)) == [[4], [1, 3], [2, 0]]
-    assert cut(lengths_B, [0, 2], Budget(tokens=20)) == [[2, 0]]
-    assert cut(lengths_B, range(5), Budget(rows=2)) == [[0, 1], [2, 3], [4]]
+    assert plan(lengths_B, 1, 0, Budget(tokens=20), PADDED) == [[4], [1, 3], [2, 0]]
+    assert plan(lengths_B, 1, 0, Budget(rows=2), PADDED) == [[4, 1], [3, 2], [0]]
+    # two ranks side by side: 30 beside 10, then room for two of at most 9 each
+    assert plan(lengths_B, 2, 0, Budget(tokens=20), PADDED) == [[4], [3, 0]]
+    assert plan(lengths_B, 2, 1, Budget(tokens=20), PADDED) == [[1], [2]]
     with pytest.raises(ValueError, match="either by tokens or by rows"):
         Budget()
 
 
-def test_all_ranks_plan_the_same_number_of_micro_batches() -> None:
-    lengths_B = torch.tensor([30, 5, 5, 5, 5, 5, 5])
-    plans = [plan(lengths_B, range(7), 3, rank, Budget(tokens=10)) for rank in range(3)]
-    assert {len(parts) for parts in plans} == {2}
-    assert sorted(row for parts in plans for rows in parts for row in rows) == list(range(7))
-    assert [] in plans[0]
-    subset = plan(lengths_B, [6, 2], 2, 1, Budget(rows=1)) + plan(lengths_B, [6, 2], 2, 0, Budget(rows=1))
-    assert sorted(subset) == [[2], [6]]
+def test_packed_rows_fill_a_budget_evenly() -> None:
+    lengths_B = torch.tensor([3, 10, 4, 9, 30, 2])
+    # 58 tokens are two of 40; dearest first: 30 | 10 + 9 + 4 + 3 + 2
+    assert plan(lengths_B, 1, 0, Budget(tokens=40), PACKED) == [[4], [0, 1, 2, 3, 5]]
+    # a row over the budget goes alone; the others, 28 tokens, need two more: 10 + 3 + 2 | 9 + 4
+    assert plan(lengths_B, 1, 0, Budget(tokens=20), PACKED) == [[4], [0, 1, 5], [2, 3]]
+    # never more than three rows: 30 + 3 + 2 | 10 + 9 + 4
+    assert plan(lengths_B, 1, 0, Budget(rows=3), PACKED) == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_attention_makes_long_rows_dearer_than_their_tokens() -> None:
+    lengths_B = torch.tensor([40, 10, 10, 10, 10, 10, 10])
+    assert plan(lengths_B, 2, 0, Budget(rows=9), PACKED) == [[0, 5]]  # 50 tokens each
+    assert plan(lengths_B, 2, 0, Budget(rows=9), Layout(True, square=0.1)) == [[0]]  # 200 against 6 of 20
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+@pytest.mark.parametrize("budget", [Budget(tokens=10), Budget(rows=2), Budget(rows=1)])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_all_ranks_plan_the_same_number_of_micro_batches(layout: Layout, budget: Budget, num_rows: int) -> None:
+    lengths_B = torch.tensor([30, 5, 5, 5, 5, 5, 5])[:num_rows]
+    plans = [plan(lengths_B, 3, rank, budget, layout) for rank in range(3)]
+    assert len({len(parts) for parts in plans}) == 1
+    assert sorted(row for parts in plans for rows in parts for row in rows) == list(range(num_rows))
+    for rows in (rows for parts in plans for rows in parts if len(rows) > 1):
+        assert budget.tokens is None or sum(int(lengths_B[row]) for row in rows) <= budget.tokens
+        assert budget.rows is None or len(rows) <= budget.rows
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -48,6 +71,7 @@ def test_selected_hidden_states_are_those_before_the_token(packed: bool) -> None
         assert inputs.position_ids_BL is not None and inputs.ids_BL.shape == (1, len(batch.tokens["ids"]))
         starts = (inputs.position_ids_BL[0] == 0).nonzero().squeeze(-1)
         assert torch.equal(starts, batch.lengths_B.cumsum(0) - batch.lengths_B)
+        assert inputs.packed is not None and torch.equal(inputs.packed.starts[:-1], starts.int())
 
 
 def test_a_first_token_is_never_selected() -> None:

@@ -1,0 +1,193 @@
+"""Attention inside packed rows: against its definition, through whole models, and the call of the CUDA kernel."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import CPU, VOCABULARY, make_batch, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen as library
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl.engine import varlen
+from verl.engine.batching import PackedRows, model_input
+from verl.engine.model import CausalModel, layout_of
+from verl.errors import ConfigError
+from verl.protocol import TrainBatch
+
+LENGTHS = (5, 1, 17, 9)
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "gpt2": {"n_positions": 128},
+    "llama": {"num_key_value_heads": 2, "intermediate_size": 64},
+    "qwen3": {"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2, "intermediate_size": 64, "sliding_window": 7, "head_dim": 8},
+    "olmo2": {"intermediate_size": 64},
+    "gpt_neox": {"intermediate_size": 64},
+}
+
+
+def tiny(family: str, **settings: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SMALL, **FAMILIES.get(family, {}), **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # far from uniform attention
+    return model
+
+
+def defined(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], window: int | None
+) -> torch.Tensor:
+    """[1, T, heads, D] float64: softmax over the allowed keys, written out for the whole [T, T] square."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    row_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance_TT = torch.arange(len(row_T))[:, None] - torch.arange(len(row_T))
+    seen_TT = (row_T[:, None] == row_T) & (distance_TT >= 0) & (distance_TT < (window or len(row_T)))
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~seen_TT, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def packed_tensors(value_size: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 8), (2, 8), (2, value_size)]
+    return [torch.randn(1, heads, sum(LENGTHS), size, generator=generator) for heads, size in shapes]
+
+
+def kernel_by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, **options: object) -> object:
+    """What torch's documentation says the CUDA kernel computes; the call must fit its signature."""
+    bound = inspect.signature(library.varlen_attn).bind(q, k, v, *args, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    assert given["enable_gqa"] is (q.shape[1] != k.shape[1]) and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert torch.equal(given["cu_seq_q"], given["cu_seq_k"]) and given["cu_seq_q"].dtype is torch.int32
+    lengths = tuple(given["cu_seq_q"].diff().tolist())
+    assert given["max_q"] == given["max_k"] == max(lengths)
+    left, right = given["window_size"]
+    assert right == 0  # causal
+    scaled_q = q * (given["scale"] * q.shape[-1] ** 0.5)
+    rows = (x.transpose(0, 1)[None] for x in (scaled_q, k, v))
+    return defined(*rows, lengths, None if left == -1 else left + 1)[0].to(q.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 4, 17])
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_rows_do_not_see_each_other(window: int | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_kernel:
+        monkeypatch.setattr(varlen, "_kernel_takes", lambda query: True)
+        monkeypatch.setattr(varlen, "varlen_attn", kernel_by_definition)
+    tensors = packed_tensors(value_size=6)
+    rows = PackedRows.of(LENGTHS, CPU)
+    found, _ = varlen.varlen_attention(
+        torch.nn.Module(), *tensors, None, scaling=8**-0.5, sliding_window=window, **rows.attention_arguments()
+    )
+    torch.testing.assert_close(found.double(), defined(*tensors, LENGTHS, window), rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    varlen._say_slow.cache_clear()
+    with FakeTensorMode(), caplog.at_level(logging.WARNING):
+
+        def taken(dtype: torch.dtype, head_size: int, device: str = "cuda") -> bool:
+            return varlen._kernel_takes(torch.empty(1, 2, 3, head_size, dtype=dtype, device=device))
+
+        assert taken(torch.bfloat16, 128) and taken(torch.float16, 256)
+        assert not taken(torch.bfloat16, 64, "cpu") and not caplog.records
+        assert not taken(torch.float32, 64)
+        assert "row by row" in caplog.text
+        assert not taken(torch.bfloat16, 264) and not taken(torch.bfloat16, 60)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not taken(torch.bfloat16, 128)
+
+
+def test_the_kernel_has_the_shapes_that_models_expect() -> None:
+    """torch's own description of the operator and its backward on fake tensors: nothing is computed."""
+    with FakeTensorMode():
+        query, key = (torch.empty(1, h, 30, 64, dtype=torch.bfloat16, requires_grad=True) for h in (14, 2))
+        starts = torch.empty(5, dtype=torch.int32)
+        found = varlen._by_kernel(query, key, key, starts, 17, 0.125, None)
+        found.sum().backward()
+    assert found.shape == (1, 30, 14, 64) and found.dtype is torch.bfloat16
+    assert query.grad is not None and query.grad.shape == query.shape
+    assert key.grad is not None and key.grad.shape == key.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_models_agree_with_padded_ones(family: str) -> None:
+    batch = make_batch(6)
+    model = CausalModel(tiny(family), head_chunk_tokens=None)
+    results = []
+    for packed in (False, True):
+        assert layout_of([model.model], remove_padding=packed).packed is packed
+        stats = model(model_input(batch, CPU, packed), 1.0)
+        model.zero_grad()
+        (stats.log_prob_N * torch.linspace(-1, 1, len(stats.log_prob_N))).sum().backward()
+        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((stats.log_prob_N.detach(), gradient))
+    (padded_N, padded), (packed_N, gradient) = results
+    torch.testing.assert_close(packed_N, padded_N, rtol=1e-5, atol=1e-5)
+    assert relative_error(gradient, padded) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("falcon", {}, "does not let its attention be chosen"),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}, "caps its attention logits"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 64},
+            "has layers of type conv",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_padded_and_named(
+    family: str, settings: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, able = tiny(family, **settings), tiny("llama")
+    with caplog.at_level(logging.WARNING):
+        assert not layout_of([able, other], remove_padding=True).packed
+    assert f"{type(other).__name__} {why}" in caplog.text
+    assert able.config._attn_implementation == "sdpa"  # both are given the same rows
+    caplog.clear()
+    assert not layout_of([other], remove_padding=False).packed and not caplog.records
+
+
+def test_padded_rows_are_refused_by_a_packed_model() -> None:
+    model = CausalModel(tiny("llama"), head_chunk_tokens=None)
+    assert layout_of([model.model], remove_padding=True).packed
+    with pytest.raises(ConfigError, match="where its rows begin"):
+        model(model_input(make_batch(2), CPU, packed=False), 1.0)
+
+
+@pytest.mark.parametrize("name", varlen.NOT_IMPLEMENTED)
+def test_what_is_not_implemented_is_refused(name: str) -> None:
+    rows = PackedRows.of(LENGTHS, CPU).attention_arguments()
+    given = {"attention_mask": None, name: torch.zeros(1)}
+    with pytest.raises(ConfigError, match=f"asks its attention for {name}"):
+        varlen.varlen_attention(torch.nn.Module(), *packed_tensors(), **given, **rows)
+
+
+def test_the_choice_is_not_saved(tmp_path: Path) -> None:
+    model = tiny("llama")
+    assert layout_of([model], remove_padding=True).packed
+    model.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_rows_begin_where_the_ones_before_end() -> None:
+    rows = PackedRows.of([3, 0, 2], CPU)
+    assert rows.lengths == (3, 2) and rows.starts.tolist() == [0, 3, 5] and rows.starts.dtype is torch.int32
+    empty = TrainBatch(torch.zeros(0, dtype=torch.int64), {k: v[:0] for k, v in make_batch(1).tokens.items()})
+    filler = model_input(empty, CPU, packed=True)
+    assert filler.packed is not None and filler.packed.lengths == (1,) and filler.ids_BL.shape == (1, 1)
+    assert len(filler.select_N) == 0
