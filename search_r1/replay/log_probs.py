@@ -11,7 +11,7 @@ from tqdm import tqdm
 from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.batching import Budget, plan
-from verl.engine.device import resolve_device, resolve_precision
+from verl.engine.device import resolve_device, resolve_head_dtype, resolve_precision
 from verl.engine.model import CausalModel, layout_of, load_causal_lm
 from verl.engine.token_values import token_values
 from verl.errors import DataError, NumericalError
@@ -42,7 +42,8 @@ class Checkpoint:
         hf_model = load_causal_lm(path, self.device, trust_remote_code=trust_remote_code)
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
         self.layout = layout_of([hf_model], remove_padding=True)
-        self.model = CausalModel(hf_model, head_chunk_tokens=None).to(self.device, precision.param_dtype)
+        head_dtype = resolve_head_dtype(self.device, "auto", precision)
+        self.model = CausalModel(hf_model, None, head_dtype).to(self.device, precision.param_dtype)
 
     def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:
         """For each trajectory as many numbers as ids: at a policy token its float32 log-prob, else 0.

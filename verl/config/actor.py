@@ -101,9 +101,14 @@ class ActorConfig:
     num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
     head_chunk_tokens: int | None = setting(
         None,
-        "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: a 64th of a "
-        "micro-batch's tokens, at least 64.",
+        "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: as many as "
+        "have 512 MiB of logits on CUDA, 8 MiB on CPU, at least 64.",
         ge=1,
+    )
+    head_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "Format of the factors of the vocabulary projection, of policy and anchor; sums, softmax and losses are "
+        "float32 in any case. auto: bfloat16 on CUDA where the forward pass runs in it, else float32.",
     )
     use_rollout_log_probs: bool = setting(
         False, "Take the sampler's log-probs as those of the old policy instead of recomputing them."

@@ -48,7 +48,10 @@ class SftTrainerConfig:
     grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
     max_token_len_per_gpu: int = setting(16384, "Most tokens per worker in one forward and backward pass.", ge=1)
     head_chunk_tokens: int | None = setting(
-        None, "Tokens per chunk of the vocabulary projection; null: a 64th of a micro-batch, at least 64.", ge=1
+        None,
+        "Tokens per chunk of the vocabulary projection; null: as many as have 512 MiB of logits on CUDA, 8 MiB on CPU, "
+        "at least 64.",
+        ge=1,
     )
     log_freq: int = setting(20, "Steps between two lines of log when there is no terminal.", ge=1)
 

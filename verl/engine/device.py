@@ -46,6 +46,13 @@ def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str)
     return Precision(DTYPES[param_dtype], DTYPES[reduce_dtype])
 
 
+def resolve_head_dtype(device: torch.device, name: str, precision: Precision) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if device.type == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
+
+
 def backend_of(device: torch.device) -> str:
     """On CUDA gloo serves the CPU tensors (off-loaded gradients, metrics) beside NCCL."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -84,6 +91,6 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def prepare_matmul(device: torch.device, precision: Precision) -> None:
-    """Let float32 products of the head use TF32 when its inputs are bfloat16 anyway: no bit of them is lost."""
+    """Let float32 products (a head in float32) use TF32 when the inputs are bfloat16 anyway: no bit of them is lost."""
     if device.type == "cuda" and precision.param_dtype is torch.bfloat16:
         torch.set_float32_matmul_precision("high")

@@ -8,7 +8,9 @@ distribution p = softmax(z). The backward computes the logits again, chunk by ch
     d KL / d z_v                               `ExactKL.logit_gradient`
 
 so that it needs three [chunk, vocabulary] tensors at most without an exact KL, and adds the head's gradient in place.
-Everything is float32 (or float64) from the head's product on, whatever format the decoder ran in.
+The factors of the products are in `Question.dtype`; they add up in float32, and everything from the logits on is
+float32 (or float64), whatever format the decoder ran in. bfloat16 factors lose nothing in the forward pass when the
+decoder and its weights are bfloat16 anyway; in the backward pass they round the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from torch.nn import functional
 from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import ExactKL
 
-SMALLEST_CHUNK = 64  # tokens
-CHUNKS = 64  # by default a chunk holds no more than this part of the tokens, unless that is less than the smallest
+SHORT = (torch.bfloat16, torch.float16)
+CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # float32 logits: busy on a GPU, in the cache of a CPU
+SMALLEST_CHUNK = 64  # tokens: below it, reading the head's weights takes the time
 
 
 class Head(NamedTuple):
@@ -32,14 +35,36 @@ class Head(NamedTuple):
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None = None
 
-    def precise(self) -> Head:
-        """The same in float32, or as it is if it is float64."""
-        return Head(_precise(self.weight_VH), None if self.bias_V is None else _precise(self.bias_V))
+    def cast(self, dtype: torch.dtype) -> Head:
+        """The same with weights in `dtype` and the bias in float32, or as it is if it is float64."""
+        weight_VH = self.weight_VH if self.weight_VH.dtype == torch.float64 else self.weight_VH.to(dtype)
+        return Head(weight_VH, None if self.bias_V is None else _precise(self.bias_V))
 
     def log_probs(self, hidden_NH: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[N, V] log-softmax of the logits over `temperature`."""
-        logits_NV = functional.linear(_precise(hidden_NH).to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
+        """[N, V] log-softmax of the logits over `temperature`, in float32 or float64."""
+        hidden_NH = hidden_NH.to(self.weight_VH.dtype)
+        if self.weight_VH.dtype not in SHORT:
+            logits_NV = functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+        else:
+            logits_NV = product(hidden_NH, self.weight_VH.T)
+            logits_NV += 0.0 if self.bias_V is None else self.bias_V
         return logits_NV.div_(temperature).log_softmax(-1)
+
+
+def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tensor | None = None) -> torch.Tensor:
+    """Of two matrices of one format, summed in float32 (or float64); added in place to `add_to_AC` where given."""
+    if left_AB.dtype in SHORT and left_AB.device.type != "cuda":  # only CUDA multiplies short numbers into float32
+        left_AB, right_BC = left_AB.float(), right_BC.float()
+    if left_AB.dtype not in SHORT:
+        return left_AB @ right_BC if add_to_AC is None else add_to_AC.addmm_(left_AB, right_BC)
+    if add_to_AC is None:
+        return torch.mm(left_AB, right_BC, out_dtype=torch.float32)
+    return torch.addmm(add_to_AC, left_AB, right_BC, out_dtype=torch.float32, out=add_to_AC)
+
+
+def default_chunk(vocabulary: int, device_type: str) -> int:
+    """Tokens whose float32 logits fill CHUNK_BYTES."""
+    return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
 
 
 class AnchorView(NamedTuple):
@@ -53,11 +78,12 @@ class AnchorView(NamedTuple):
 class Question(NamedTuple):
     """What is asked of the distributions of N tokens. Only `label_N` and `temperature` have to be given.
 
-    chunk_tokens: tokens per chunk; None: a 64th of N, at least 64.
+    chunk_tokens: tokens per chunk; None: `default_chunk`.
     entropy_gradient: False computes the entropy for reporting only.
     index_Nk: int64 ids whose log-probs are wanted too.
     top_k: the ids of that many most likely tokens are wanted; without `index_Nk`, their log-probs too.
     anchor: what the exact KL is taken to.
+    dtype: number format of the factors of the head's products.
     """
 
     label_N: torch.Tensor
@@ -67,11 +93,11 @@ class Question(NamedTuple):
     index_Nk: torch.Tensor | None = None
     top_k: int = 0
     anchor: AnchorView | None = None
+    dtype: torch.dtype = torch.float32
 
-    def spans(self) -> Iterator[slice]:
-        num_tokens = len(self.label_N)
-        size = self.chunk_tokens or max(SMALLEST_CHUNK, -(-num_tokens // CHUNKS))
-        return (slice(start, start + size) for start in range(0, max(1, num_tokens), size))
+    def spans(self, vocabulary: int) -> Iterator[slice]:
+        size = self.chunk_tokens or default_chunk(vocabulary, self.label_N.device.type)
+        return (slice(start, start + size) for start in range(0, max(1, len(self.label_N)), size))
 
 
 class TokenStats(NamedTuple):
@@ -92,9 +118,10 @@ def token_stats(hidden_NH: torch.Tensor, head: Head, question: Question) -> Toke
     """
     if question.top_k and torch.is_grad_enabled():
         raise ValueError("top_k finds ids, which have no gradient: call it under torch.no_grad()")
-    weight_VH, bias_V = head.precise()
-    if question.anchor is not None:  # once for all chunks: the copy is as large as the head
-        question = question._replace(anchor=question.anchor._replace(head=question.anchor.head.precise()))
+    weight_VH, bias_V = head.cast(question.dtype)
+    if question.anchor is not None:  # once for all chunks: a copy is as large as the head
+        anchor_head = question.anchor.head.cast(question.dtype)
+        question = question._replace(anchor=question.anchor._replace(head=anchor_head))
     return TokenStats(*_ChunkedHead.apply(hidden_NH, weight_VH, bias_V, question))
 
 
@@ -104,7 +131,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, question: Question
     ) -> tuple[torch.Tensor | None, ...]:
         head = Head(weight_VH, bias_V)
-        stats = _joined([_answer(hidden_NH[span], head, question, span) for span in question.spans()])
+        stats = _joined([_answer(hidden_NH[span], head, question, span) for span in question.spans(len(weight_VH))])
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, stats.entropy_N, stats.kl_N)
         ctx.question = question
         if stats.index_Nk is not None:
@@ -119,15 +146,16 @@ class _ChunkedHead(torch.autograd.Function):
         head = Head(weight_VH, bias_V)
         stats = TokenStats(outer.log_prob_N, entropy_N, kl_N)
         hidden_grad_NH = torch.empty_like(hidden_NH)
-        weight_grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        weight_grad_VH = _zeros(weight_VH) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for span in question.spans():
+        for span in question.spans(len(weight_VH)):
             logit_grad_CV = _logit_gradient(hidden_NH[span], head, question, span, stats, outer)
-            hidden_grad_NH[span] = (logit_grad_CV @ weight_VH).to(hidden_NH.dtype)
-            if weight_grad_VH is not None:
-                weight_grad_VH.addmm_(logit_grad_CV.T, hidden_NH[span].to(weight_VH.dtype))
             if bias_grad_V is not None:
                 bias_grad_V += logit_grad_CV.sum(0)
+            logit_grad_CV = logit_grad_CV.to(weight_VH.dtype)
+            hidden_grad_NH[span] = product(logit_grad_CV, weight_VH).to(hidden_NH.dtype)
+            if weight_grad_VH is not None:
+                product(logit_grad_CV.T, hidden_NH[span].to(weight_VH.dtype), add_to_AC=weight_grad_VH)
         return hidden_grad_NH, weight_grad_VH, bias_grad_V, None
 
 
@@ -182,6 +210,11 @@ def _logit_gradient(
 def _anchor(question: Question, span: slice) -> torch.Tensor:
     assert question.anchor is not None
     return question.anchor.head.log_probs(question.anchor.hidden_NH[span], question.temperature)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """In which float32 products add up."""
+    return torch.zeros_like(tensor, dtype=torch.float32 if tensor.dtype in SHORT else tensor.dtype)
 
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl.config.critic import CriticModelConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, MixedPrecisionConfig, ModelConfig
-from verl.engine.device import device_mesh, prepare_matmul, resolve_precision
+from verl.engine.device import device_mesh, prepare_matmul, resolve_head_dtype, resolve_precision
 from verl.engine.model import CausalModel, Decoder, blank_causal_lm, load_causal_lm, source_of
 from verl.engine.sharding import shard
 from verl.engine.slices import Slices, find_slices
@@ -27,6 +27,7 @@ def load_sharded(
     device: torch.device,
     head_chunk_tokens: int | None,
     trained: bool,
+    head_dtype: str = "auto",
 ) -> CausalModel:
     """The language model at `path`, sharded; without `trained` it has no gradients. Raises ConfigError."""
     _prepare(settings.external_lib, fsdp)
@@ -35,7 +36,9 @@ def load_sharded(
     blank = blank_causal_lm(*asked)
     with _damage_is_named():
         slices = find_slices(blank, source_of(path, "model.path"))
-    model = CausalModel(load_causal_lm(*asked) if slices is None else blank, head_chunk_tokens)
+    precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
+    head = head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision)
+    model = CausalModel(load_causal_lm(*asked) if slices is None else blank, *head)
     model.requires_grad_(trained)
     _shard(model, fsdp, mixed, device)
     _fill(model, slices, device)

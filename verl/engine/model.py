@@ -44,18 +44,24 @@ class Decoder(nn.Module):
 
 
 class CausalModel(Decoder):
-    """Decoder, then the head in chunks of tokens (`head_chunk_tokens`, see `head.Question`), selected tokens only."""
+    """Decoder, then the head in chunks of tokens, selected tokens only.
 
-    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int | None) -> None:
+    `head_chunk_tokens` and `head_dtype` are `chunk_tokens` and `dtype` of `head.Question`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, head_chunk_tokens: int | None, head_dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(model)
         self.head_chunk_tokens = head_chunk_tokens
+        self.head_dtype = head_dtype
 
     def forward(self, inputs: ModelInput, temperature: float, **asked: Any) -> TokenStats:
         """Statistics [N] of the selected tokens; logits are divided by `temperature` first.
 
         `asked` are further fields of `head.Question`.
         """
-        question = Question(inputs.label_N, temperature, self.head_chunk_tokens, **asked)
+        question = Question(inputs.label_N, temperature, self.head_chunk_tokens, dtype=self.head_dtype, **asked)
         return token_stats(self.hidden(inputs), self.head(), question)
 
     def head(self) -> Head:

@@ -181,7 +181,8 @@ class PolicyEngine(TrainedEngine):
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor
         mixed = actor.fsdp_config.mixed_precision
-        return load_sharded(path, self.role.model, fsdp, mixed, self.device, actor.head_chunk_tokens, trained)
+        head = actor.head_chunk_tokens, trained, actor.head_dtype
+        return load_sharded(path, self.role.model, fsdp, mixed, self.device, *head)
 
     def model_of(self, of: Which) -> CausalModel:
         """The sharded model. Raises ValueError for the anchor of an engine without one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl.algorithms.kl import EXACT_KL
-from verl.engine.head import AnchorView, Head, Question, TokenStats, token_stats
+from verl.engine.head import AnchorView, Head, Question, TokenStats, default_chunk, product, token_stats
 
 NUM, HIDDEN, VOCABULARY, TOP = 7, 5, 11, 3
 TEMPERATURE = 0.7
@@ -122,11 +125,62 @@ def test_half_precision_states_are_computed_in_float32() -> None:
     assert weight_VH.grad is not None and weight_VH.grad.dtype == torch.bfloat16
 
 
-def test_a_chunk_is_a_64th_of_the_tokens_but_at_least_64() -> None:
-    def sizes(num_tokens: int) -> list[int]:
-        spans = Question(torch.zeros(num_tokens, dtype=torch.int64), 1.0).spans()
+def test_bfloat16_factors_are_summed_in_float32() -> None:
+    """Forward: the product of the rounded factors, not rounded again. Backward: the logits' gradient is, once."""
+    case = Case(bias=True)
+    hidden_NH, weight_VH, bias_V = (leaf.detach().bfloat16().requires_grad_() for leaf in case.leaves)
+    anchor_head = Head(case.anchor_head.weight_VH.bfloat16())
+    anchor = AnchorView(case.anchor_hidden_NH.bfloat16(), anchor_head, EXACT_KL["full_reverse"])
+    question = Question(case.label_N, TEMPERATURE, 3, anchor=anchor, dtype=torch.bfloat16)
+    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden_NH, weight_VH, bias_V)]
+    wide_anchor = anchor._replace(hidden_NH=anchor.hidden_NH.double(), head=Head(anchor.head.weight_VH.double()))
+    results = []
+    for leaves, asked in (
+        ([hidden_NH, weight_VH, bias_V], question),
+        (wide, question._replace(anchor=wide_anchor, dtype=torch.float64)),
+    ):
+        stats = token_stats(leaves[0], Head(*leaves[1:]), asked)
+        loss = (stats.log_prob_N * case.outer[0] + stats.entropy_N * case.outer[1] + stats.kl_N).sum()
+        results.append((stats, torch.autograd.grad(loss, leaves)))
+    (short, short_gradients), (exact, gradients) = results
+    for name in ("log_prob_N", "entropy_N", "kl_N"):
+        assert getattr(short, name).dtype is torch.float32
+        torch.testing.assert_close(getattr(short, name).double(), getattr(exact, name), rtol=2e-6, atol=2e-6)
+    for found, wanted in zip(short_gradients, gradients, strict=True):
+        assert found.dtype is torch.bfloat16
+        assert (found.double() - wanted).norm() < 2**-7 * wanted.norm()
+
+
+def test_on_cuda_short_factors_are_multiplied_into_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of the head: the calls fit the installed operators, which only CUDA has."""
+    calls = []
+
+    def recorded(operator: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+        def call(*given: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+            arguments = {argument.name for argument in operator._schema.arguments}
+            assert "out_dtype" in arguments and len(given) <= len(arguments) - 1 and (out is None or "out" in arguments)
+            calls.append((str(operator).removeprefix("aten."), out_dtype))
+            return (
+                given[0] if out is not None else given[0].new_empty(len(given[0]), given[1].shape[1], dtype=out_dtype)
+            )
+
+        return call
+
+    monkeypatch.setattr(torch, "mm", recorded(torch.ops.aten.mm.dtype))
+    monkeypatch.setattr(torch, "addmm", recorded(torch.ops.aten.addmm.dtype_out))
+    with FakeTensorMode():
+        left, right = (torch.empty(4, 4, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        sums = torch.empty(4, 4, device="cuda")
+        assert product(left, right).dtype is torch.float32
+        assert product(left, right, add_to_AC=sums) is sums
+    assert calls == [("mm.dtype", torch.float32), ("addmm.dtype_out", torch.float32)]
+
+
+def test_a_chunk_is_counted_in_bytes() -> None:
+    def sizes(num_tokens: int, vocabulary: int) -> list[int]:
+        spans = Question(torch.zeros(num_tokens, dtype=torch.int64), 1.0).spans(vocabulary)
         return [len(range(num_tokens)[span]) for span in spans]
 
-    assert sizes(150) == [64, 64, 22]
-    assert sizes(4096) == [64] * 64
-    assert sizes(64 * 1000) == [1000] * 64
+    assert sizes(150, 151_936) == [64, 64, 22]
+    assert sizes(5000, 1024) == [2048, 2048, 904]  # 8 MiB of float32
+    assert default_chunk(151_936, "cuda") == 883 and default_chunk(151_936, "cpu") == 64

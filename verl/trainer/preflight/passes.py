@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from verl.config import Config
+from verl.config import ActorConfig, Config
 from verl.config.counts import largest_mini_batch, trajectories_per_step
-from verl.engine.head import CHUNKS, SMALLEST_CHUNK
+from verl.engine.head import default_chunk
 from verl.engine.kl_objective import topk_of
 from verl.trainer.preflight.models import Models
 from verl.trainer.preflight.quantities import FLOAT32, Place, window_of
@@ -35,7 +35,7 @@ def log_probs(config: Config, models: Models, place: Place) -> dict[str, float]:
     widest = 4 * policy.hidden + 2 * policy.query_width + 3 * policy.mlp  # of one layer: nothing is kept
     parts = {
         "forward": float(place.value_bytes * tokens * widest),
-        "head": _head(policy, role.actor.head_chunk_tokens, tokens, place, copies=2, backward=False),
+        "head": _head(policy, role.actor, tokens, place, copies=2, backward=False),
     }
     if place.on_gpu:
         parts["gathered weights"] = _gathered(policy, place)
@@ -48,12 +48,12 @@ def policy_update(config: Config, models: Models, place: Place) -> dict[str, flo
     actor, policy = role.actor, models.policy
     tokens = min(_pass_tokens(config, actor, place), _mini_batch_tokens(config, actor.ppo_mini_batch_size, place))
     parts = _backward(policy, role.model.enable_gradient_checkpointing, tokens, place)
-    parts["head"] = _head(policy, actor.head_chunk_tokens, tokens, place, copies=3, backward=True)
+    parts["head"] = _head(policy, actor, tokens, place, copies=3, backward=True)
     if actor.use_kl_loss and topk_of(actor):
         parts["top-k tensors"] = float(tokens * topk_of(actor) * (8 + 3 * FLOAT32))
     if models.anchor is not None and actor.kl_loss_type.startswith("full") and actor.use_kl_loss:
         parts["anchor gathered"] = _gathered(models.anchor, place) + _head(
-            models.anchor, actor.head_chunk_tokens, tokens, place, copies=2, backward=False
+            models.anchor, actor, tokens, place, copies=2, backward=False
         )
     return parts
 
@@ -88,10 +88,11 @@ def _backward(shape: ModelShape, checkpointing: bool, tokens: int, place: Place)
     return parts
 
 
-def _head(shape: ModelShape, chunk_tokens: int | None, tokens: int, place: Place, copies: int, backward: bool) -> float:
-    """Logits of a chunk in float32 and, where the model is in another format, float32 copies of the head."""
-    chunk = min(tokens, chunk_tokens or max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
-    weights = (1 if place.on_gpu else 0) + (1 if backward else 0)
+def _head(shape: ModelShape, actor: ActorConfig, tokens: int, place: Place, copies: int, backward: bool) -> float:
+    """Logits of a chunk in float32, the head's float32 gradient and, where it has another format, a float32 copy."""
+    default = default_chunk(shape.vocabulary, "cuda" if place.on_gpu else "cpu")
+    chunk = min(tokens, actor.head_chunk_tokens or default)
+    weights = (1 if place.on_gpu and actor.head_dtype == "float32" else 0) + (1 if backward else 0)
     return float(FLOAT32 * (copies * chunk * shape.vocabulary + weights * shape.head_params))
 
 
