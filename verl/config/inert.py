@@ -9,7 +9,7 @@ from verl.config.schema import Config
 INERT_KEYS = {
     "data.return_raw_input_ids": "token ids are never made into text and back; the trajectory files hold the ids",
     "data.return_raw_chat": "the trajectory files (trainer.save_trajectories=true) always hold the prompt",
-    "actor_rollout_ref.hybrid_engine": "actor, sampler and reference always share their devices",
+    "actor_rollout_ref.hybrid_engine": "trainer.layout says whether the sampler shares the devices of the actor",
     "actor_rollout_ref.rollout.do_sample": (
         "training always samples; for greedy or sampled validation set actor_rollout_ref.rollout.val_kwargs.do_sample"
     ),

@@ -43,7 +43,9 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = setting(0.5, "Share of a GPU's memory the engine may take.", gt=0, le=1)
     ignore_eos: bool = setting(False, "Go on sampling after the end-of-sequence token (for benchmarks).")
-    enforce_eager: bool = setting(True, "Run without CUDA graphs.")
+    enforce_eager: bool | None = setting(
+        None, "Run without CUDA graphs (published: true); null: with them on CUDA, without a compiler on CPU."
+    )
     free_cache_engine: bool = setting(True, "Give the engine's GPU memory back while the policy is updated.")
     load_format: str = setting(
         "auto", "vLLM load format of the first weights (published: dummy_dtensor, a loader vLLM no longer has)."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.config.placement import num_ranks
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT, raise_problems
 
@@ -41,7 +42,7 @@ def _training(config: Config) -> Iterator[str]:
     if not actor.state_masking:
         yield _not_available(f"{ACTOR}.state_masking", False, "retrieved text is never trained on; leave it at True")
     for key, size in _shard_groups(config):
-        if size not in (-1, config.trainer.n_gpus_per_node * config.trainer.nnodes):
+        if size not in (-1, num_ranks(config)):
             yield _not_available(key, size, "leave it at -1 (all workers)")
     for key, size in _sequence_parallel_sizes(config):
         if size > 1:

@@ -9,6 +9,7 @@ from verl.config.collapse_guard import CollapseGuardConfig
 from verl.config.fields import section, setting
 
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
+Layout = Literal["colocated", "split"]
 Overwrite = Literal["never", "archive"]
 
 
@@ -23,6 +24,14 @@ class TrainerConfig:
     logger: list[Logger] = setting(["console", "wandb"], "Where metrics go besides the run folder.")
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int = setting(8, "Workers per machine: GPUs, or processes with device=cpu.", ge=1)
+    layout: Layout = setting(
+        "colocated",
+        "colocated: the engines and the trained roles take turns on all GPUs; split: of each node some GPUs sample "
+        "(rollout_gpus_per_node) and the others train.",
+    )
+    rollout_gpus_per_node: int | None = setting(
+        None, "GPUs of each node that sample, with layout=split; null with colocated.", ge=1
+    )
     save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)
     test_freq: int = setting(-1, "Steps between two validations; -1: only before and after training.", ge=-1)
     critic_warmup: int = setting(0, "Steps that train only the critic, at the start.", ge=0)

@@ -10,6 +10,7 @@ from verl.config.counts import trajectories_per_step
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
+from verl.config.placement import placement_problems
 from verl.config.rollout import ValKwargs
 from verl.config.schema import Config
 from verl.errors import ConfigError
@@ -67,14 +68,7 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
-def _devices(config: Config) -> Iterator[str]:
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if world % tensor_parallel:
-        yield (
-            f"{ROLLOUT}.tensor_model_parallel_size ({tensor_parallel}) must divide the number of workers "
-            f"(trainer.n_gpus_per_node x trainer.nnodes = {world})"
-        )
+def _strategies(config: Config) -> Iterator[str]:
     strategies = {
         f"{ACTOR}.strategy": config.actor_rollout_ref.actor.strategy,
         "critic.strategy": config.critic.strategy,
@@ -206,7 +200,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _lengths,
     _groups,
     _batches,
-    _devices,
+    placement_problems,
+    _strategies,
     _advantages,
     *OBJECTIVE_CHECKS,
     _schedules,

@@ -9,13 +9,11 @@ import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
+from verl.startup import quiet_libraries
 
 quiet_libraries()  # vllm reads its settings when it is imported
 
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import WeightTransferConfig  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -24,11 +22,11 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
-GIB = 2**30
 LITTER_PREFIX = "verl-vllm-"  # short: paths of sockets are, too
 
 
@@ -38,62 +36,15 @@ class VLLMEngine:
     Log-probs are of the distribution that was sampled from: after temperature, top-k and top-p. For a greedy request
     (temperature 0) they are those of the model at temperature 1. With float32 weights on CPU and a seed per request,
     the ids and the log-prob bits of a request do not depend on what else is in the batch.
-
-    max_model_len: most tokens of context and continuation together.
-    kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
-    num_threads: CPU threads of the model; None leaves one core for the process that owns the engine.
-    sleep_mode: let `sleep` free GPU memory.
-    batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        max_model_len: int,
-        dtype: str = "auto",
-        kv_cache_gib: float = 1.0,
-        gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool = True,
-        tensor_parallel_size: int = 1,
-        seed: int = 0,
-        num_threads: int | None = None,
-        max_num_seqs: int = 1024,
-        max_num_batched_tokens: int = 8192,
-        load_format: str = "auto",
-        device: str = "auto",
-        trust_remote_code: bool = False,
-        sleep_mode: bool = False,
-        batch_invariant: bool = False,
-    ) -> None:
-        self._on_cpu = _is_cpu(device)
-        self._sleep_mode = sleep_mode and not self._on_cpu
+    def __init__(self, settings: EngineSettings) -> None:
+        self._on_cpu = _is_cpu(settings.device)
+        self._sleep_mode = settings.sleep_mode and not self._on_cpu
         self._request_numbers = itertools.count()
         self.weight_version = 0
-        args = AsyncEngineArgs(
-            model=model_path,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            enforce_eager=enforce_eager,
-            tensor_parallel_size=tensor_parallel_size,
-            seed=seed,
-            max_num_seqs=max_num_seqs,
-            # A prompt is never split on CPU, where the pieces of one break a request's own random numbers.
-            enable_chunked_prefill=not self._on_cpu,
-            max_num_batched_tokens=max(max_num_batched_tokens, max_model_len, max_num_seqs),
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            load_format=load_format,
-            trust_remote_code=trust_remote_code,
-            enable_sleep_mode=self._sleep_mode,
-            worker_extension_cls="verl.rollout.weight_sync.WeightSyncExtension",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **device_args(self._on_cpu, kv_cache_gib, gpu_memory_utilization),
-        )
-        variables = _engine_variables(self._on_cpu, tensor_parallel_size, num_threads, enforce_eager)
-        if batch_invariant:
-            variables["VLLM_BATCH_INVARIANT"] = "1"
+        args = engine_args(settings, self._on_cpu)
+        variables = engine_variables(settings, self._on_cpu)
         # What the engine puts into the temporary folder (sockets, a rendezvous file) it never takes away.
         self._litter = OwnedFolder(LITTER_PREFIX)
         variables["VLLM_RPC_BASE_PATH"] = str(self._litter.path)
@@ -231,37 +182,6 @@ def _is_cpu(device: str) -> bool:
             f"set trainer.device=auto, or install requirements/{needed}.lock{unseen}"
         )
     return on_cpu
-
-
-def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
-    """Engine arguments that only one kind of device has."""
-    if on_cpu:
-        # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
-        return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
-    transfer = WeightTransferConfig(backend="ipc")
-    return {"gpu_memory_utilization": gpu_memory_utilization, "weight_transfer_config": transfer}
-
-
-def _engine_variables(on_cpu: bool, ranks: int, num_threads: int | None, eager: bool) -> dict[str, str]:
-    """Environment of the engine's process."""
-    quiet = ENGINE_VARIABLES | (CPU_ENGINE_VARIABLES if on_cpu else {})
-    variables = {name: value for name, value in quiet.items() if name not in os.environ}
-    if not on_cpu:
-        return variables
-    threads = num_threads or max(1, len(os.sched_getaffinity(0)) - 1)
-    variables |= {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep: the trainer takes turns with the engine on these cores
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONWARNINGS": "ignore",
-    }
-    if eager:
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # else one helper of the sampler is compiled, which takes seconds
-    if ranks == 1:
-        # The model runs in the engine's own process. vLLM's default, a process of its own fed through a polled
-        # ring buffer, takes twice the time for a small model and keeps a third of a core busy while idle.
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return variables
 
 
 @contextlib.contextmanager

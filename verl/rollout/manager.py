@@ -13,12 +13,13 @@ import ray
 
 from verl.agent.sampling import How
 from verl.config import Config
-from verl.errors import ConfigError, EngineDied, WorkerDied
+from verl.config.placement import placement_of
+from verl.errors import EngineDied, WorkerDied
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
-from verl.rollout.worker import RolloutWorker, ranks_per_engine
+from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for
 from verl.startup import phase, tell
 
@@ -32,8 +33,9 @@ SHUTDOWN_S = 10.0
 class RolloutManager:
     """Starts the engines and spreads prompts over them. Every wait ends after `trainer.step_timeout_s`.
 
-    On CPU the engines load in the background: the first call waits for them. On GPU they are waited for here, since
-    an engine measures the free memory while it starts. `stats` describes the latest `collect`.
+    The engines load in the background: the first call waits for them. On GPUs that they share with the trained roles
+    they are waited for here, since an engine measures the free memory while it starts. `stats` describes the latest
+    `collect`.
 
     When an engine or its worker has died, all are started anew and what was asked of them is asked again, up to
     `rollout.max_restarts` times in a run; then it is an `EngineDied` or a `WorkerDied`.
@@ -106,7 +108,7 @@ class RolloutManager:
         self._workers = _start_workers(self.config, self._pool)
         tell(f"starting {self._engines_in_words}")
         self._starting = [worker.start.remote() for worker in self._workers]
-        if self._pool.device == "cuda":
+        if self._pool.device == "cuda" and self.config.trainer.layout == "colocated":
             self._wait_until_started()
 
     def _surviving(self, call: Callable[[], None]) -> None:
@@ -167,21 +169,10 @@ class RolloutManager:
 
 
 def _start_workers(config: Config, pool: ResourcePool) -> list[Any]:
-    ranks = ranks_per_engine(config, pool.device)
-    num_engines = _num_engines(config, pool, ranks)
+    place = placement_of(config, pool.device)
+    ranks, num_engines = place.gpus_per_engine, place.num_engines
     remote_class = ray.remote(RolloutWorker)
     # One thread for the event loop's own process; the engine's process is given its threads by the engine.
     variables = {"OMP_NUM_THREADS": "1"}
     options = [pool.actor_options(i * ranks % pool.world_size, ranks, variables) for i in range(num_engines)]
     return [remote_class.options(**option).remote(config, num_engines, pool.device) for option in options]
-
-
-def _num_engines(config: Config, pool: ResourcePool, ranks: int) -> int:
-    if pool.device == "cpu":
-        return config.actor_rollout_ref.rollout.num_engines
-    if pool.workers_per_node % ranks:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks} does not divide "
-            f"trainer.n_gpus_per_node={pool.workers_per_node}; set it to a divisor, 1 for one engine per GPU"
-        )
-    return pool.world_size // ranks

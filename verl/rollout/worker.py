@@ -16,6 +16,7 @@ from verl.config import Config
 from verl.errors import RolloutError, VerlError
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
+from verl.rollout.engine_settings import EngineSettings
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
 from verl.stacks import offer_stacks
@@ -123,8 +124,12 @@ def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
     """The engine that the config describes, for sequences of up to `max_model_len` tokens."""
     from verl.rollout.engine import VLLMEngine  # takes seconds; a driver that only starts workers does not need it
 
+    return VLLMEngine(settings_of(config, max_model_len, device))
+
+
+def settings_of(config: Config, max_model_len: int, device: str) -> EngineSettings:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    return VLLMEngine(
+    return EngineSettings(
         model.path,
         max_model_len=max_model_len,
         dtype=rollout.dtype,
@@ -139,7 +144,7 @@ def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
         load_format=rollout.load_format,
         device=device,
         trust_remote_code=model.trust_remote_code,
-        sleep_mode=rollout.free_cache_engine,
+        sleep_mode=rollout.free_cache_engine and config.trainer.layout == "colocated",
         batch_invariant=config.trainer.deterministic and device == "cuda",
     )
 

@@ -1,26 +1,46 @@
-"""The machines of a run: which node and which GPUs each rank gets."""
+"""The machines of a run: which node and which devices each rank gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.errors import ConfigError, WorkerError
+from verl.single_controller.waiting import wait_for
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+JOINING_S = 60.0  # how long a node that the cluster does not have yet is waited for
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the run: its address, and the GPUs on it that are the run's, as CUDA_VISIBLE_DEVICES names them."""
+
+    address: str
+    devices: tuple[str, ...]
 
 
 @dataclass
 class ResourcePool:
     """`nnodes` x `workers_per_node` ranks. On GPU one rank is one GPU; on CPU ranks are processes that share the cores.
 
-    Roles are colocated: actor, anchor and rollout engine take turns on the same devices, so a role asks Ray for a
-    place and not for devices of its own, and is told its GPUs through CUDA_VISIBLE_DEVICES.
+    Ray owns the GPUs: `reserve` takes a bundle of them on every node and asks Ray which ones they are. Roles that take
+    turns on a device have to be on the same one, and an engine of several ranks on several, which shares of a GPU
+    (Ray fills one device after another) do not promise. So a role asks Ray for a place in the bundle, and is told its
+    devices of it through CUDA_VISIBLE_DEVICES.
     """
 
     nnodes: int
     workers_per_node: int
     device: str
     groups: PlacementGroup | None = None
+    nodes: tuple[Node, ...] = ()
+    first: int = 0  # device of a node, where the ranks of a part begin
 
     @property
     def world_size(self) -> int:
@@ -30,31 +50,71 @@ class ResourcePool:
         """Reserve the GPUs of every node once; on one CPU machine there is nothing to reserve."""
         if self.device == "cpu" and self.nnodes == 1:
             return
-        share = {"GPU": float(self.workers_per_node)} if self.device == "cuda" else {"CPU": 1.0}
+        kind, amount = ("GPU", float(self.workers_per_node)) if self.device == "cuda" else ("CPU", 1.0)
         strategy = "STRICT_SPREAD" if self.nnodes > 1 else "PACK"
-        self.groups = placement_group([share] * self.nnodes, strategy=strategy)
-        if not self.groups.wait(timeout_s):
-            raise TimeoutError(
-                f"the Ray cluster does not offer {self.nnodes} node(s) with {share}: "
-                "check `ray status`, trainer.nnodes and trainer.n_gpus_per_node"
+        self.groups = placement_group([{kind: amount}] * self.nnodes, strategy=strategy)
+        present = [node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]]
+        enough = sum(found >= amount for found in present) >= self.nnodes
+        if not self.groups.wait(timeout_s if enough else min(JOINING_S, timeout_s)):
+            self.release()
+            raise WorkerError(
+                f"the Ray cluster does not offer {self.nnodes} node(s) with {amount:g} {kind} each: its nodes have "
+                f"{present} of them, and other jobs may hold some; check `ray status`, CUDA_VISIBLE_DEVICES, "
+                "trainer.nnodes and trainer.n_gpus_per_node"
             )
+        gpus = self.workers_per_node if self.device == "cuda" else 0
+        asked = [
+            ray.remote(_this_node).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=self._bundle(node)).remote()
+            for node in range(self.nnodes)
+        ]
+        self.nodes = tuple(wait_for(asked, "asking Ray for the devices", timeout_s))
+
+    def part(self, first: int, count: int) -> ResourcePool:
+        """The ranks on `count` devices of each node, from number `first` on. Released with the whole."""
+        return replace(self, first=self.first + first, workers_per_node=count)
 
     def actor_options(self, rank: int, num_gpus: int = 1, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
         """Ray options of a role at `rank` that sees `num_gpus` GPUs starting at the rank's own."""
         node, local_rank = divmod(rank, self.workers_per_node)
         env = dict(env_vars or {})
         if self.device == "cuda":
-            env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(local_rank + i) for i in range(num_gpus))
+            own = self.nodes[node].devices[self.first + local_rank :][:num_gpus]
+            env |= {VISIBLE: ",".join(own), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         # Without task events: Ray's control service keeps those of the last 100,000 calls, 4 KB each.
         options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False, "runtime_env": {"env_vars": env}}
         if self.groups is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self.groups, placement_group_bundle_index=node
-            )
+            options["scheduling_strategy"] = self._bundle(node)
         return options
 
     def release(self) -> None:
         if self.groups is not None:
             remove_placement_group(self.groups)
             self.groups = None
+
+    def _bundle(self, node: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(placement_group=self.groups, placement_group_bundle_index=node)
+
+
+def device_of_cluster(name: str) -> str:
+    """ "cpu" or "cuda" for `trainer.device`. This process needs no GPU of its own: those of Ray's nodes count.
+
+    Raises ConfigError when GPUs are asked for and Ray has none, or PyTorch is a build without CUDA.
+    """
+    offered, built = ray.cluster_resources().get("GPU", 0), torch.backends.cuda.is_built()
+    if name == "cpu" or (name == "auto" and not (offered and built)):
+        return "cpu"
+    if not built:
+        raise ConfigError("trainer.device=cuda, but this PyTorch is built without CUDA; install requirements/gpu.lock")
+    if not offered:
+        raise ConfigError(
+            "trainer.device=cuda, but Ray offers no GPU on any node: check nvidia-smi, CUDA_VISIBLE_DEVICES and "
+            "`ray status`, or set trainer.device=cpu"
+        )
+    return "cuda"
+
+
+def _this_node() -> Node:
+    """Runs where it may use the GPUs of a bundle. Ray gives them in no order."""
+    devices = [str(device) for device in ray.get_gpu_ids()]
+    in_order = sorted(devices, key=lambda device: (int(device) if device.isdigit() else 0, device))
+    return Node(ray.util.get_node_ip_address(), tuple(in_order))

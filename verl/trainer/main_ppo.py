@@ -68,7 +68,7 @@ def run(config: Config) -> None:
     with phase("importing Ray and the trainer"):
         import ray
 
-        from verl.engine.device import resolve_device
+        from verl.single_controller import device_of_cluster
         from verl.trainer.janitor import Janitor
         from verl.trainer.rl_trainer import RLTrainer
 
@@ -87,7 +87,7 @@ def run(config: Config) -> None:
             at_the_end.callback(ray.shutdown)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()
-        trainer = RLTrainer(config, resolve_device(config.trainer.device).type)
+        trainer = RLTrainer(config, device_of_cluster(config.trainer.device))
         at_the_end.callback(trainer.shutdown)
         janitor.watch()
         print(f"report: {trainer.fit()}")

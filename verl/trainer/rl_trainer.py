@@ -21,7 +21,6 @@ from verl.errors import StorageError, TrainingCollapsed
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
-from verl.single_controller import ResourcePool
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
 from verl.tracking.report import write_report
@@ -33,6 +32,7 @@ from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator, for_critic, for_losses
 from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
+from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.preflight.prompts import require_prompts
 from verl.trainer.recovery import Recovery
@@ -244,10 +244,11 @@ class RLTrainer:
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
-            self.pool = pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device)
-            self._undo.append(pool.release)
-            pool.reserve(trainer.step_timeout_s)
-            self.rollouts = RolloutManager(config, pool)
+            pools = reserve_pools(config, device)
+            self._undo.append(pools.whole.release)
+            tell(pools.table)
+            self.pool = pool = pools.training
+            self.rollouts = RolloutManager(config, pools.sampling)
             self._undo.append(self.rollouts.shutdown)
             self.actor = ActorGroup(self._actor_config, pool, self.total_steps, self._has_anchor)
             self._undo.append(self.actor.shutdown)

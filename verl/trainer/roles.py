@@ -75,7 +75,8 @@ class ActorGroup(Role):
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
-        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1
+        colocated = config.trainer.layout == "colocated"  # an export is read on the device where it lies
+        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1 and colocated
         self._weights = weight_folder()
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:

@@ -20,13 +20,15 @@ class EngineSession:
 
     def __init__(self, model_dir: Path, temporary: Path) -> None:
         from verl.rollout.engine import VLLMEngine
+        from verl.rollout.engine_settings import EngineSettings
 
         self.temporary = temporary
         self.runner = asyncio.Runner()
         with patch.object(tempfile, "tempdir", str(temporary)):
-            self.engine = VLLMEngine(
+            settings = EngineSettings(
                 str(model_dir), dtype="float32", max_model_len=512, kv_cache_gib=0.125, num_threads=1, max_num_seqs=64
             )
+            self.engine = VLLMEngine(settings)
         self.run(self.engine.start())
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:

@@ -191,9 +191,11 @@ def test_device_that_the_installed_engine_was_not_built_for(tiny_model_dir: Path
     from vllm.platforms import current_platform
 
     from verl.rollout.engine import VLLMEngine
+    from verl.rollout.engine_settings import EngineSettings
 
+    other = "cuda" if current_platform.is_cpu() else "cpu"
     with pytest.raises(ConfigError, match=r"trainer.device=auto"):
-        VLLMEngine(str(tiny_model_dir), max_model_len=64, device="cuda" if current_platform.is_cpu() else "cpu")
+        VLLMEngine(EngineSettings(str(tiny_model_dir), max_model_len=64, device=other))
 
 
 def test_pieces_of_a_stream_are_the_turn(session: Any, prompts: list[list[int]]) -> None:

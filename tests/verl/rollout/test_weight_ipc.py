@@ -156,7 +156,7 @@ def test_the_engine_s_arguments_choose_the_ipc_backend(tiny_model_dir: Path) -> 
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from verl.rollout.engine import device_args
+    from verl.rollout.engine_settings import device_args
 
     args = AsyncEngineArgs(model=str(tiny_model_dir), **device_args(False, 1.0, 0.4))
     assert args.weight_transfer_config == WeightTransferConfig(backend="ipc")

@@ -1,0 +1,46 @@
+"""Which devices the roles of a run are given, by Ray itself on eight GPUs that it is told to have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_world import ENV
+
+PROBE = Path(__file__).with_name("placement_probe.py")
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+SPLIT = f"{TP}=2 trainer.layout=split trainer.rollout_gpus_per_node=4"
+
+
+def devices(visible: str | None, *cases: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in ENV.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    number = 8 if visible is None else len(visible.split(","))
+    ran = subprocess.run(
+        [sys.executable, str(PROBE), str(number), *cases], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> None:
+    one, two, whole, split = devices(None, f"{TP}=1", f"{TP}=2", f"{TP}=8", SPLIT)
+    each = [str(i) for i in range(8)]
+    assert one["actor"] == one["critic"] == one["engines"] == each
+    assert two["actor"] == two["critic"] == each and two["engines"] == ["0,1", "2,3", "4,5", "6,7"]
+    assert whole["engines"] == ["0,1,2,3,4,5,6,7"]
+    assert split["engines"] == ["0,1", "2,3"] and split["actor"] == split["critic"] == ["4", "5", "6", "7"]
+    assert split["table"].splitlines()[0] == "layout: split: 4 ranks train, 2 engines of 2 GPUs sample on 1 node"
+    assert split["table"].splitlines()[2].split()[1:] == ["ranks", "0-3", "4,5,6,7", "engines", "0-1", "0,1,2,3"]
+
+
+@pytest.mark.parametrize("visible", ["4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d"])
+def test_only_the_gpus_that_the_user_made_visible_are_used(visible: str) -> None:
+    (found,) = devices(visible, f"{TP}=2 trainer.n_gpus_per_node=4")
+    own = visible.split(",")
+    assert found["actor"] == found["critic"] == own
+    assert found["engines"] == [",".join(own[:2]), ",".join(own[2:])]

@@ -1,0 +1,115 @@
+"""What one engine is told, by device: the typed settings, vLLM's arguments for them, and the engine's environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Of one engine.
+
+    max_model_len: most tokens of context and continuation together.
+    kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
+    enforce_eager: run without CUDA graphs; None: with them on a GPU, and without a compiler on CPU.
+    tensor_parallel_size: ranks of the engine, each a process on a device of its own; all of them on this node.
+    num_threads: CPU threads of the model; None leaves one core for the process that owns the engine.
+    sleep_mode: let `sleep` free GPU memory.
+    batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
+    """
+
+    model_path: str
+    max_model_len: int
+    dtype: str = "auto"
+    kv_cache_gib: float = 1.0
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool | None = None
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    num_threads: int | None = None
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    load_format: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    sleep_mode: bool = False
+    batch_invariant: bool = False
+
+    def is_eager(self, on_cpu: bool) -> bool:
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
+
+
+def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
+    """vLLM's arguments. On a GPU long prompts are cut into chunks that share an iteration with the other sequences."""
+    quiet_libraries()  # vllm reads its settings when it is imported
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(
+        model=settings.model_path,
+        dtype=settings.dtype,  # type: ignore[arg-type]  # one of its literals, or vLLM says so
+        max_model_len=settings.max_model_len,
+        enforce_eager=settings.is_eager(on_cpu),
+        tensor_parallel_size=settings.tensor_parallel_size,
+        # Left to itself, an engine of several ranks inside a Ray placement group asks Ray for a bundle per rank.
+        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
+        seed=settings.seed,
+        max_num_seqs=settings.max_num_seqs,
+        # A prompt is never split on CPU, where the pieces of one break a request's own random numbers.
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(
+            settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len if on_cpu else 0
+        ),
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        load_format=settings.load_format,
+        trust_remote_code=settings.trust_remote_code,
+        enable_sleep_mode=settings.sleep_mode and not on_cpu,
+        worker_extension_cls="verl.rollout.weight_sync.WeightSyncExtension",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **device_args(on_cpu, settings.kv_cache_gib, settings.gpu_memory_utilization),
+    )
+
+
+def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+    """Engine arguments that only one kind of device has."""
+    from vllm.config import WeightTransferConfig
+
+    if on_cpu:
+        # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
+        return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
+    transfer = WeightTransferConfig(backend="ipc")
+    return {"gpu_memory_utilization": gpu_memory_utilization, "weight_transfer_config": transfer}
+
+
+def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
+    """Environment of the engine's process."""
+    quiet = ENGINE_VARIABLES | (CPU_ENGINE_VARIABLES if on_cpu else {})
+    variables = {name: value for name, value in quiet.items() if name not in os.environ}
+    if settings.batch_invariant:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
+    if not on_cpu:
+        return variables
+    threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    variables |= {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep: the trainer takes turns with the engine on these cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if settings.is_eager(on_cpu):
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else one helper of the sampler is compiled, which takes seconds
+    if settings.tensor_parallel_size == 1:
+        # The model runs in the engine's own process. vLLM's default, a process of its own fed through a polled
+        # ring buffer, takes twice the time for a small model and keeps a third of a core busy while idle.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
