@@ -78,6 +78,7 @@ def ray_session() -> Iterator[Any]:
     folders = [path for path in sys.path if Path(path).is_relative_to(Path(__file__).parent)]
     ray.init(
         num_cpus=4,
+        num_gpus=8,  # said, not there: what is placed on them is asked where it sits
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,

@@ -52,6 +52,23 @@ NO_DEFAULT_LIMITS = [
         (["algorithm.adv_estimator=grpo", "do_search=false"], f"set {ROLLOUT}.n to 2 or more"),
         (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size (256) is larger than the 100 trajectories"),
         (["trainer.n_gpus_per_node=1"], f"{ROLLOUT}.tensor_model_parallel_size (2) must divide"),
+        # Two nodes have the GPUs that such an engine needs, but none has them alone.
+        (["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"], "parallelism over nodes is not available"),
+        (
+            ["trainer.nnodes=2", "trainer.n_gpus_per_node=6", f"{ROLLOUT}.tensor_model_parallel_size=4"],
+            "(4) must divide the GPUs of one node that sample (6): the ranks of an engine are processes of one node",
+        ),
+        (
+            ["trainer.layout=split", "trainer.rollout_gpus_per_node=3"],
+            f"{ROLLOUT}.tensor_model_parallel_size (2) must divide the GPUs of one node that sample (3)",
+        ),
+        (["trainer.layout=split"], "trainer.rollout_gpus_per_node=null: set it to the GPUs of a node that sample"),
+        (["trainer.layout=split", "trainer.rollout_gpus_per_node=8"], "fewer than the 8 of trainer.n_gpus_per_node"),
+        (["trainer.rollout_gpus_per_node=4"], "has no effect with trainer.layout=colocated"),
+        (
+            ["trainer.layout=split", "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],
+            "trainer.layout=split divides GPUs, and this run has none",
+        ),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron is not available"),
         (["critic.strategy=megatron"], "critic.strategy=megatron is not available"),
         (

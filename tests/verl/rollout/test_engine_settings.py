@@ -1,0 +1,140 @@
+"""vLLM's own configuration objects for our settings, in our placement."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cuda import pretend_cuda
+
+from verl.agent.environment import Sampling
+from verl.rollout.engine_settings import EngineSettings, engine_args
+from verl.single_controller import ResourcePool
+
+SIZES = (1, 2, 4, 8)
+
+
+class Engine:
+    """In the place of a rollout engine's actor."""
+
+    def config_of(self, settings: EngineSettings, visible: str) -> dict[str, Any]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        pretend_cuda()
+        from vllm.v1.executor import Executor
+
+        config = engine_args(settings, on_cpu=False).create_engine_config()
+        return {
+            "executor": Executor.get_class(config).__name__,
+            "worker": config.parallel_config.worker_cls,
+            "graphs": config.compilation_config.cudagraph_mode.name,
+            "sequences": config.scheduler_config.max_num_seqs,
+            "tokens": config.scheduler_config.max_num_batched_tokens,
+            "chunked": config.scheduler_config.enable_chunked_prefill,
+            "prefixes": config.cache_config.enable_prefix_caching,
+            "sleeps": config.model_config.enable_sleep_mode,
+            "transfer": config.weight_transfer_config.backend,
+        }
+
+    def answer_of(self, settings: EngineSettings, ids: list[int]) -> list[int]:
+        from verl.rollout.engine import VLLMEngine
+
+        async def answer() -> list[int]:
+            engine = VLLMEngine(settings)
+            try:
+                await engine.start()
+                return list((await engine.generate(ids, Sampling(temperature=0.0, max_tokens=8))).ids)
+            finally:
+                engine.shutdown()
+
+        return asyncio.run(answer())
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: Any) -> Any:
+    pool = ResourcePool(1, 8, "cuda")
+    pool.reserve(120)
+    yield pool
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def divisible_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that eight ranks can share."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    path = tmp_path_factory.mktemp("divisible_model")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def configs(ray_session: Any, pool: ResourcePool, divisible_model_dir: Path) -> dict[int, dict[str, Any]]:
+    actor = ray_session.remote(Engine).options(**pool.actor_options(0, 8)).remote()
+    found = {}
+    for ranks in SIZES:
+        settings = EngineSettings(
+            str(divisible_model_dir), max_model_len=1024, tensor_parallel_size=ranks, sleep_mode=True, device="cuda"
+        )
+        visible = ",".join(pool.nodes[0].devices[:ranks])
+        found[ranks] = ray_session.get(actor.config_of.remote(settings, visible))
+    ray_session.kill(actor)
+    return found
+
+
+def test_an_engine_of_several_ranks_in_a_placement_group_starts_them_itself(configs: dict[int, dict[str, Any]]) -> None:
+    executors = [configs[ranks]["executor"] for ranks in SIZES]
+    assert executors == ["UniProcExecutor", "MultiprocExecutor", "MultiprocExecutor", "MultiprocExecutor"]
+    assert {configs[ranks]["worker"] for ranks in SIZES} == {"vllm.v1.worker.gpu_worker.Worker"}
+
+
+def test_on_a_gpu_there_are_graphs_chunks_and_shared_prefixes(configs: dict[int, dict[str, Any]]) -> None:
+    for found in configs.values():
+        assert found["graphs"] != "NONE" and found["chunked"] and found["prefixes"] and found["sleeps"]
+        assert (found["sequences"], found["tokens"], found["transfer"]) == (1024, 8192, "ipc")
+
+
+def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut() -> None:
+    args = engine_args(EngineSettings("m", max_model_len=20000), on_cpu=True)
+    assert args.enforce_eager and not args.enable_chunked_prefill and args.max_num_batched_tokens == 20000
+    assert not engine_args(EngineSettings("m", 512, enforce_eager=False), on_cpu=True).enforce_eager
+    assert engine_args(EngineSettings("m", 512, enforce_eager=True), on_cpu=False).enforce_eager
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_inside_a_placement_group(
+    ray_session: Any, pool: ResourcePool, divisible_model_dir: Path
+) -> None:
+    """On CPU, where vLLM has tensor parallelism too; before, it asked Ray for the ranks and did not start."""
+    answers = []
+    for ranks in (1, 2):
+        settings = EngineSettings(
+            str(divisible_model_dir),
+            max_model_len=256,
+            dtype="float32",
+            kv_cache_gib=0.0625,
+            tensor_parallel_size=ranks,
+            num_threads=1,
+            max_num_seqs=8,
+        )
+        actor = ray_session.remote(Engine).options(**pool.actor_options(2, ranks)).remote()
+        answers.append(ray_session.get(actor.answer_of.remote(settings, [5, 6, 7, 8]), timeout=300))
+        ray_session.kill(actor)
+    assert answers[0] == answers[1] and len(answers[0]) == 8
