@@ -41,7 +41,9 @@ class DataConfig:
         ge=1,
     )
     train_batch_size: int = setting(1024, "Prompts per RL step, before they are repeated n_agent times.", ge=1)
-    val_batch_size: int = setting(1312, "Prompts per validation batch.", ge=1)
+    val_batch_size: int = setting(
+        1312, "Has no effect, and published scripts set it: validation is one stream of prompts, not batches.", ge=1
+    )
     return_raw_input_ids: bool = setting(False, "Has no effect; see the error it gives.")
     return_raw_chat: bool = setting(False, "Has no effect; see the error it gives.")
     shuffle_train_dataloader: bool = setting(

@@ -111,7 +111,7 @@ UNSUPPORTED = {
     f"{ACTOR}.checkpoint": "a checkpoint always holds model, optimizer and random state",
     f"{ROLLOUT}.mode": "sampling is always asynchronous, an episode by itself",
     f"{ROLLOUT}.val_kwargs.n": "each validation prompt is answered once",
-    f"{ROLLOUT}.agent.num_workers": f"each engine plays its own episodes, {ROLLOUT}.max_concurrent on all of them",
+    f"{ROLLOUT}.agent.num_workers": f"each engine plays its own episodes, {ROLLOUT}.max_concurrent at once",
     f"{ROLLOUT}.enable_chunked_prefill": "it is on for GPUs and off on CPU",
     f"{ROLLOUT}.engine_kwargs": "the engine's settings are those below actor_rollout_ref.rollout",
     "data.truncation": "a prompt is never cut; data.filter_overlong_prompts=true drops those that are too long",

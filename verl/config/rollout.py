@@ -74,6 +74,10 @@ class RolloutConfig:
     num_threads: int | None = setting(None, "CPU threads of each engine; null: the engine's own choice.", ge=1)
     num_engines: int = setting(1, "Engines on CPU; on GPU it follows from the number of GPUs.", ge=1)
     seed_per_request: bool = setting(True, "Seed each turn by itself: the same tokens whatever else is in the batch.")
-    max_concurrent: int = setting(512, "Most trajectories in progress at a time.", ge=1)
+    max_concurrent: int | None = setting(
+        None,
+        "Most trajectories in progress on one engine; null: as many as its cache holds at half of their window.",
+        ge=1,
+    )
     max_restarts: int = setting(2, "Times in a run that engines which died are started anew.", ge=0)
     val_kwargs: ValKwargs = section(ValKwargs)

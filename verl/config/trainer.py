@@ -66,5 +66,9 @@ class TrainerConfig:
         False, "Only kernels that give the same bits for the same input; needs rollout.seed_per_request."
     )
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
-    step_timeout_s: float = setting(3600.0, "Longest time any one phase of a step may take, in seconds.", gt=0)
+    step_timeout_s: float = setting(
+        3600.0,
+        "Longest wait for a worker, in seconds: for its part of a phase, or for an engine to end a trajectory.",
+        gt=0,
+    )
     collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)

@@ -59,7 +59,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
-        await self._on_ranks("join_run")
+        await self._on_ranks("join_run", os.getpid())
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. A stop string and an end-of-sequence token are part of the result.
@@ -86,6 +86,11 @@ class VLLMEngine:
     def num_running(self) -> int:
         """Requests that are being sampled, or wait for it."""
         return int(self._llm.output_processor.get_num_unfinished_requests())
+
+    @property
+    def whole_sequences(self) -> float:
+        """Sequences of `max_model_len` tokens that the key-value cache holds."""
+        return self._llm.vllm_config.cache_config.kv_cache_max_concurrency or 1.0
 
     async def _complete(
         self, ids: Sequence[int], sampling: Sampling, output_kind: RequestOutputKind

@@ -17,6 +17,7 @@ from verl.config.placement import placement_of
 from verl.errors import EngineDied, WorkerDied
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
+from verl.rollout.stream import Place, Stream
 from verl.rollout.weight_file import WeightHandle
 from verl.rollout.weight_ipc import ExportedWeights
 from verl.rollout.worker import RolloutWorker
@@ -48,6 +49,7 @@ class RolloutManager:
         self._pool = pool
         self._workers: list[Any] = []
         self._starting: list[Any] = []
+        self._at_once: list[int] = []  # episodes, by engine
         self._restarts_left = config.actor_rollout_ref.rollout.max_restarts
         self._publish: PublishWeights | None = None  # those that the engines have
         self._start()
@@ -59,7 +61,7 @@ class RolloutManager:
     def collect(
         self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train", first_group: int = 0
     ) -> list[Trajectory]:
-        """`n` trajectories of each prompt, in prompt order; the group of a prompt is sampled by one engine.
+        """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
         Groups are numbered from `first_group`, so that several calls in one step draw different things.
         A trajectory that failed (infrastructure) is drawn again, with another seed, at most `agent.max_redraws` times;
@@ -68,14 +70,9 @@ class RolloutManager:
         """
         self._wait_until_started()
         draws = Draws(self.config, prompts, n, step, how, first_group)
-        pending = list(range(len(prompts) * n))
-        for attempt in range(self.config.agent.max_redraws + 1):
-            self._surviving(partial(self._run, draws, pending, attempt))
-            pending = draws.failed()
-            draws.raise_if_too_many_failed(len(pending) if attempt < self.config.agent.max_redraws else 0)
-            if not pending:
-                break
-            log.warning("step %d: %d trajectories failed, the first: %s", step, len(pending), draws.first_failure)
+        self._surviving(partial(self._sample, draws))
+        if draws.num_failures:
+            log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
         self.stats = draws.stats()
         return draws.trajectories()
 
@@ -144,14 +141,14 @@ class RolloutManager:
             if handle.release is not None:
                 handle.release()
 
-    def _run(self, draws: Draws, slots: Sequence[int], attempt: int) -> None:
-        shares = [[s for s in slots if draws.prompt_of(s) % len(self._workers) == i] for i in range(len(self._workers))]
-        busy = [(worker, share) for worker, share in zip(self._workers, shares, strict=True) if share]
-        calls = [
-            worker.run.remote([draws.request(slot, attempt) for slot in share], draws.how) for worker, share in busy
-        ]
-        for (_, share), results in zip(busy, wait_for(calls, "rollout", self.timeout_s), strict=True):
-            draws.record(share, results)
+    def _sample(self, draws: Draws) -> None:
+        places = [Place(worker, at_once) for worker, at_once in zip(self._workers, self._at_once, strict=True)]
+        try:
+            Stream(places, draws, self.timeout_s).run()
+        except Exception:
+            calls = [worker.abandon.remote() for worker in self._workers]
+            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
+            raise
 
     def _call_all(self, method: str, *args: Any) -> None:
         self._wait_until_started()
@@ -160,7 +157,7 @@ class RolloutManager:
     def _wait_until_started(self) -> None:
         if self._starting:
             with phase(f"waiting for {self._engines_in_words}"):
-                wait_for(self._starting, "start of the rollout engines", self.timeout_s)
+                self._at_once = wait_for(self._starting, "start of the rollout engines", self.timeout_s)
             self._starting = []
 
     @property
@@ -175,4 +172,4 @@ def _start_workers(config: Config, pool: ResourcePool) -> list[Any]:
     # One thread for the event loop's own process; the engine's process is given its threads by the engine.
     variables = {"OMP_NUM_THREADS": "1"}
     options = [pool.actor_options(i * ranks % pool.world_size, ranks, variables) for i in range(num_engines)]
-    return [remote_class.options(**option).remote(config, num_engines, pool.device) for option in options]
+    return [remote_class.options(**option).remote(config, pool.device) for option in options]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -68,11 +72,26 @@ class WeightSyncExtension:
             self.finish_weight_update()
         return found
 
-    def join_run(self) -> None:
-        """Ask Linux to end this process when the one that started it ends, however that happens; offer stacks."""
+    def join_run(self, owner: int) -> None:
+        """Let this process end when the one that started it ends, however that happens; offer stacks.
+
+        Of several ranks that one is the engine's process, which itself outlives its owner, the process `owner`.
+        """
         offer_stacks()
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if (engine := os.getppid()) != owner:
+                threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
+
+
+def end_with(engine: int, owner: int) -> None:
+    """Wait until the process `owner` has ended, and kill the process `engine`."""
+    with contextlib.suppress(ProcessLookupError):
+        ended = select.poll()
+        ended.register(os.pidfd_open(owner), select.POLLIN)
+        ended.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(engine, signal.SIGKILL)
 
 
 def _repack_output_heads(model: torch.nn.Module) -> None:

@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
 
 
+TOGETHER_S = 0.01  # episodes that end within this time are reported by one answer
+
+
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to play. With a `seed` its tokens depend on nothing else that is sampled."""
+    """One episode to play, known by its `slot`. With a `seed` its tokens depend on nothing else that is sampled."""
 
+    slot: int
     prompt: Prompt
     group_id: str
     seed: int | None
@@ -40,14 +44,14 @@ class RolloutWorker:
     Nothing heavy happens before `start`, so that a driver can start several workers side by side.
     """
 
-    def __init__(self, config: Config, num_engines: int, device: str) -> None:
+    def __init__(self, config: Config, device: str) -> None:
         offer_stacks()
         self.config = config
         self.device = device
-        self.at_once = max(1, config.actor_rollout_ref.rollout.max_concurrent // num_engines)
+        self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
 
-    async def start(self) -> None:
-        """Load the model and the environment."""
+    async def start(self) -> int:
+        """Load the model and the environment. Returns how many episodes are played at once."""
         config = self.config
         self.tokenizer = load_policy_tokenizer(config)
         self.environment = make_environment(config, self.tokenizer)
@@ -57,26 +61,39 @@ class RolloutWorker:
         # What start-up left behind is never garbage. Scanning it in every collection costs half of this process' time.
         gc.collect()
         gc.freeze()
+        at_once = config.actor_rollout_ref.rollout.max_concurrent or self._as_the_cache_holds()
+        self._places = asyncio.Semaphore(at_once)
+        return at_once
 
     async def check(self) -> None:
         """Raise `EnvironmentUnavailable` when the environment's infrastructure does not answer."""
         await self.environment.check()
 
-    async def run(self, requests: Sequence[EpisodeRequest], how: How) -> list[Trajectory]:
-        """Play all episodes, at most `rollout.max_concurrent` at a time; results in the order of `requests`.
+    async def play(self, new: Sequence[EpisodeRequest], how: How) -> list[tuple[int, Trajectory]]:
+        """Begin `new` episodes; of all that are being played, those that have ended since the last call, at least one.
 
         An unavailable environment makes a `FAILED` trajectory. Any other error ends the call, and the episodes that
         are still running, as a typed error that names the group.
         """
-        places = asyncio.Semaphore(self.at_once)
-        sampling = sampling_of(self.config, how)
-        tasks = [asyncio.create_task(self._play(request, sampling, places)) for request in requests]
+        sampling, playing = sampling_of(self.config, how), self._playing
+        for request in new:
+            playing[asyncio.create_task(self._play(request, sampling))] = request.slot
+        await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(TOGETHER_S)
+        if playing is not self._playing:  # they were abandoned; what is played now is another call's
+            return []
         try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            return [(playing.pop(task), task.result()) for task in list(playing) if task.done()]
+        except BaseException:
+            await self.abandon()
+            raise
+
+    async def abandon(self) -> None:
+        """End all episodes."""
+        tasks, self._playing = list(self._playing), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def load_weights(self, handle: WeightHandle | ExportedWeights) -> None:
         if isinstance(handle, ExportedWeights):
@@ -97,8 +114,12 @@ class RolloutWorker:
         if hasattr(self, "environment"):
             await self.environment.close()
 
-    async def _play(self, request: EpisodeRequest, sampling: Sampling, places: asyncio.Semaphore) -> Trajectory:
-        async with places:
+    def _as_the_cache_holds(self) -> int:
+        """While they last trajectories fill half of their window on average, if they fill it at all."""
+        return max(1, int(2 * self.engine.whole_sequences))
+
+    async def _play(self, request: EpisodeRequest, sampling: Sampling) -> Trajectory:
+        async with self._places:
             try:
                 trajectory = await run_episode(
                     request.prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import ray
@@ -24,9 +25,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float) -> list[Any]:
     try:
         return ray.get(references, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise Stalled(
-            f"{phase}: no answer within {timeout_s:.0f} s; raise trainer.step_timeout_s if the step is that long"
-        ) from error
+        raise _stalled(phase, timeout_s) from error
     except RayActorError as error:
         raise _died(phase, error) from error
     except RayTaskError as error:
@@ -38,6 +37,26 @@ def wait_for(references: list[Any], phase: str, timeout_s: float) -> list[Any]:
         raise
     finally:
         note_progress()
+
+
+def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: float) -> list[Any]:
+    """Those that are done, at least one; their results are had by `wait_for`.
+
+    Raises `Stalled` when there is none `timeout_s` seconds after `since`, a time of `time.monotonic`.
+    """
+    note_progress()
+    ready, others = ray.wait(references, num_returns=1, timeout=max(0.0, since + timeout_s - time.monotonic()))
+    if not ready:
+        raise _stalled(phase, timeout_s)
+    ready += ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []
+    note_progress()
+    return ready
+
+
+def _stalled(phase: str, timeout_s: float) -> Stalled:
+    return Stalled(
+        f"{phase}: no answer within {timeout_s:.0f} s; raise trainer.step_timeout_s if the step is that long"
+    )
 
 
 def _died(phase: str, error: RayActorError) -> WorkerDied:

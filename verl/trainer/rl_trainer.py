@@ -224,10 +224,9 @@ class RLTrainer:
         return metrics
 
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
-        rows, size = prompts.all(), self.config.data.val_batch_size
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        rows = prompts.all()
         with phase(f"{SPLITS[split]} on {len(rows)} prompts"):
-            trajectories = [t for part in parts for t in self.rollouts.collect(part, 1, step, how="val")]
+            trajectories = self.rollouts.collect(rows, 1, step, how="val")
             self.scorer.score(trajectories, validate=True)
         self._store(trajectories, split, step)
         return validation_metrics(trajectories, split)

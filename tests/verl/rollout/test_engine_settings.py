@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +120,20 @@ def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut() -> None:
     assert args.enforce_eager and not args.enable_chunked_prefill and args.max_num_batched_tokens == 20000
     assert not engine_args(EngineSettings("m", 512, enforce_eager=False), on_cpu=True).enforce_eager
     assert engine_args(EngineSettings("m", 512, enforce_eager=True), on_cpu=False).enforce_eager
+
+
+def test_the_process_of_an_engine_of_several_ranks_ends_with_its_owner() -> None:
+    """Its ranks see to it: nothing else ties it to the process that started it."""
+    from verl.rollout.weight_sync import end_with
+
+    owner, engine = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    watcher = threading.Thread(target=end_with, args=(engine.pid, owner.pid))
+    watcher.start()
+    assert engine.poll() is None
+    owner.kill()
+    watcher.join(timeout=60)
+    assert engine.wait(timeout=60) == -signal.SIGKILL
+    owner.wait(timeout=60)
 
 
 @pytest.mark.slow

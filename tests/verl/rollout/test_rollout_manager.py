@@ -137,7 +137,7 @@ def test_too_many_failures_end_the_step_with_the_first_failure_text(
     manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rows = [{"name": f"down {i}", "failures": 99} for i in range(4)]
-    with pytest.raises(RolloutError, match=r"4 of 4 episodes failed.*max_failed_ratio=0.2.*no answer for down"):
+    with pytest.raises(RolloutError, match=r"2 of 2 episodes failed.*max_failed_ratio=0.2.*no answer for down"):
         manager.collect(prompts_of(byte_tokenizer, *rows), n=1, step=7)
 
 
@@ -176,15 +176,36 @@ def test_sleep_and_wake_do_nothing_on_cpu(manager: RolloutManager, byte_tokenize
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
 
 
+def test_what_failed_is_drawn_again_while_others_are_still_played(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The first prompt waits for the second, which fails at first."""
+    rows = [{"waits_for": 1}, {"failures": 1}, {}, {}, {}]
+    rows = [{"name": f"met {i}", "folder": str(tmp_path)} | row for i, row in enumerate(rows)]
+    rows[2:] = [{"name": f"alone {i}"} for i in range(3)]
+    manager.collect(prompts_of(byte_tokenizer, *rows), n=1, step=10)
+    assert manager.stats["env/redraws"] == 1
+
+
+def test_an_engine_holds_as_many_episodes_as_its_cache(session: Any, tiny_model_dir: Path) -> None:
+    """0.125 GiB of float32 keys and values, 3 layers of one head of 32, for sequences of 512 tokens."""
+    tokens = 0.125 * 2**30 / (2 * 3 * 32 * 4)
+    assert session.engine.whole_sequences == pytest.approx(tokens / 512, rel=0.02)
+
+
 def test_two_engines_draw_what_one_draws_and_leave_no_process(
-    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
     expected = manager.collect(prompts, n=2, step=2)
     before = engine_processes()
-    pair = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.num_engines=2"), POOL)
+    two, one_at_once = "actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.rollout.max_concurrent=1"
+    pair = RolloutManager(config_of(tiny_model_dir, two, one_at_once), POOL)
     try:
         assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
+        # The first prompt lasts until six others have been played, which its own engine has no room for.
+        rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]
+        assert len(pair.collect(prompts_of(byte_tokenizer, *rows), n=1, step=3)) == 8
         engines = engine_processes() - before
         assert len(engines) == 2
     finally:

@@ -39,7 +39,7 @@ def step_time(config: Config, models: Models, place: Place) -> StepTime:
         per_token += (6 * config.critic.ppo_epochs + 2) * models.critic.num_params
     ranks = rollout.tensor_model_parallel_size if place.on_gpu else 1
     engines = max(1, place.workers // ranks) if place.on_gpu else rollout.num_engines
-    waves = -(-rows // (engines * min(rollout.max_num_seqs, max(1, rollout.max_concurrent // engines))))
+    waves = -(-rows // (engines * min(rollout.max_num_seqs, rollout.max_concurrent or rollout.max_num_seqs)))
     width = 4 if rollout.dtype == "float32" else 2
     decoding = waves * window * FILLED * width * models.policy.num_params / ranks / bandwidth
     assumed = (
