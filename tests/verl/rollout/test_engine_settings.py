@@ -72,7 +72,7 @@ def divisible_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = Qwen2Config(
         vocab_size=320,
-        hidden_size=128,
+        hidden_size=256,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=8,

@@ -136,9 +136,8 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
-        yield machine.check_shared_memory(
-            models, asked.place.on_gpu, config.trainer.nnodes, shutil.disk_usage(shared).free
-        )
+        exported = asked.place.on_gpu and config.trainer.layout == "colocated"
+        yield machine.check_shared_memory(models, exported, config.trainer.nnodes, shutil.disk_usage(shared).free)
 
 
 def _start(config: Config) -> Iterator[Finding]:

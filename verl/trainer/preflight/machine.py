@@ -83,7 +83,7 @@ def open_files_limit() -> int:
 
 
 def check_shared_memory(models: Models, on_gpu: bool, nnodes: int, free: int) -> Finding:
-    """Weights go to the engines in a float32 file, except on one GPU node. `free` bytes of /dev/shm."""
+    """Weights go to the engines in a float32 file, except on shared GPUs of one node. `free` bytes of /dev/shm."""
     needed = 0 if on_gpu and nnodes == 1 else FLOAT32 * models.policy.num_params
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")
