@@ -55,6 +55,7 @@ def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(run
         "starting Ray",
         "loading the prompts",
         "prompts: 120 for training, 32 for validation",
+        "layout: 1 training rank and 1 engine on CPU",
         "starting 1 rollout engine",
         "loading the actor in 1 process",
         "waiting for 1 rollout engine",

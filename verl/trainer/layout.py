@@ -32,14 +32,12 @@ def reserve_pools(config: Config, device: str) -> Pools:
 
 def layout_table(place: Placement, nodes: Sequence[Node]) -> str:
     """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each."""
-    ranks, engines = _count(place.num_ranks, "rank"), _count(place.num_engines, "engine")
+    ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
     if not nodes or not nodes[0].devices:
-        return f"layout: {ranks} train and {engines} sample on CPU"
-    words = "colocated, they take turns" if place.colocated else "split"
-    title = (
-        f"layout: {words}: {ranks} train, {engines} of {_count(place.gpus_per_engine, 'GPU')} sample "
-        f"on {_count(place.nnodes, 'node')}"
-    )
+        return f"layout: {ranks} and {engines} on CPU"
+    words = "colocated, taking turns" if place.colocated else "split"
+    each = _count(place.gpus_per_engine, "GPU")
+    title = f"layout {words}: {ranks} and {engines} of {each} on {_count(place.nnodes, 'node')}"
     rows: list[tuple[str, ...]] = [("node", "train", "on GPUs", "sample", "on GPUs")]
     rows += [_row(place, number, node) for number, node in enumerate(nodes[:NODES_SHOWN])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

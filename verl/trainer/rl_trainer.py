@@ -245,7 +245,8 @@ class RLTrainer:
             self._undo.append(self.tracker.finish)
             pools = reserve_pools(config, device)
             self._undo.append(pools.whole.release)
-            tell(pools.table)
+            for line in pools.table.splitlines():
+                tell(line)
             self.pool = pool = pools.training
             self.rollouts = RolloutManager(config, pools.sampling)
             self._undo.append(self.rollouts.shutdown)

@@ -34,7 +34,7 @@ def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> N
     assert two["actor"] == two["critic"] == each and two["engines"] == ["0,1", "2,3", "4,5", "6,7"]
     assert whole["engines"] == ["0,1,2,3,4,5,6,7"]
     assert split["engines"] == ["0,1", "2,3"] and split["actor"] == split["critic"] == ["4", "5", "6", "7"]
-    assert split["table"].splitlines()[0] == "layout: split: 4 ranks train, 2 engines of 2 GPUs sample on 1 node"
+    assert split["table"].splitlines()[0] == "layout split: 4 training ranks and 2 engines of 2 GPUs on 1 node"
     assert split["table"].splitlines()[2].split()[1:] == ["ranks", "0-3", "4,5,6,7", "engines", "0-1", "0,1,2,3"]
 
 
