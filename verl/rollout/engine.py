@@ -22,11 +22,14 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
+from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
+TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # as vLLM calls them, in the order of waking
+DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
 LITTER_PREFIX = "verl-vllm-"  # short: paths of sockets are, too
 
 
@@ -43,6 +46,8 @@ class VLLMEngine:
         self._sleep_mode = settings.sleep_mode and not self._on_cpu
         self._request_numbers = itertools.count()
         self.weight_version = 0
+        self._awake = frozenset(TAGS)
+        self._has_weights = True
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
         # What the engine puts into the temporary folder (sockets, a rendezvous file) it never takes away.
@@ -96,6 +101,7 @@ class VLLMEngine:
         self, ids: Sequence[int], sampling: Sampling, output_kind: RequestOutputKind
     ) -> AsyncGenerator[CompletionOutput, None]:
         """One request of the engine, which is aborted when this generator is closed or cancelled."""
+        self._require_weights()
         request_id = str(next(self._request_numbers))
         outputs = self._llm.generate(tokens_input(list(ids)), _sampling_params(sampling, output_kind), request_id)
         try:
@@ -142,15 +148,33 @@ class VLLMEngine:
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
         self.weight_version = version
+        self._has_weights = True
 
-    async def sleep(self) -> None:
-        """Give GPU memory back (weights go to CPU memory, the cache is dropped). Does nothing on CPU."""
-        if self._sleep_mode:
-            await self._llm.sleep(level=1)
+    async def enter(self, phase: Phase) -> None:
+        """Have in GPU memory what `verl.phases` lists of an engine. Does nothing on CPU, or without `sleep_mode`.
 
-    async def wake(self) -> None:
-        if self._sleep_mode:
-            await self._llm.wake_up()
+        Weights that leave are gone: the engine does not sample again before new ones were loaded in `Phase.SYNC`.
+        """
+        if not self._sleep_mode:
+            return
+        wanted = RESIDENT[phase].intersection(TAGS)
+        if phase is Phase.SYNC or not self._awake <= wanted:
+            await self._fall_asleep()
+        if phase is Phase.SAMPLE:
+            self._require_weights()
+        for part, tag in TAGS.items():
+            if part in wanted - self._awake:
+                await self._llm.wake_up(tags=[tag])
+                self._awake |= {part}
+
+    async def _fall_asleep(self) -> None:
+        if self._awake:
+            self._awake, self._has_weights = frozenset(), False
+            await self._llm.sleep(level=DISCARD)
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise WeightSyncError("the engine has no complete weights: load some before it samples again")
 
     def shutdown(self) -> None:
         """End the engine's process. Safe to call twice."""

@@ -15,6 +15,7 @@ from verl.agent.sampling import How
 from verl.config import Config
 from verl.config.placement import placement_of
 from verl.errors import EngineDied, WorkerDied
+from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.stream import Place, Stream
@@ -79,18 +80,16 @@ class RolloutManager:
     def load_weights(self, publish: PublishWeights) -> None:
         """Give the weights that `publish` offers to every engine; it is called again for engines started later.
 
-        Exported weights are released afterwards, whether or not that went well. Raises `WeightSyncError` when an engine
-        read something else.
+        On a GPU the engines drop what they have there, wake for the weights alone, and for the cache when these are
+        loaded and the trainer's part of the memory is released. Exported weights are released whether or not that went
+        well. Raises `WeightSyncError` when an engine read something else.
         """
         self._surviving(partial(self._give, publish))
         self._publish = publish
 
     def sleep(self) -> None:
-        """Free the GPU memory of the engines while the policy is updated. Does nothing on CPU."""
-        self._surviving(partial(self._call_all, "sleep"))
-
-    def wake(self) -> None:
-        self._surviving(partial(self._call_all, "wake"))
+        """Free the GPU memory of the engines until the next `load_weights`. Does nothing on CPU."""
+        self._surviving(partial(self._enter, Phase.UPDATE))
 
     def shutdown(self) -> None:
         """End all engines, also those that did not start or do not answer."""
@@ -106,7 +105,7 @@ class RolloutManager:
         tell(f"starting {self._engines_in_words}")
         self._starting = [worker.start.remote() for worker in self._workers]
         if self._pool.device == "cuda" and self.config.trainer.layout == "colocated":
-            self._wait_until_started()
+            self._enter(Phase.UPDATE)  # the trained roles load next, on the same devices
 
     def _surviving(self, call: Callable[[], None]) -> None:
         """Call it; when an engine has died, start all anew with the weights that they had, and call it again."""
@@ -131,15 +130,21 @@ class RolloutManager:
             self._give(self._publish)
 
     def _give(self, publish: PublishWeights) -> None:
+        self._enter(Phase.SYNC)
         handle = publish()
         if isinstance(handle, WeightHandle):
             self._call_all("load_weights", handle)
-            return
-        try:
-            self._call_all("load_weights", replace(handle, release=None))
-        finally:
-            if handle.release is not None:
-                handle.release()
+        else:
+            try:
+                self._call_all("load_weights", replace(handle, release=None))
+            finally:
+                if handle.release is not None:
+                    handle.release()
+        self._enter(Phase.SAMPLE)
+
+    def _enter(self, phase: Phase) -> None:
+        if self._pool.device == "cuda":
+            self._call_all("enter", phase)
 
     def _sample(self, draws: Draws) -> None:
         places = [Place(worker, at_once) for worker, at_once in zip(self._workers, self._at_once, strict=True)]

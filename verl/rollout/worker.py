@@ -14,6 +14,7 @@ from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import RolloutError, VerlError
+from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
@@ -101,11 +102,8 @@ class RolloutWorker:
         else:
             await self.engine.load_weights(handle.path, handle.version, handle.checksum)
 
-    async def sleep(self) -> None:
-        await self.engine.sleep()
-
-    async def wake(self) -> None:
-        await self.engine.wake()
+    async def enter(self, phase: Phase) -> None:
+        await self.engine.enter(phase)
 
     async def shutdown(self) -> None:
         """End the engine's process and the environment's connections; fine to call when `start` did not finish."""

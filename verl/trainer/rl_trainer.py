@@ -180,7 +180,6 @@ class RLTrainer:
 
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
-            self.rollouts.wake()
             self.rollouts.load_weights(partial(self.actor.publish_weights, step))
 
     def _not_cut(self, trajectories: list[Trajectory]) -> torch.Tensor | None:

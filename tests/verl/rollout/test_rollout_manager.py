@@ -167,11 +167,10 @@ def test_weights_are_loaded_and_their_version_is_on_the_trajectories(
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
 
 
-def test_sleep_and_wake_do_nothing_on_cpu(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sleep_does_nothing_on_cpu(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = prompts_of(byte_tokenizer, {})
     before = manager.collect(prompts, n=1, step=1)
     manager.sleep()
-    manager.wake()
     manager.check()
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
 

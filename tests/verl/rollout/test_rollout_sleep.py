@@ -1,0 +1,136 @@
+"""How engines leave and take GPU memory around a sync: the real manager and engine, stand-ins for calls of CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verl.config import load_config
+from verl.errors import WeightSyncError
+from verl.phases import Phase
+from verl.rollout.engine import VLLMEngine
+from verl.rollout.manager import RolloutManager
+from verl.rollout.weight_ipc import ExportedWeights
+from verl.rollout.worker import RolloutWorker
+from verl.single_controller import ResourcePool
+
+
+class RecordingLLM:
+    """Takes what `AsyncLLM` takes, by its own signatures, and notes it."""
+
+    def __init__(self, calls: list[str], checksum: str) -> None:
+        self.calls, self.checksum = calls, checksum
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        signature = inspect.signature(getattr(AsyncLLM, name))
+
+        async def call(*args: Any, **options: Any) -> Any:
+            given = signature.bind(self, *args, **options).arguments
+            shown = {key: value for key, value in given.items() if key in ("level", "tags", "method")}
+            self.calls.append(f"{name} {next(iter(shown.values()), '')}".strip())
+            return [self.checksum] if name == "collective_rpc" else True
+
+        return call
+
+
+def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, checksum: str = "right") -> VLLMEngine:
+    """An engine whose process is a stand-in; started on CPU it would have no memory to leave."""
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._sleep_mode = sleep_mode
+    engine._awake, engine._has_weights = frozenset(VLLM_PARTS), True
+    engine._running = RecordingLLM(calls, checksum)  # type: ignore[assignment]
+    engine.weight_version = 0
+    return engine
+
+
+class LocalManager(RolloutManager):
+    """Of one worker in this process, that has one GPU."""
+
+    def __init__(self, calls: list[str], **engine: Any) -> None:
+        self.calls, self.asked = calls, engine
+        super().__init__(load_config("ppo_trainer", []), ResourcePool(1, 1, "cuda"))
+
+    def _start(self) -> None:
+        self.calls.append("start")
+        self.worker = RolloutWorker.__new__(RolloutWorker)
+        self.worker.engine = engine_on_a_gpu(self.calls, **self.asked)
+
+    def _call_all(self, method: str, *args: Any) -> None:
+        asyncio.run(getattr(self.worker, method)(*args))
+
+
+def publish(calls: list[str]) -> ExportedWeights:
+    calls.append("export")
+    return ExportedWeights({}, 4, "right", release=lambda: calls.append("release"))
+
+
+VLLM_PARTS = ("engine weights", "kv cache")
+LOADED = [
+    "sleep 2",
+    "wake_up ['weights']",
+    "export",
+    "collective_rpc load_exported_weights",
+    "reset_prefix_cache",
+    "release",
+    "wake_up ['kv_cache']",
+]
+
+
+def test_weights_wake_first_and_the_cache_when_the_trainer_has_released_its_memory() -> None:
+    calls: list[str] = []
+    manager = LocalManager(calls)
+    calls.clear()
+    manager.sleep()
+    manager.load_weights(lambda: publish(calls))
+    assert calls == LOADED
+    assert manager.worker.engine.weight_version == 4
+
+
+def test_a_load_into_an_awake_engine_drops_its_cache_first() -> None:
+    """Weights of the anchor, to validate it: the trainer's memory is needed beside the engine's weights alone."""
+    calls: list[str] = []
+    manager = LocalManager(calls)
+    calls.clear()
+    for _ in range(2):
+        manager.load_weights(lambda: publish(calls))
+    assert calls == 2 * LOADED
+
+
+def test_an_engine_that_keeps_its_memory_is_not_put_to_sleep() -> None:
+    calls: list[str] = []
+    manager = LocalManager(calls, sleep_mode=False)
+    calls.clear()
+    manager.sleep()
+    manager.load_weights(lambda: publish(calls))
+    assert calls == [call for call in LOADED if "sleep" not in call and "wake" not in call]
+
+
+def test_an_engine_whose_weights_are_gone_does_not_sample() -> None:
+    calls: list[str] = []
+    manager = LocalManager(calls, checksum="wrong")
+    engine = manager.worker.engine
+    with pytest.raises(WeightSyncError, match="version 4 .* read checksum wrong"):
+        manager.load_weights(lambda: publish(calls))
+    assert calls[-1] == "release"
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        asyncio.run(engine.enter(Phase.SAMPLE))
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
+
+
+def test_what_the_installed_vllm_calls_its_parts_and_levels() -> None:
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from verl.rollout.engine import DISCARD, TAGS
+
+    assert set(TAGS.values()) == SLEEP_TAGS  # with one more, both steps would leave it asleep
+    assert list(TAGS) == list(VLLM_PARTS)
+    assert f"level == {DISCARD}" in inspect.getsource(Worker.sleep)  # buffers, which no sync brings, are saved there
+    assert "_sleep_saved_buffers" in inspect.getsource(Worker.wake_up)
