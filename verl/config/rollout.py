@@ -19,6 +19,17 @@ class ValKwargs:
 
 
 @dataclass
+class WeightSyncConfig:
+    """How the policy's weights get to the engines."""
+
+    bucket_mib: int = setting(
+        512,
+        "Weights that are on their way at a time between GPUs of one node, in MiB, besides the largest single one.",
+        ge=1,
+    )
+
+
+@dataclass
 class RolloutConfig:
     """Sampling of trajectories, and the inference engine behind it."""
 
@@ -80,4 +91,5 @@ class RolloutConfig:
         ge=1,
     )
     max_restarts: int = setting(2, "Times in a run that engines which died are started anew.", ge=0)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
     val_kwargs: ValKwargs = section(ValKwargs)

@@ -48,6 +48,7 @@ class VLLMEngine:
         self.weight_version = 0
         self._awake = frozenset(TAGS)
         self._has_weights = True
+        self._expected: tuple[int, int] | None = None  # version and bucket that come next, within a version
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
         # What the engine puts into the temporary folder (sockets, a rendezvous file) it never takes away.
@@ -122,29 +123,38 @@ class VLLMEngine:
 
         Raises `WeightSyncError` when the tensors that arrived are not the ones with `checksum`: the old ones stay.
         """
+        had_weights, self._has_weights = self._has_weights, False
         found = await self._on_ranks("load_published_weights", path, checksum)
-        await self._loaded(f"weights version {version} at {path}", version, checksum, found)
+        self._has_weights = had_weights and checksum not in found
+        _require_checksum(f"weights version {version} at {path}", checksum, found)
+        await self._loaded(version)
 
     async def load_exported_weights(self, exported: ExportedWeights) -> None:
-        """Replace the weights by those that the trainer exported on this engine's GPUs; else like `load_weights`."""
-        found = await self._on_ranks("load_exported_weights", dict(exported.exports), exported.checksum)
-        await self._loaded(
-            f"weights version {exported.version} in GPU memory", exported.version, exported.checksum, found
-        )
+        """Take a bucket of new weights from this engine's GPUs; those of a version have to come in order.
+
+        The engine does not sample from the first bucket on until it has the last one. Raises `WeightSyncError` when
+        something else arrived; if that was the first bucket the engine is as it was, else it is of no more use.
+        """
+        index, count = exported.index, exported.count
+        what = f"weights version {exported.version} in GPU memory" + f", bucket {index + 1} of {count}" * (count > 1)
+        if self._expected != ((exported.version, index) if index else None):
+            raise WeightSyncError(f"{what}: an earlier load broke off half-way; start a new engine to sample again")
+        had_weights, self._has_weights, self._expected = self._has_weights, False, (exported.version, index + 1)
+        found = await self._on_ranks("load_exported_weights", dict(exported.exports), exported.checksum, index, count)
+        if index == 0 and exported.checksum not in found:  # nobody took any of it
+            self._has_weights, self._expected = had_weights, None
+        _require_checksum(what, exported.checksum, found)
+        if index + 1 == count:
+            self._expected = None
+            await self._loaded(exported.version)
 
     async def _on_ranks(self, method: str, *args: Any) -> list[Any]:
         """The answers of the engine's ranks to a method of `WeightSyncExtension`."""
         with _death_is_told():
             return await self._llm.collective_rpc(method, args=args)
 
-    async def _loaded(self, what: str, version: int, checksum: str, found: Sequence[str]) -> None:
-        """Take note of new weights that the engine's ranks `found` to have these checksums."""
-        for rank, value in enumerate(found):
-            if value != checksum:
-                raise WeightSyncError(
-                    f"{what}: the engine's rank {rank} read checksum {value[:16]}, "
-                    f"the trainer wrote {checksum[:16]}; they were changed or cut short on the way"
-                )
+    async def _loaded(self, version: int) -> None:
+        """Take note of new weights that all ranks of the engine have."""
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
         self.weight_version = version
@@ -188,6 +198,16 @@ class VLLMEngine:
         if self._running is None:
             raise RolloutError("the engine was shut down; start a new one to sample again")
         return self._running
+
+
+def _require_checksum(what: str, checksum: str, found: Sequence[str]) -> None:
+    """Raise `WeightSyncError` when not all ranks of the engine `found` this checksum."""
+    for rank, value in enumerate(found):
+        if value != checksum:
+            raise WeightSyncError(
+                f"{what}: the engine's rank {rank} read checksum {value[:16]}, "
+                f"the trainer wrote {checksum[:16]}; they were changed or cut short on the way"
+            )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,12 @@ from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.stream import Place, Stream
 from verl.rollout.weight_file import WeightHandle
-from verl.rollout.weight_ipc import ExportedWeights
+from verl.rollout.weight_ipc import WeightStream
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for
 from verl.startup import phase, tell
 
-PublishWeights = Callable[[], WeightHandle | ExportedWeights]
+PublishWeights = Callable[[], WeightHandle | WeightStream]
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +80,8 @@ class RolloutManager:
         """Give the weights that `publish` offers to every engine; it is called again for engines started later.
 
         On a GPU the engines drop what they have there, wake for the weights alone, and for the cache when these are
-        loaded and the trainer's part of the memory is released. Exported weights are released whether or not that went
-        well. Raises `WeightSyncError` when an engine read something else.
+        loaded and the trainer's part of the memory is released, which happens whether or not that went well. Raises
+        `WeightSyncError` when an engine read something else; one that has taken some buckets by then samples no more.
         """
         self._surviving(partial(self._give, publish))
         self._publish = publish
@@ -136,10 +135,10 @@ class RolloutManager:
             self._call_all("load_weights", handle)
         else:
             try:
-                self._call_all("load_weights", replace(handle, release=None))
+                for bucket in handle.buckets:
+                    self._call_all("load_weights", bucket)
             finally:
-                if handle.release is not None:
-                    handle.release()
+                handle.release()
         self._enter(Phase.SAMPLE)
 
     def _enter(self, phase: Phase) -> None:

@@ -1,23 +1,23 @@
 """Weights from trainer to sampler on one GPU: the sampler's process maps the trainer's memory (CUDA IPC).
 
-Every trainer rank exports a whole copy of the weights on its own GPU; each rank of an engine opens the copy on its GPU.
+The weights go in buckets (`weight_buckets`): every trainer rank exports a whole copy of the bucket's weights on its own
+GPU, each rank of an engine opens the copy on its GPU and takes its part of it, and then the copy is freed.
 Needs torch only, so that the training side can export without importing an inference engine.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.errors import WeightSyncError
-from verl.rollout.weight_file import NamedTensors, check_finite, checksum
+from verl.rollout.weight_file import check_finite, checksum
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 VALUES_AT_ONCE = 2**24  # of a checksum: 128 MiB as int64
@@ -26,15 +26,25 @@ DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the GPU's number, which is anot
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """Weights in the memory of the trainer's ranks. They stay there until `release` is called, once all have read them.
+    """A bucket of weights in the memory of the trainer's ranks, which stays there until all engines have read it.
 
     exports: by `device_name`, what `open_exports` reads, once. checksum: with `bit_sum` of the values.
+    index, count: which bucket of the version it is, and of how many.
     """
 
     exports: Mapping[str, bytes]
     version: int
     checksum: str
-    release: Callable[[], object] | None = None
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """All buckets of a version, each exported when it is asked for. `release` frees the last one, also half-way."""
+
+    buckets: Iterable[ExportedWeights]
+    release: Callable[[], object]
 
 
 class TensorExport(NamedTuple):
@@ -64,18 +74,9 @@ def bit_sum(tensor: torch.Tensor) -> int:
     return int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum())
 
 
-def gathered_copies(named_tensors: NamedTensors, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole copies on `device`, floating-point ones in `dtype`; a collective when the tensors are sharded."""
-    copies = {}
-    for name, tensor in named_tensors:
-        part = tensor.detach()
-        part = part.to(dtype) if part.is_floating_point() else part  # before the gather: less to send
-        full = part.full_tensor() if isinstance(part, DTensor) else part
-        copies[name] = torch.empty(full.shape, dtype=full.dtype, device=device).copy_(full)
-    return copies
-
-
-def export_weights(tensors: Mapping[str, torch.Tensor], version: int, device: torch.device) -> ExportedWeights:
+def export_weights(
+    tensors: Mapping[str, torch.Tensor], version: int, device: torch.device, index: int = 0, count: int = 1
+) -> ExportedWeights:
     """Make `tensors`, all on `device`, readable for another process. The caller keeps them until they have been read.
 
     Raises `NumericalError` naming the first tensor that has a NaN or an Inf.
@@ -83,16 +84,17 @@ def export_weights(tensors: Mapping[str, torch.Tensor], version: int, device: to
     for name, tensor in tensors.items():
         check_finite(name, tensor)
     payload = bytes(ForkingPickler.dumps([_export(name, tensor) for name, tensor in tensors.items()]))
-    return ExportedWeights({device_name(device): payload}, version, checksum(tensors.items(), bit_sum))
+    found = checksum(tensors.items(), bit_sum)
+    return ExportedWeights({device_name(device): payload}, version, found, index, count)
 
 
 def merge_exports(parts: Sequence[ExportedWeights]) -> ExportedWeights:
     """The exports of all ranks as one. Raises `WeightSyncError` when the ranks do not hold the same weights."""
-    if len({(part.version, part.checksum) for part in parts}) > 1:
+    if len({(part.version, part.index, part.count, part.checksum) for part in parts}) > 1:
         found = ", ".join(f"{part.version}: {part.checksum[:16]}" for part in parts)
         raise WeightSyncError(f"the trainer's ranks hold different weights, by version and checksum: {found}")
     exports = {name: payload for part in parts for name, payload in part.exports.items()}
-    return ExportedWeights(exports, parts[0].version, parts[0].checksum)
+    return replace(parts[0], exports=exports)
 
 
 def open_exports(exports: Mapping[str, bytes], device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -56,19 +56,23 @@ class WeightSyncExtension:
         return_free_memory()
         return found
 
-    def load_exported_weights(self, exports: dict[str, bytes], expected: str) -> str:
-        """Load what the trainer exported on this GPU and return its checksum, computed here on the GPU.
+    def load_exported_weights(self, exports: dict[str, bytes], expected: str, index: int, count: int) -> str:
+        """Load bucket `index` that the trainer exported on this GPU and return its checksum, computed on the GPU.
 
         When that is not `expected`, nothing is loaded. vLLM's "ipc" weight transfer opens the same memory again and
-        copies from it; it has no hook for a look at the tensors before they are fused into the model's.
+        copies from it; it has no hook for a look at the tensors before they are fused into the model's. Of a layer
+        whose parts are in two buckets it keeps the first ones open, and PyTorch keeps memory that is open elsewhere.
         """
         tensors, update = open_exports(exports, self.device)
         found = checksum(tensors.items(), bit_sum)
         del tensors
-        if found == expected:
+        if found != expected:
+            return found
+        if index == 0:
             self.init_weight_transfer_engine({"packed": False})
             self.start_weight_update()
-            self.update_weights(update)
+        self.update_weights(update)
+        if index + 1 == count:
             self.finish_weight_update()
         return found
 

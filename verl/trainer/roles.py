@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, weight_folder
-from verl.rollout.weight_ipc import ExportedWeights, merge_exports
+from verl.rollout.weight_ipc import ExportedWeights, WeightStream, merge_exports
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.startup import phase
 from verl.storage import Digests
@@ -86,15 +85,18 @@ class ActorGroup(Role):
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
 
-    def publish_weights(self, version: int, of: str = "policy") -> WeightHandle | ExportedWeights:
-        """Offer the weights to the engines: from GPU memory on a GPU node, else in a file.
-
-        Exported ones take GPU memory until `RolloutManager.load_weights` has given them to all engines.
-        """
+    def publish_weights(self, version: int, of: str = "policy") -> WeightHandle | WeightStream:
+        """Offer the weights to the engines: from GPU memory on a GPU node, bucket by bucket, else in a file."""
         if self._exports_weights:
-            exported = merge_exports(self.group.call_all("export_weights", version, of))
-            return replace(exported, release=partial(self.group.call_all, "release_weights"))
+            return WeightStream(self._buckets(version, of), partial(self.group.call_all, "release_weights"))
         return self.group.call_all("publish_weights", version, str(self._weights.path), of)[0]
+
+    def _buckets(self, version: int, of: str) -> Iterator[ExportedWeights]:
+        index, count = 0, 1
+        while index < count:
+            bucket = merge_exports(self.group.call_all("export_weights", version, of, index))
+            yield bucket
+            index, count = index + 1, bucket.count
 
     def load(self, path: Path, of: str = "policy") -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""

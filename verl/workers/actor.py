@@ -13,8 +13,9 @@ from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import named_tensors, reshard
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import TrainBatch
+from verl.rollout.weight_buckets import gathered, plan_buckets
 from verl.rollout.weight_file import WeightHandle, publish_weights
-from verl.rollout.weight_ipc import ExportedWeights, export_weights, gathered_copies
+from verl.rollout.weight_ipc import ExportedWeights, export_weights
 from verl.workers.base import RankWorker
 
 
@@ -49,16 +50,21 @@ class ActorWorker(RankWorker):
             pass
         return None
 
-    def export_weights(self, version: int, of: Which) -> ExportedWeights:
-        """Gather the full weights on this rank's device, in the engines' number format, until `release_weights`.
+    def export_weights(self, version: int, of: Which, index: int) -> ExportedWeights:
+        """Gather the weights of bucket `index` on this rank's device, in the engines' number format.
 
-        An engine that chooses its format itself ("auto") is given float32 and casts.
+        They stay until the next bucket or `release_weights`. An engine that chooses its format itself ("auto") is given
+        float32 and casts.
         """
+        self.exported = {}
         model = self.engine.model_of(of)
         reshard(model)
-        dtype = DTYPES.get(self.config.actor_rollout_ref.rollout.dtype, torch.float32)
-        self.exported = gathered_copies(named_tensors(model), dtype, self.engine.device)
-        return export_weights(self.exported, version, self.engine.device)
+        rollout = self.config.actor_rollout_ref.rollout
+        dtype = DTYPES.get(rollout.dtype, torch.float32)
+        named = dict(named_tensors(model))
+        buckets = plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib)
+        self.exported = gathered([(name, named[name]) for name in buckets[index]], dtype)
+        return export_weights(self.exported, version, self.engine.device, index, len(buckets))
 
     def release_weights(self) -> None:
         """Free the exported weights; the engines have read them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_ipc import ExportedWeights
+from verl.rollout.weight_ipc import ExportedWeights, WeightStream
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool
 
@@ -43,6 +43,7 @@ def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, checksum: str = "
     """An engine whose process is a stand-in; started on CPU it would have no memory to leave."""
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._sleep_mode = sleep_mode
+    engine._expected = None
     engine._awake, engine._has_weights = frozenset(VLLM_PARTS), True
     engine._running = RecordingLLM(calls, checksum)  # type: ignore[assignment]
     engine.weight_version = 0
@@ -65,17 +66,22 @@ class LocalManager(RolloutManager):
         asyncio.run(getattr(self.worker, method)(*args))
 
 
-def publish(calls: list[str]) -> ExportedWeights:
-    calls.append("export")
-    return ExportedWeights({}, 4, "right", release=lambda: calls.append("release"))
+def publish(calls: list[str], *checksums: str) -> WeightStream:
+    checksums = checksums or ("right", "right")
+
+    def buckets() -> Iterator[ExportedWeights]:
+        for index, checksum in enumerate(checksums):
+            calls.append("export")
+            yield ExportedWeights({}, 4, checksum, index, len(checksums))
+
+    return WeightStream(buckets(), lambda: calls.append("release"))
 
 
 VLLM_PARTS = ("engine weights", "kv cache")
 LOADED = [
     "sleep 2",
     "wake_up ['weights']",
-    "export",
-    "collective_rpc load_exported_weights",
+    *2 * ["export", "collective_rpc load_exported_weights"],
     "reset_prefix_cache",
     "release",
     "wake_up ['kv_cache']",
@@ -122,6 +128,31 @@ def test_an_engine_whose_weights_are_gone_does_not_sample() -> None:
         asyncio.run(engine.enter(Phase.SAMPLE))
     with pytest.raises(WeightSyncError, match="no complete weights"):
         asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(sleep_mode: bool) -> None:
+    calls: list[str] = []
+    manager = LocalManager(calls, sleep_mode=sleep_mode)
+    engine = manager.worker.engine
+    with pytest.raises(WeightSyncError, match="version 4 in GPU memory, bucket 2 of 3: .* the trainer wrote changed"):
+        manager.load_weights(lambda: publish(calls, "right", "changed", "right"))
+    assert calls[-3:] == ["export", "collective_rpc load_exported_weights", "release"]
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
+    assert engine.weight_version == 0
+    with pytest.raises(WeightSyncError, match="broke off half-way; start a new engine"):
+        manager.load_weights(lambda: publish(calls))
+
+
+def test_a_first_bucket_that_is_refused_leaves_the_engine_as_it_was() -> None:
+    calls: list[str] = []
+    manager = LocalManager(calls, sleep_mode=False)
+    with pytest.raises(WeightSyncError, match="bucket 1 of 2"):
+        manager.load_weights(lambda: publish(calls, "changed", "right"))
+    manager.worker.engine._require_weights()
+    manager.load_weights(lambda: publish(calls))
+    assert manager.worker.engine.weight_version == 4
 
 
 def test_what_the_installed_vllm_calls_its_parts_and_levels() -> None:

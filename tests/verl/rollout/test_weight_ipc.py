@@ -17,16 +17,19 @@ from transformers import AutoModelForCausalLM
 
 from verl.config import Config, load_config
 from verl.errors import NumericalError, WeightSyncError
+from verl.rollout import weight_buckets
 from verl.rollout.manager import RolloutManager
+from verl.rollout.weight_buckets import gathered, plan_buckets
 from verl.rollout.weight_file import checksum, publish_weights
 from verl.rollout.weight_ipc import (
     ExportedWeights,
+    WeightStream,
     bit_sum,
     export_weights,
-    gathered_copies,
     merge_exports,
     open_exports,
 )
+from verl.rollout.weight_sync import WeightSyncExtension
 from verl.single_controller import ResourcePool
 from verl.workers.actor import ActorWorker
 
@@ -34,7 +37,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
 
 
-def config_of(model_dir: Path, dtype: str) -> Config:
+def config_of(model_dir: Path, dtype: str, *overrides: str) -> Config:
     rollout = "actor_rollout_ref.rollout"
     return load_config(
         "ppo_trainer",
@@ -52,6 +55,7 @@ def config_of(model_dir: Path, dtype: str) -> Config:
             f"{rollout}.num_threads=1",
             "trainer.device=cpu",
             "trainer.step_timeout_s=400",
+            *overrides,
         ],
     )
 
@@ -198,60 +202,124 @@ def test_a_device_without_an_export_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.bfloat16), (1e5, torch.float16)])
 def test_a_weight_that_is_not_finite_is_not_exported(value: float, dtype: torch.dtype) -> None:
     """1e5 is more than float16 can hold, 65504."""
-    copies = gathered_copies([("fine", torch.ones(2)), ("norm.weight", torch.tensor([1.0, value]))], dtype, CPU)
+    copies = gathered([("fine", torch.ones(2)), ("norm.weight", torch.tensor([1.0, value]))], dtype)
     with pytest.raises(NumericalError, match=r"norm\.weight"):
         export_weights(copies, 1, CPU)
 
 
 def test_copies_do_not_follow_the_parameters_and_only_floats_are_cast() -> None:
     parameter, count = torch.nn.Parameter(torch.ones(3)), torch.tensor([300])
-    copies = gathered_copies([("w", parameter), ("count", count)], torch.float32, CPU)
+    copies = gathered([("w", parameter), ("count", count)], torch.float32)
     with torch.no_grad():
         parameter.add_(1)
     assert copies["w"].tolist() == [1.0, 1.0, 1.0]
     assert not copies["w"].requires_grad
-    assert gathered_copies([("count", count)], torch.bfloat16, CPU)["count"].dtype is torch.int64
+    assert gathered([("count", count)], torch.bfloat16)["count"].dtype is torch.int64
 
 
 def _export_as_rank(rank: int, config: Config, meeting: str, answers: Any, read: Any) -> None:
-    """One of two actor ranks: export, wait until that was read, release, and say how many tensors are still kept."""
+    """One of two actor ranks: export a bucket, wait until that was read, then the next; what is held at each time."""
     torch.set_num_threads(1)
     mp.set_sharing_strategy("file_system")
+    weight_buckets.MIB = 2**16  # the whole model has less than one
     worker = ActorWorker(config, 10, False, rank, 2)
     worker.start(f"file://{meeting}")
-    answers.put((rank, worker.export_weights(4, "policy")))
-    read.wait(300)
+    index, count, held = 0, 1, []
+    while index < count:
+        bucket = worker.export_weights(4, "policy", index)
+        held.append({name: tensor.nbytes for name, tensor in worker.exported.items()})
+        answers.put((rank, bucket))
+        read.wait(300)
+        index, count = index + 1, bucket.count
     worker.release_weights()
-    answers.put((rank, len(worker.exported)))
+    answers.put((rank, (held, len(worker.exported))))
 
 
-def test_every_rank_of_a_sharded_actor_exports_the_whole_model_in_the_sampler_s_format(
+def test_every_rank_of_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_format(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     context = mp.get_context("spawn")
-    answers, read = context.Queue(), context.Event()
-    args = (config_of(tiny_model_dir, "bfloat16"), str(tmp_path / "store"), answers, read)
+    answers, read = context.Queue(), context.Barrier(3)
+    config = config_of(tiny_model_dir, "bfloat16", "actor_rollout_ref.rollout.weight_sync.bucket_mib=1")
+    args = (config, str(tmp_path / "store"), answers, read)
     ranks = [context.Process(target=_export_as_rank, args=(rank, *args)) for rank in range(2)]
+    found: list[dict[str, torch.Tensor]] = [{}, {}]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    expected = dict(model.named_parameters())
     try:
         for process in ranks:
             process.start()
-        parts = dict(answers.get(timeout=300) for _ in range(2))
-        opened = [open_exports(parts[rank].exports, CPU)[0] for rank in range(2)]
-        merged = merge_exports([replace(part, exports={f"GPU-{rank}": b""}) for rank, part in parts.items()])
-        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-        expected = dict(model.named_parameters())
-        for tensors in opened:
-            assert tensors.keys() == expected.keys()
+        index, count = 0, 1
+        while index < count:
+            parts = dict(answers.get(timeout=300) for _ in range(2))
+            for rank in range(2):
+                opened = open_exports(parts[rank].exports, CPU)[0]
+                assert not opened.keys() & found[rank].keys()
+                found[rank] |= {name: tensor.clone() for name, tensor in opened.items()}
+            merged = merge_exports([replace(part, exports={f"GPU-{rank}": b""}) for rank, part in parts.items()])
+            assert (merged.version, merged.index) == (4, index)
+            assert merged.checksum == checksum([(name, expected[name]) for name in opened], bit_sum)
+            del opened
+            index, count = index + 1, merged.count
+            read.wait(300)
+        for tensors in found:
+            assert list(tensors) == list(expected)
             assert all(tensors[name].dtype is torch.bfloat16 for name in expected)
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        assert merged.version == 4
-        assert merged.checksum == checksum(expected.items(), bit_sum)
-        read.set()
-        assert dict(answers.get(timeout=300) for _ in range(2)) == {0: 0, 1: 0}
+        for held, left in dict(answers.get(timeout=300) for _ in range(2)).values():
+            assert len(held) == count > 1 and left == 0
+            assert all(sum(bucket.values()) <= 2**16 for bucket in held if len(bucket) > 1)
     finally:
         for process in ranks:
             process.kill()
             process.join()
+
+
+def test_buckets_by_hand() -> None:
+    """Of 1 MiB in bfloat16, which is 8 x 256 x 256 values."""
+    square, norm = torch.empty(256, 256), torch.empty(256)
+    named = {
+        "embed.weight": torch.empty(16 * 256, 256),  # larger than a bucket
+        "layers.0.norm.weight": norm,
+        **{f"layers.0.attn.{part}.weight": square for part in "qkvo"},
+        **{f"layers.0.mlp.{part}.weight": torch.empty(2 * 256, 256) for part in ("gate", "up")},  # 4 + 4: one too many
+        "layers.1.count": torch.zeros(2**17, dtype=torch.int64),  # 1 MiB, not cast
+        **{f"layers.1.mlp.{part}.weight": torch.empty(5 * 256, 256) for part in ("gate", "up")},  # too large for one
+        "norm.weight": norm,
+    }
+    assert plan_buckets(named.items(), torch.bfloat16, 1) == [
+        ["embed.weight"],
+        ["layers.0.norm.weight", *(f"layers.0.attn.{part}.weight" for part in "qkvo")],
+        ["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"],
+        ["layers.1.count"],
+        ["layers.1.mlp.gate.weight"],
+        ["layers.1.mlp.up.weight", "norm.weight"],
+    ]
+    assert plan_buckets(named.items(), torch.bfloat16, 512) == [list(named)]
+
+
+def test_the_engine_s_rank_opens_one_update_for_all_buckets() -> None:
+    calls: list[str] = []
+
+    class Rank(WeightSyncExtension):
+        device = CPU
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            calls.append(f"update {' '.join(update_info['names'])}")
+
+    def note(name: str) -> Any:
+        return lambda *_: calls.append(name)
+
+    rank = Rank()
+    rank.init_weight_transfer_engine = note("init")
+    rank.start_weight_update, rank.finish_weight_update = note("start"), note("finish")
+    buckets = [
+        export_weights({name: tensor}, 3, CPU, index, 3) for index, (name, tensor) in enumerate(some_weights().items())
+    ]
+    for bucket in buckets:
+        found = rank.load_exported_weights(dict(bucket.exports), bucket.checksum, bucket.index, bucket.count)
+        assert found == bucket.checksum
+    assert calls == ["init", "start", "update embed.weight", "update norm.weight", "update steps", "finish"]
 
 
 def test_an_engine_that_reads_other_weights_keeps_its_own_and_they_are_released(
@@ -260,14 +328,14 @@ def test_an_engine_that_reads_other_weights_keeps_its_own_and_they_are_released(
     """Through manager, worker and engine to the process of the model, which reads this process' memory."""
     released: list[bool] = []
     tensors = {"model.norm.weight": torch.full((96,), 2.0)}
-    exported = replace(export_weights(tensors, 6, CPU), checksum="0" * 64, release=lambda: released.append(True))
+    exported = replace(export_weights(tensors, 6, CPU), checksum="0" * 64)
     seen_by_the_engine = checksum(tensors.items(), bit_sum)[:16]
     manager = RolloutManager(config_of(tiny_model_dir, "float32"), ResourcePool(1, 1, "cpu"))
     try:
         with pytest.raises(
             WeightSyncError, match=f"version 6 in GPU memory: .* read checksum {seen_by_the_engine}, .* wrote 00000000"
         ):
-            manager.load_weights(lambda: exported)
+            manager.load_weights(lambda: WeightStream([exported], lambda: released.append(True)))
         assert released == [True]
         model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
         manager.load_weights(partial(publish_weights, model.named_parameters(), 7, weight_dir))  # it goes on working

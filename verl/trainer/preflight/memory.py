@@ -15,7 +15,9 @@ from verl.trainer.preflight.models import Models
 from verl.trainer.preflight.passes import critic_update, log_probs, policy_update
 from verl.trainer.preflight.quantities import FLOAT32, GIB, Place
 from verl.trainer.preflight.sampler import sampler_bytes, sampler_parts
+from verl.trainer.preflight.shape import ModelShape
 
+MIB = 2**20
 WORKER_BYTES = 37 * 2**20  # what the first update of a process on CPU imports and never gives back
 CUDA_CONTEXT_BYTES = GIB // 2
 
@@ -36,8 +38,7 @@ def estimate(config: Config, models: Models, place: Place) -> list[Phase]:
     """The phases of a step. On CPU the sampler is a process of its own: its memory is in the phase `rollout` only."""
     phases = [Phase("rollout", _resident(config, models, place) | sampler_parts(config, models.policy, place))]
     if place.on_gpu and config.trainer.nnodes == 1:  # elsewhere the weights go through a file
-        whole = float(sampler_bytes(config, models.policy))
-        phases.append(Phase("weight sync", phases[0].parts | {"whole weights for the sampler": whole}))
+        phases.append(Phase("weight sync", _resident(config, models, place) | _sync(config, models.policy)))
     scored = _resident(config, models, place, actor=step.Phase.SCORE)
     phases.append(Phase("log-probs", scored | log_probs(config, models, place)))
     updated = _resident(config, models, place, actor=step.Phase.UPDATE)
@@ -53,6 +54,17 @@ def actor_update(config: Config, models: Models, place: Place) -> float:
     alone = Models(models.policy, models.anchor)
     resident = _resident(config, alone, place, actor=step.Phase.UPDATE)
     return sum((resident | policy_update(config, alone, place)).values())
+
+
+def _sync(config: Config, policy: ModelShape) -> dict[str, float]:
+    """Of a sampler that wakes for its weights, and of the bucket that comes."""
+    rollout = config.actor_rollout_ref.rollout
+    whole = float(sampler_bytes(config, policy))
+    largest = whole * policy.head_params / policy.num_params  # a tensor that is larger than a bucket travels whole
+    parts = {"weights on their way": max(largest, float(min(whole, rollout.weight_sync.bucket_mib * MIB)))}
+    if rollout.free_cache_engine:
+        parts["sampler weights"] = whole / rollout.tensor_model_parallel_size
+    return parts
 
 
 def _resident(

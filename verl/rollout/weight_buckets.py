@@ -1,0 +1,64 @@
+"""Which weights travel together from the trainer to the sampler: buckets of a bounded size, in the model's order.
+
+The trainer gathers one bucket, the engines load it, the trainer frees it and gathers the next: beside the shards a GPU
+holds one bucket, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from verl.engine.sharding import on_mesh
+from verl.rollout.weight_file import NamedTensors
+
+MIB = 2**20
+
+
+def plan_buckets(named_tensors: NamedTensors, dtype: torch.dtype, bucket_mib: int) -> list[list[str]]:
+    """The names in each bucket. None is larger than `bucket_mib`, but for a tensor that is larger by itself.
+
+    The parts of one layer stay together where they fit, since the engine fuses them (queries, keys and values, say):
+    it keeps a part until it has the others. Every rank makes the same plan, from the whole shapes.
+    """
+    limit = bucket_mib * MIB
+    groups: list[list[str]] = []
+    room = 0
+    for names, size in _units(named_tensors, dtype, limit):
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1] += names
+        room -= size
+    return groups
+
+
+def gathered(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Whole copies on the model's device, floating-point ones in `dtype`; a collective when the tensors are sharded."""
+    return {name: _whole_copy(tensor.detach(), dtype) for name, tensor in named_tensors}
+
+
+def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    here = on_mesh(tensor) if isinstance(tensor, DTensor) else tensor
+    cast = here.to(dtype) if here.is_floating_point() else here  # before the gather: less to send
+    if isinstance(cast, DTensor):
+        full = cast.full_tensor()
+        return full.clone() if cast.device_mesh.size() == 1 and cast is here else full
+    return cast.clone() if cast is tensor else cast
+
+
+def _units(named_tensors: NamedTensors, dtype: torch.dtype, limit: int) -> Iterator[tuple[list[str], int]]:
+    """Names that should travel together, with their size in bytes."""
+    for _, members in groupby(named_tensors, lambda named: named[0].rsplit(".", 2)[0]):
+        sizes = {name: _bytes_in(tensor, dtype) for name, tensor in members}
+        if sum(sizes.values()) <= limit:
+            yield list(sizes), sum(sizes.values())
+        else:
+            yield from (([name], size) for name, size in sizes.items())
+
+
+def _bytes_in(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
