@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from verl.engine.sharding import on_mesh
 from verl.rollout.weight_file import NamedTensors
@@ -44,10 +45,22 @@ def gathered(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, torch
 def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     here = on_mesh(tensor) if isinstance(tensor, DTensor) else tensor
     cast = here.to(dtype) if here.is_floating_point() else here  # before the gather: less to send
-    if isinstance(cast, DTensor):
-        full = cast.full_tensor()
-        return full.clone() if cast.device_mesh.size() == 1 and cast is here else full
-    return cast.clone() if cast is tensor else cast
+    if not isinstance(cast, DTensor):
+        return cast.clone() if cast is tensor else cast
+    if cast.placements == (Shard(0),):
+        return _gathered_rows(cast)
+    return cast.full_tensor().clone()
+
+
+def _gathered_rows(tensor: DTensor) -> torch.Tensor:
+    """Straight to where they stay: `full_tensor` would need the memory twice."""
+    own, num_rows, mesh = tensor.to_local(), tensor.shape[0], tensor.device_mesh
+    each = -(-num_rows // mesh.size())  # as torch.chunk cuts: only the last shards are smaller
+    if len(own) < each:
+        own = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])])
+    rows = own.new_empty(each * mesh.size(), *own.shape[1:])
+    dist.all_gather_single(rows, own.contiguous(), group=mesh.get_group())
+    return rows[:num_rows]
 
 
 def _units(named_tensors: NamedTensors, dtype: torch.dtype, limit: int) -> Iterator[tuple[list[str], int]]:

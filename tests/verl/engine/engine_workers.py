@@ -15,8 +15,9 @@ from engine_cases import CPU, make_batch, make_engine
 from verl.engine import residence
 from verl.engine.device import init_process_group
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import whole
+from verl.engine.sharding import named_tensors, whole
 from verl.errors import NumericalError
+from verl.rollout.weight_buckets import gathered
 
 ACTOR = "actor_rollout_ref.actor"
 KL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_loss_coef=0.3")
@@ -129,6 +130,7 @@ def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[
             "metrics": metrics,
             "log_prob": part.tokens["log_prob"],
             "resumed": dict(resumed.iter_full_parameters()),
+            "bucket": gathered(named_tensors(engine.policy), torch.float32),
             "restored": dict(engine.iter_full_parameters("anchor")),
         }
     return results

@@ -41,6 +41,8 @@ def test_two_ranks_train_to_the_same_bits_whether_or_not_their_tensors_move(
             assert moved[name].keys() == stayed[name].keys() and moved[name]
             assert all(torch.equal(tensor, stayed[name][key]) for key, tensor in moved[name].items())
         assert torch.equal(moved["log_prob"], stayed["log_prob"])
+        assert moved["bucket"].keys() == moved["policy"].keys()
+        assert all(torch.equal(tensor, moved["policy"][key]) for key, tensor in moved["bucket"].items())
 
 
 def test_each_pass_has_on_the_device_what_its_phase_lists(
