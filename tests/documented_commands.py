@@ -116,9 +116,13 @@ STAND_IN = """\
 #!/usr/bin/env bash
 printf '%s\\0' $# "${0##*/}" "$@" >>"$CALLS"
 case "$*" in
-  "-m venv "*) mkdir -p "$3/bin"; for tool in python ruff lint-imports; do cp "$0" "$3/bin/$tool"; done ;;
+  "-m venv "*)
+    mkdir -p "$3/bin"; touch "$3/bin/Python.h"
+    for tool in python ruff lint-imports; do cp "$0" "$3/bin/$tool"; done ;;
   "-m search_r1.data.tinywiki --output_dir "*) mkdir -p "$4"; touch "$4/corpus.jsonl" ;;
   *"import socket"*) echo 8001 ;;
+  *sysconfig*) echo "${0%/*}" ;;
+  *is_available*) echo True ;;
   "-m verl.trainer.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do
@@ -130,6 +134,7 @@ CURL = """\
 for _ in {1..1200}; do grep -qs search_r1.search.retrieval_server "$CALLS" && exit 0; sleep 0.05; done
 exit 1
 """
+NVIDIA_SMI = "#!/usr/bin/env bash\necho 580.65.06\n"
 DF = "#!/usr/bin/env bash\necho Filesystem; echo disk 0 0 999999999 0% /\n"
 
 
@@ -151,7 +156,8 @@ class Checkout:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
         self._programs.mkdir()
-        for name, text in {"python3": STAND_IN, "python3.11": STAND_IN, "curl": CURL, "df": DF}.items():
+        programs = {"python3": STAND_IN, "python3.11": STAND_IN, "curl": CURL, "df": DF}
+        for name, text in (programs | {"nvidia-smi": NVIDIA_SMI, "gcc": STAND_IN, "Python.h": ""}).items():
             (self._programs / name).write_text(text)
             (self._programs / name).chmod(0o755)
 

@@ -125,7 +125,7 @@ def _open(path: Path, num_rows: int, dim: int, options: BackendOptions) -> Vecto
     if options.engine != "faiss":
         vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
         if vectors is not None:
-            return MatrixIndex(vectors, _matrix_device(options), num_threads=options.num_threads)
+            return MatrixIndex(vectors, _matrix_devices(options), num_threads=options.num_threads)
         if options.engine == "matrix":
             raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
     faiss.omp_set_num_threads(options.num_threads)
@@ -133,12 +133,12 @@ def _open(path: Path, num_rows: int, dim: int, options: BackendOptions) -> Vecto
     return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
 
 
-def _matrix_device(options: BackendOptions) -> str:
+def _matrix_devices(options: BackendOptions) -> list[str]:
     if not options.gpu:
-        return "cpu"
+        return ["cpu"]
     if not torch.cuda.is_available():
         raise ServerError("--faiss_gpu: torch sees no GPU; install a CUDA build of torch or drop the flag")
-    return "cuda"
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def _sample_digest(path: Path) -> str:

@@ -96,7 +96,10 @@ def flat_vectors(path: Path) -> VectorFile | None:
 def to_gpus(index: faiss.Index) -> faiss.Index:
     """Shard the index over all GPUs in half precision. Raises `ServerError` when this FAISS sees no GPU."""
     if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-        raise ServerError("--faiss_gpu: this FAISS sees no GPU; install faiss-gpu on a CUDA machine or drop the flag")
+        raise ServerError(
+            "--faiss_gpu: this FAISS sees no GPU; serve a Flat index or an embeddings file by --dense_engine matrix, "
+            "which needs no FAISS there, install a GPU build of FAISS, or drop the flag"
+        )
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = True
     options.shard = True

@@ -18,6 +18,8 @@ float32 sums, far above what any sum is seen to do, and small beside the others.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,8 +41,22 @@ _CPU_SCORES, _GPU_SCORES = 1 << 23, 1 << 28  # coarse scores held at once; 16 Mi
 _SAMPLED_BLOCKS, _SAMPLED_ROWS = 16, 4096  # for the mean
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows from `start` on, on one device."""
+
+    start: int
+    matrix_RD: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix_RD.device
+
+
 class MatrixIndex:
-    """All vectors on one device in bfloat16; their float32 values stay in the file.
+    """All vectors in bfloat16, their rows shared out over devices; their float32 values stay in the file.
+
+    A row of the best k is among the best k of its device, so each device is asked as if it were alone.
 
     Legend: B queries, R rows, G groups of J rows, D = dim; M, N lists of candidates.
     """
@@ -48,31 +64,31 @@ class MatrixIndex:
     def __init__(
         self,
         vectors: VectorFile,
-        device: str = "cpu",
+        devices: Sequence[str] = ("cpu",),
         dtype: torch.dtype | None = None,
         max_scores: int | None = None,
         num_threads: int = 1,
     ) -> None:
         """Read all vectors once. `dtype` defaults to bfloat16, to float32 on a CPU without it.
 
-        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once, on a CPU by
-        each of `num_threads`. Raises `IndexMismatchError` on a vector with NaN or Inf and `ServerError` when the
-        device cannot hold the matrix.
+        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once on a device,
+        on a CPU by each of `num_threads`. Raises `IndexMismatchError` on a vector with NaN or Inf and `ServerError`
+        when a device cannot hold its rows.
         """
         self.dim = vectors.dim
         self._vectors = vectors
-        self._device = torch.device(device)
-        on_gpu = self._device.type == "cuda"
+        places = [torch.device(device) for device in devices]
+        on_gpu = places[0].type == "cuda"
         self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
         self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
         self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
         self._lanes = Lanes(1 if on_gpu else num_threads)
         # memory of their own: fresh pages for every product would take as long as the product
         num_scores = 0 if on_gpu else self._max_scores + _GROUP * _QUERIES
-        self._scores = [torch.empty(num_scores, dtype=self._dtype) for _ in range(self._lanes.number)]
+        self._scores = [[torch.empty(num_scores, dtype=self._dtype) for _ in places] for _ in range(self._lanes.number)]
         self._center_D = _sample_mean(vectors)
         self._max_norm = self._max_offset = self._max_error = 0.0  # of x, y and y - y~
-        self._matrix_RD = self._load()
+        self._parts = self._load(places)
 
     def __len__(self) -> int:
         return len(self._vectors)
@@ -92,15 +108,13 @@ class MatrixIndex:
                 hits += found
         return hits
 
-    def _load(self) -> torch.Tensor:
-        try:
-            matrix_RD = torch.empty((len(self), self.dim), dtype=self._dtype, device=self._device)
-        except RuntimeError as error:
-            needed = len(self) * self.dim * self._dtype.itemsize / 2**30
-            raise ServerError(
-                f"the matrix of {len(self)} x {self.dim} needs {needed:.1f} GiB on {self._device}, which has not so "
-                "much free; use a compressed FAISS index (docs/retrieval.md)"
-            ) from error
+    def _load(self, places: Sequence[torch.device]) -> list[Part]:
+        size = max(1, -(-len(self) // len(places)))
+        starts = range(0, max(1, len(self)), size)
+        parts = [
+            Part(start, self._room(min(size, len(self) - start), place))
+            for start, place in zip(starts, places, strict=False)  # there may be fewer rows than devices
+        ]
         blocks = self._vectors.blocks()
         bar = tqdm(blocks, total=-(-len(self) // BLOCK_ROWS), desc="matrix", unit="block", disable=None, leave=False)
         for start, block in bar:
@@ -110,8 +124,21 @@ class MatrixIndex:
             error_RD = offset_RD - rounded_RD.float()
             self._max_offset = max(self._max_offset, _largest_norm(offset_RD))
             self._max_error = max(self._max_error, _largest_norm(error_RD))
-            matrix_RD[start : start + len(block)] = rounded_RD
-        return matrix_RD
+            for part in parts:
+                first, last = max(start, part.start), min(start + len(block), part.start + len(part.matrix_RD))
+                if first < last:
+                    part.matrix_RD[first - part.start : last - part.start] = rounded_RD[first - start : last - start]
+        return parts
+
+    def _room(self, rows: int, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty((rows, self.dim), dtype=self._dtype, device=device)
+        except RuntimeError as error:
+            needed = rows * self.dim * self._dtype.itemsize / 2**30
+            raise ServerError(
+                f"{rows} of {len(self)} vectors of {self.dim} values need {needed:.1f} GiB on {device}, which has not "
+                "so much free; show the server more GPUs or use a compressed FAISS index (docs/retrieval.md)"
+            ) from error
 
     def _check_finite(self, start: int, block_RD: torch.Tensor) -> None:
         norms_R = torch.linalg.vector_norm(block_RD, dim=1)
@@ -122,20 +149,25 @@ class MatrixIndex:
             )
         self._max_norm = max(self._max_norm, float(norms_R.max()))
 
-    def _search(self, queries_BD: np.ndarray, scores: torch.Tensor, k: int) -> list[list[Hit]]:
-        """`scores` is memory for the coarse scores on a CPU."""
+    def _search(self, queries_BD: np.ndarray, scores: list[torch.Tensor], k: int) -> list[list[Hit]]:
+        """`scores` is memory for the coarse scores of each device on a CPU."""
         exact_BD = torch.from_numpy(np.array(queries_BD, dtype=np.float32, order="C"))
         rounded_BD = exact_BD.to(self._dtype)
         slack_B = self._slack(exact_BD, rounded_BD).numpy()
-        rounded_DB = rounded_BD.to(self._device).T
+        queries = [rounded_BD.to(part.device).T for part in self._parts]
         common_B = exact_BD.double().numpy() @ self._center_D.astype(np.float64)
         best = BestRows(exact_BD.numpy(), k, self._vectors, self._max_norm)
         size = max(_GROUP, self._max_scores // len(exact_BD) // _GROUP * _GROUP)
-        for start in range(0, len(self), size):
-            groups_GJB = self._coarse(self._matrix_RD[start : start + size], rounded_DB, scores)
-            floor_B = (best.kth_B - common_B).astype(np.float32)
-            rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
-            best.add(rows_N + start, queries_N)
+        for start in range(0, len(self._parts[0].matrix_RD), size):
+            coarse = [  # of all devices before the first is waited for
+                (part.start + start, self._coarse(part.matrix_RD[start : start + size], queries_DB, memory))
+                for part, queries_DB, memory in zip(self._parts, queries, scores, strict=False)
+                if start < len(part.matrix_RD)
+            ]
+            for first, groups_GJB in coarse:
+                floor_B = (best.kth_B - common_B).astype(np.float32)
+                rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
+                best.add(rows_N + first, queries_N)
         return best.hits()
 
     def _slack(self, exact_BD: torch.Tensor, rounded_BD: torch.Tensor) -> torch.Tensor:
@@ -150,7 +182,7 @@ class MatrixIndex:
         """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
         rows, batch = len(matrix_RD), queries_DB.shape[1]
         missing = -rows % _GROUP
-        if self._device.type == "cuda":
+        if matrix_RD.is_cuda:
             scores_RB = torch.mm(matrix_RD, queries_DB, out_dtype=torch.float32)
             scores_RB = pad(scores_RB, (0, 0, 0, missing), value=float("-inf"))
         else:
@@ -172,7 +204,7 @@ class MatrixIndex:
             kth_B = maxima_GB.T.contiguous().topk(k, dim=1).values[:, -1].cpu().numpy()
             floor_B = np.maximum(floor_B, kth_B - self._output_error * np.abs(kth_B) - slack_B)
         lowest_B = floor_B - slack_B
-        threshold_B = torch.from_numpy(lowest_B - self._output_error * np.abs(lowest_B)).to(self._device)
+        threshold_B = torch.from_numpy(lowest_B - self._output_error * np.abs(lowest_B)).to(groups_GJB.device)
         group_M, query_M = torch.nonzero(maxima_GB >= threshold_B, as_tuple=True)
         scores_MJ = groups_GJB[group_M, :, query_M].float()
         wanted_MJ = (scores_MJ >= threshold_B[query_M, None]) & torch.isfinite(scores_MJ)

@@ -62,7 +62,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
     )
-    parser.add_argument("--faiss_gpu", action="store_true", help="put the FAISS index on all GPUs")
+    parser.add_argument("--faiss_gpu", action="store_true", help="share the index out over all visible GPUs")
     parser.add_argument("--num_threads", type=int, default=1, help="CPU threads of the encoder and the index")
     parser.add_argument("--dense_engine", default="auto", help="auto, faiss, or matrix (exact, of Flat indexes)")
     parser.add_argument("--search_parameters", default="", help="of a FAISS index, such as nprobe=32 or efSearch=128")

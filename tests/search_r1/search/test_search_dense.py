@@ -14,7 +14,7 @@ import torch
 from search_encoders import encoder, save_bert, save_dpr
 from transformers import DPRContextEncoder, DPRQuestionEncoder
 
-from search_r1.search import index_builder
+from search_r1.search import dense, index_builder
 from search_r1.search.backends import BackendOptions, load_retriever
 from search_r1.search.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
@@ -217,6 +217,24 @@ def test_a_gpu_that_is_not_there_is_a_clear_error(model_dir: Path, corpus_file: 
         _load(index, corpus, model_dir, gpu=True)
     with pytest.raises(ServerError, match="--faiss_gpu: this FAISS sees no GPU"):
         _load(index, corpus, model_dir, gpu=True, engine="faiss")
+
+
+def test_a_flat_index_is_shared_out_over_all_visible_gpus(
+    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices that the index is made with are noted; it then runs on the CPU."""
+    assert _build(model_dir, corpus_file, tmp_path) == 0
+    asked = []
+
+    def on_cpu(vectors: VectorFile, devices: list[str], num_threads: int) -> MatrixIndex:
+        asked.append(devices)
+        return MatrixIndex(vectors, ["cpu"] * len(devices), num_threads=num_threads)
+
+    monkeypatch.setattr("search_r1.search.dense.MatrixIndex", on_cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    index = dense._open(tmp_path / "e5_Flat.index", 5, 32, BackendOptions("e5", "", "", gpu=True))
+    assert asked == [[f"cuda:{index}" for index in range(8)]] and len(index) == 5
 
 
 def test_fusion_is_the_sum_of_reciprocal_ranks() -> None:

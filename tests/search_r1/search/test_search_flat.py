@@ -68,6 +68,32 @@ def test_vectors_of_any_length(tmp_path: Path, scale: float) -> None:
     assert [hit.row for hit in found[3]] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("rows", "num_devices"), [(2000, 3), (2000, 8), (65, 2), (5, 8), (1, 2)])
+@pytest.mark.parametrize("max_scores", [400, None])
+def test_rows_shared_out_over_devices_give_the_same_answer(
+    tmp_path: Path, rows: int, num_devices: int, max_scores: int | None
+) -> None:
+    """Several times the CPU in place of several GPUs: each has its own rows, and nothing is held twice."""
+    vectors, queries = _crowded(rows, 48), _crowded(40, 48, scale=0.05)
+    devices = ["cpu"] * num_devices
+    index = MatrixIndex(_file(tmp_path, vectors), devices, max_scores=max_scores, num_threads=2)
+    assert sum(len(part.matrix_RD) for part in index._parts) == rows == len(index)
+    assert max(len(part.matrix_RD) for part in index._parts) == -(-rows // num_devices)
+    for query, hits in zip(queries, index.search(queries, 7), strict=True):
+        assert hits == _exact(vectors, query, 7)
+
+
+def test_all_devices_work_before_the_first_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    for name in ("_coarse", "_candidates"):
+        real = getattr(MatrixIndex, name)
+        monkeypatch.setattr(
+            MatrixIndex, name, lambda *arguments, n=name, real=real: (order.append(n), real(*arguments))[1]
+        )
+    MatrixIndex(_file(tmp_path, _crowded(300, 16)), ["cpu"] * 3).search(_crowded(4, 16), 2)
+    assert order == ["_coarse"] * 3 + ["_candidates"] * 3
+
+
 def test_scores_that_are_all_negative(tmp_path: Path) -> None:
     vectors = _crowded(500, 32)
     queries = -_crowded(5, 32, scale=0.05)
@@ -161,4 +187,4 @@ def test_a_file_of_another_size_is_refused_and_one_cut_short_is_an_error(tmp_pat
 def test_a_gpu_gives_the_same_bits(tmp_path: Path) -> None:
     vectors, queries = _crowded(4000, 96), _crowded(100, 96, scale=0.05)
     file = _file(tmp_path, vectors)
-    assert MatrixIndex(file, device="cuda").search(queries, 5) == MatrixIndex(file).search(queries, 5)
+    assert MatrixIndex(file, devices=["cuda"]).search(queries, 5) == MatrixIndex(file).search(queries, 5)
