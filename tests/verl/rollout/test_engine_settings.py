@@ -115,11 +115,12 @@ def test_on_a_gpu_there_are_graphs_chunks_and_shared_prefixes(configs: dict[int,
         assert (found["sequences"], found["tokens"], found["transfer"]) == (1024, 8192, "ipc")
 
 
-def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut() -> None:
-    args = engine_args(EngineSettings("m", max_model_len=20000), on_cpu=True)
+def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut(tiny_model_dir: Path) -> None:
+    model = str(tiny_model_dir)
+    args = engine_args(EngineSettings(model, max_model_len=20000), on_cpu=True)
     assert args.enforce_eager and not args.enable_chunked_prefill and args.max_num_batched_tokens == 20000
-    assert not engine_args(EngineSettings("m", 512, enforce_eager=False), on_cpu=True).enforce_eager
-    assert engine_args(EngineSettings("m", 512, enforce_eager=True), on_cpu=False).enforce_eager
+    assert not engine_args(EngineSettings(model, 512, enforce_eager=False), on_cpu=True).enforce_eager
+    assert engine_args(EngineSettings(model, 512, enforce_eager=True), on_cpu=False).enforce_eager
 
 
 def test_the_process_of_an_engine_of_several_ranks_ends_with_its_owner() -> None:
