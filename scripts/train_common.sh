@@ -7,7 +7,7 @@
 #   EXPERIMENT_NAME    names the run, its log and its checkpoint folder
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
-#                      says whether these settings would start and fit
+#                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
 #   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -53,8 +53,9 @@ only_prints() {
 check_settings() {
   if only_prints "$@"; then return 0; fi
   [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
-  [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight)$ ]] ||
-    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format or verl.trainer.preflight"
+  [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight|dry_run)$ ]] ||
+    fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format, verl.trainer.preflight" \
+      "or verl.trainer.dry_run"
   [[ $EXPERIMENT_NAME =~ ^[A-Za-z0-9._-]+$ ]] ||
     fail "EXPERIMENT_NAME='$EXPERIMENT_NAME' names a file and a folder: use letters, digits and . _ - only"
   given data.train_files "$@" || require_prompts "$TRAIN_DATA_DIR/train.parquet" "TRAIN_DATA_DIR or DATA_DIR"
@@ -86,7 +87,7 @@ train() {
   done
   shift
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
-  if only_prints "$@" || [[ $TRAINER == verl.trainer.preflight ]]; then exec "${command[@]}"; fi # leaves the log alone
+  if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
   # earlier run is added to: this one may go on with it, or be refused.
   export PYTHONUNBUFFERED=1

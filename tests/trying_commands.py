@@ -34,6 +34,7 @@ from verl.config import check_supported, load_config, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.tracking.tracker import Tracker
+from verl.trainer.dry_run import __main__ as dry_run
 from verl.trainer.main_ppo_format import with_format_reward
 from verl.trainer.preflight import __main__ as preflight
 from verl.trainer.scoring import make_reward
@@ -125,6 +126,11 @@ def composes_training(command: Command, _: Checkout) -> None:
 def composes_preflight(command: Command, _: Checkout) -> None:
     with ends_well():
         preflight.parse(command.arguments)
+
+
+def composes_dry_run(command: Command, _: Checkout) -> None:
+    with ends_well():
+        dry_run.parse(command.arguments)
 
 
 def composes_format_training(command: Command, _: Checkout) -> None:
@@ -282,6 +288,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
     (r"python -m verl\.trainer\.run_folder", composes_training),
     (r"python -m verl\.trainer\.preflight", composes_preflight),
+    (r"python -m verl\.trainer\.dry_run", composes_dry_run),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),

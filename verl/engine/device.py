@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +17,7 @@ from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -23,6 +27,21 @@ class Precision:
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+
+
+@contextlib.contextmanager
+def cpu_stands_for(kind: str) -> Iterator[None]:
+    """Inside, a CPU takes the paths of a device of that kind ("cuda"): for measuring without one."""
+    token = _STANDS_FOR.set(kind)
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
+
+
+def kind_of(device: torch.device) -> str:
+    """`cuda` or `cpu`: whose paths are taken on the device."""
+    return _STANDS_FOR.get() or device.type
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -39,7 +58,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str) -> Precision:
     """`auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32 whatever is chosen here."""
     if param_dtype == "auto":
-        param_dtype = "bfloat16" if device.type == "cuda" else "float32"
+        param_dtype = "bfloat16" if kind_of(device) == "cuda" else "float32"
     for name in (param_dtype, reduce_dtype):
         if name not in DTYPES:
             raise ConfigError(f"number format '{name}' is unknown; use one of {', '.join(DTYPES)}")
@@ -50,7 +69,7 @@ def resolve_head_dtype(device: torch.device, name: str, precision: Precision) ->
     """`auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if device.type == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
+    return torch.bfloat16 if kind_of(device) == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
 
 
 def backend_of(device: torch.device) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
@@ -11,6 +14,12 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 class DeviceMemory:
     """Of a CPU: tensors are where they are."""
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Host memory [num_bytes] for copies from and to the device."""
+        host = torch.empty(num_bytes, dtype=torch.uint8)
+        self.pin(host)
+        return host
 
     def pin(self, host: torch.Tensor) -> None:
         """Lock the tensor's pages, so that copies from and to it run beside other work. Undone when it is freed."""
@@ -42,6 +51,19 @@ class CudaMemory(DeviceMemory):
         torch.cuda.empty_cache()
 
 
+_STAND_IN: ContextVar[DeviceMemory | None] = ContextVar("stand_in", default=None)
+
+
+@contextlib.contextmanager
+def memory_stands_in(memory: DeviceMemory) -> Iterator[None]:
+    """Inside, `device_memory` is this one: for measuring without a GPU."""
+    token = _STAND_IN.set(memory)
+    try:
+        yield
+    finally:
+        _STAND_IN.reset(token)
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """The memory of `device`."""
-    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()
+    return _STAND_IN.get() or (CudaMemory(device) if device.type == "cuda" else DeviceMemory())

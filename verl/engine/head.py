@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import ExactKL
+from verl.engine.device import kind_of
 
 SHORT = (torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # float32 logits: busy on a GPU, in the cache of a CPU
@@ -53,7 +54,7 @@ class Head(NamedTuple):
 
 def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tensor | None = None) -> torch.Tensor:
     """Of two matrices of one format, summed in float32 (or float64); added in place to `add_to_AC` where given."""
-    if left_AB.dtype in SHORT and left_AB.device.type != "cuda":  # only CUDA multiplies short numbers into float32
+    if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies short numbers into float32
         left_AB, right_BC = left_AB.float(), right_BC.float()
     if left_AB.dtype not in SHORT:
         return left_AB @ right_BC if add_to_AC is None else add_to_AC.addmm_(left_AB, right_BC)
@@ -96,7 +97,7 @@ class Question(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def spans(self, vocabulary: int) -> Iterator[slice]:
-        size = self.chunk_tokens or default_chunk(vocabulary, self.label_N.device.type)
+        size = self.chunk_tokens or default_chunk(vocabulary, kind_of(self.label_N.device))
         return (slice(start, start + size) for start in range(0, max(1, len(self.label_N)), size))
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
+from verl.engine.device import kind_of
 from verl.engine.device_memory import DeviceMemory, device_memory
 from verl.phases import RESIDENT, Part, Phase
 
@@ -66,14 +67,13 @@ class Movable:
         return any(slot.flat.numel() and not self._at_home(slot.flat) for slot in self._slots())
 
     def _at_home(self, flat: torch.Tensor) -> bool:
-        return flat.untyped_storage().data_ptr() == self._home.untyped_storage().data_ptr()
+        return flat.untyped_storage()._cdata == self._home.untyped_storage()._cdata
 
     def _room(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A place in host memory for each tensor, in order."""
         sizes = [-(-flat.nbytes // ALIGNMENT) * ALIGNMENT for flat in flats]
         if self._home.nbytes != sum(sizes) or any(map(self._at_home, flats)):  # those at home may be at other places
-            self._home = torch.empty(sum(sizes), dtype=torch.uint8)
-            self._memory.pin(self._home)
+            self._home = self._memory.host_block(sum(sizes))
         parts = self._home.split(sizes)
         return [part[: flat.nbytes].view(flat.dtype) for part, flat in zip(parts, flats, strict=True)]
 
@@ -110,7 +110,7 @@ class Residence:
 
 def moves_on(device: torch.device) -> bool:
     """Whether host memory is another memory than the device's."""
-    return device.type == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def residence(

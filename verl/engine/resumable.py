@@ -37,7 +37,7 @@ class Resumable:
 
     def __init__(self, models: Mapping[str, nn.Module], trained: str, optimizer: torch.optim.Optimizer) -> None:
         self._models, self._trained, self._optimizer = models, trained, optimizer
-        self._group = dist.new_group(backend="gloo")  # the background's own: its collectives meet no others
+        self._group: dist.ProcessGroup | None = None
         self._background = ThreadPoolExecutor(1)
         self._written: Future[Digests] | None = None
 
@@ -48,6 +48,8 @@ class Resumable:
         """
         if self._written is not None:
             self._written.exception()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # the background's own: its collectives meet no others
         for model in self._models.values():
             reshard(model)
         tensors = self._weights() | self._optimizer_state() | _random_state() | _as_tensors(counters)

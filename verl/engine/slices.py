@@ -6,8 +6,10 @@ The names in the files are translated by transformers' own rules. Where those ru
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,18 @@ logger = logging.getLogger(__name__)
 
 COMPARED_VALUES = 2**22  # at a time, when two stored weights should be one
 
+_UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
+
+
+@contextlib.contextmanager
+def unread_weights() -> Iterator[None]:
+    """Inside, models need a config.json alone: their weights get memory and no values. For measuring."""
+    token = _UNREAD.set(True)
+    try:
+        yield
+    finally:
+        _UNREAD.reset(token)
+
 
 @dataclass(frozen=True)
 class Slices:
@@ -40,9 +54,20 @@ class Slices:
 
         Raises CheckpointError when a file cannot be read.
         """
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        _give_memory(model, device)
         for name, tensor in weights_of(model.model):
             fill_part(tensor, self.files, self.stored[name])
+
+
+class Unread(Slices):
+    """Of weights that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(WeightFiles({}), {})
+
+    def fill(self, model: Decoder, device: torch.device) -> None:
+        """Give the parameters of a blank model, sharded by now, memory on `device`, whatever is in it."""
+        _give_memory(model, device)
 
 
 class NotSliceableError(Exception):
@@ -55,6 +80,8 @@ def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> 
     None, with the reason in the log, where it must be loaded as a whole. `new_head`: an output layer that the files
     lack is to be zero. Raises CheckpointError when a file is damaged.
     """
+    if _UNREAD.get():
+        return Unread()
     try:
         files = _usable_files(model, source)
         stored = _stored_names(model, files)
@@ -83,6 +110,10 @@ def own_index(tensor: torch.Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+
+
+def _give_memory(model: Decoder, device: torch.device) -> None:
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _usable_files(model: PreTrainedModel, source: str) -> WeightFiles:

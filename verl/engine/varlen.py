@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from verl.engine.device import kind_of
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -150,14 +151,19 @@ def _by_kernel(
 
 
 def _kernel_takes(query: torch.Tensor) -> bool:
-    if query.device.type != "cuda":
+    if kind_of(query.device) != "cuda":
         return False
     head_size = query.shape[-1]
     fits = head_size <= KERNEL_LARGEST_HEAD and head_size % KERNEL_HEAD_STEP == 0
-    if fits and query.dtype in KERNEL_DTYPES and torch.cuda.get_device_capability(query.device) >= KERNEL_CAPABILITY:
+    if fits and query.dtype in KERNEL_DTYPES and _recent(query.device):
         return True
     _say_slow(query.dtype, head_size)
     return False
+
+
+def _recent(device: torch.device) -> bool:
+    """A CPU that stands for a GPU stands for a recent one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
 
 
 @cache

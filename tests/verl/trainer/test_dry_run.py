@@ -1,0 +1,202 @@
+"""A dry run against what PyTorch really allocated, against sums worked out by hand, and as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from measured_allocations import measure, measure_rank
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.config import load_config
+from verl.errors import ConfigError
+from verl.protocol import TrainBatch
+from verl.trainer.dry_run.__main__ import main
+from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds, parse_gpus
+from verl.trainer.dry_run.roles import Role, run_roles
+from verl.trainer.dry_run.segments import Segments
+from verl.trainer.dry_run.work import Operation, Work
+
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+VOCABULARY = 1024
+WINDOW = 552  # tokens: max_prompt_length + max_response_length of configs/tinywiki.yaml
+ROWS = [f"{place}.use_dynamic_bsz=false" for place in (ACTOR, CRITIC)]
+GAE = ["algorithm.adv_estimator=gae", f"{CRITIC}.ppo_micro_batch_size=8"]
+FOUR = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+TINYWIKI = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+WIDE = {"vocab_size": VOCABULARY, "hidden_size": 320, "intermediate_size": 768, "num_hidden_layers": 4}
+MODEL_300M = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
+
+
+def overrides_of(model: Path, *overrides: str) -> list[str]:
+    """A TinyWiki run of 16 trajectories a step, in one mini-batch."""
+    return [
+        "data.train_files=train.parquet",
+        "data.val_files=test.parquet",
+        f"actor_rollout_ref.model.path={model}",
+        f"trainer.default_local_dir={model.parent}/run",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.rollout.n_agent=1",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        "algorithm.adv_estimator=reinforce",
+        *overrides,
+    ]
+
+
+def full_rows(lengths: list[int]) -> TrainBatch:
+    """Rows of these lengths with random numbers; every token is trained."""
+    num_tokens = sum(lengths)
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+    tokens = {name: torch.randn(num_tokens) for name in names}
+    tokens |= {
+        "ids": torch.randint(0, VOCABULARY, (num_tokens,)),
+        "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
+        "top_index": torch.randint(0, VOCABULARY, (num_tokens, 8), dtype=torch.int32),
+    }
+    return TrainBatch(torch.tensor(lengths), tokens)
+
+
+def save_model(folder: Path, sizes: dict[str, int]) -> Path:
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def peaks(roles: list[Role]) -> dict[str, int]:
+    """Bytes by pass, as `measure` has them."""
+    passes = {one.name: one.peak.allocated for role in roles for one in role.passes}
+    return passes | {role.name: role.idle.allocated for role in roles}
+
+
+def test_the_peak_is_what_torch_allocates(tmp_path: Path) -> None:
+    """TinyWiki as it is: an exact KL to a second model, micro-batches of 4096 tokens."""
+    overrides = overrides_of(save_model(tmp_path, TINYWIKI), f"{ACTOR}.use_rollout_log_probs=false")
+    real = measure_rank(overrides, full_rows(([WINDOW] * 7 + [4096 - 7 * WINDOW]) * 2), 0, 1, tmp_path)
+    dry = peaks(run_roles(load_config("tinywiki", overrides), 1, "cpu"))
+    print({name: (dry[name], real[name]) for name in real})
+    assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "overrides"),
+    [
+        (TINYWIKI, 2, [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.kl_topk_tokens=8"]),
+        (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", CHECKPOINTING]),
+        (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.use_kl_loss=false", *GAE]),
+        (MODEL_300M, 1, [f"{ACTOR}.ppo_micro_batch_size=2", *FOUR]),
+    ],
+)
+def test_more_peaks(sizes: dict[str, int], num_ranks: int, overrides: list[str], tmp_path: Path) -> None:
+    """Settings that nothing was fitted to."""
+    model = save_model(tmp_path, sizes)
+    given = overrides_of(model, f"{ACTOR}.use_rollout_log_probs=false", f"critic.model.path={model}", *ROWS, *overrides)
+    rows = 4 if sizes is MODEL_300M else 16
+    real = measure(given, full_rows([WINDOW] * rows), num_ranks, tmp_path)
+    dry = peaks(run_roles(load_config("tinywiki", given), num_ranks, "cpu"))
+    print({name: (dry[name], real[name]) for name in real})
+    assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
+
+
+def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
+    """Shards, gathers and products of a model without weights, as rank 0 of 64."""
+    layers, width, mlp, ranks, tokens = 2, 64, 128, 64, 2 * WINDOW
+    sizes = {"vocab_size": 512, "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)
+    config.save_pretrained(tmp_path / "model")
+    overrides = [
+        *overrides_of(tmp_path / "model", *ROWS, f"{ACTOR}.kl_loss_type=low_var_kl"),
+        f"{ACTOR}.ppo_micro_batch_size=128",
+        "data.train_batch_size=256",
+        f"{ACTOR}.ppo_mini_batch_size=256",
+        f"{ACTOR}.use_rollout_log_probs=false",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size=128",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16",
+    ]
+    [actor] = run_roles(load_config("tinywiki", overrides), ranks, "cpu")
+    layer = width * (3 * width + width + 3 * mlp) + 3 * width + 2 * width  # q, k, v, o, MLP; biases; norms
+    params = 2 * 512 * width + layers * layer + width
+    assert actor.num_params == params
+    assert actor.idle.allocated == pytest.approx(16 * params / ranks, rel=0.02)  # and two moments, and the anchor
+    score = next(one for one in actor.passes if one.name == "log-probs")
+    assert score.work.sent["all-gather"] == pytest.approx(2 * params, rel=0.01)  # each unit once, in bfloat16
+    weights = layers * (layer - 5 * width) + 512 * width
+    attention = layers * 2 * tokens * WINDOW * width
+    assert score.work.flops == pytest.approx(2 * tokens * weights + attention, rel=0.01)
+    assert score.times == 256 / (2 * ranks)
+    update = next(one for one in actor.passes if one.name == "update")
+    assert update.work.sent["reduce-scatter"] == pytest.approx(2 * 4 * params, rel=0.01)  # two micro-batches, float32
+
+
+def test_off_loaded_tensors_leave_the_device_that_only_seems_to_be_there(tmp_path: Path) -> None:
+    model = save_model(tmp_path, TINYWIKI)
+    off = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    off += ["actor_rollout_ref.ref.fsdp_config.param_offload=true"]
+    [stays], [moves] = (run_roles(load_config("tinywiki", overrides_of(model, *more)), 1, "cuda") for more in ([], off))
+    assert stays.idle.allocated > 16 * stays.num_params  # weights, two moments and the anchor, float32
+    assert moves.idle.allocated < 0.05 * stays.idle.allocated
+    assert peaks([moves])["update"] == pytest.approx(peaks([stays])["update"], rel=0.01)
+
+
+def test_segments_by_hand() -> None:
+    """A CUDA allocator: 512 bytes from a segment of 2 MiB, 3 MiB from one of 20 MiB, 30 MiB from its own."""
+    mib, segments = 2**20, Segments()
+    small, other = segments.take(100), segments.take(700)
+    assert segments.held == 2 * mib
+    medium = segments.take(3 * mib)
+    assert segments.held == 22 * mib
+    rest = segments.take(16 * mib)  # fits into what is left of the segment
+    assert segments.held == 22 * mib
+    segments.give(medium)
+    large = segments.take(4 * mib)  # 3 MiB and 1 MiB are free, apart from each other
+    assert segments.held == 42 * mib
+    for block in (rest, large):
+        segments.give(block)
+    assert segments.held == 2 * mib
+    whole = segments.take(20 * mib)  # the free neighbours are one block again
+    assert segments.held == 22 * mib
+    for block in (small, other, whole):
+        segments.give(block)
+    assert segments.held == 0
+    segments.take(31 * mib)
+    assert segments.held == 32 * mib
+
+
+def test_a_roofline_by_hand() -> None:
+    h100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+    work = Work([Operation(989e12, torch.bfloat16, 0), Operation(0.0, torch.bfloat16, 6_700_000_000_000)])
+    assert least_seconds(work, h100, 1) == pytest.approx(3.0)  # a second of arithmetic, and two of reading
+    assert least_seconds(work, h100, 1, share=0.5) == pytest.approx(1.5)
+    work.sent["all-reduce"] = int(450e9 * 8 / 7)
+    work.sent["all-gather"] = int(900e9 * 8 / 7)
+    assert least_seconds(work, h100, 8) == pytest.approx(4.0)  # twice round, and 2 seconds, beside the 3
+
+
+@pytest.mark.parametrize(("text", "ranks", "names"), [("8x80", 8, ["A100", "H100"]), ("4096xH200", 4096, ["H200"])])
+def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
+    place = parse_gpus(text)
+    assert (place.num_ranks, [gpu.name for gpu in place.gpus]) == (ranks, names)
+    assert place.memory < int(GIB * 142)
+
+
+@pytest.mark.parametrize("text", ["8", "8xH1", "0x80", "x80"])
+def test_gpus_that_are_not_understood(text: str) -> None:
+    with pytest.raises(ConfigError, match="8xH100"):
+        parse_gpus(text)
+
+
+@pytest.mark.parametrize(("gpus", "status"), [("8x80", 0), ("8x1", 1)])
+def test_the_command(gpus: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In 1 GB the processes leave next to nothing: three settings are named."""
+    overrides = [
+        *overrides_of(save_model(tmp_path, TINYWIKI)),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+    ]
+    assert main(["--config-name", "tinywiki", "--gpus", gpus, *overrides, "data.train_batch_size=64",
+                 f"{ACTOR}.ppo_mini_batch_size=64"]) == status  # fmt: skip
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[3:7]] == ["sample", "score", "update", "sync"]
+    assert printed[-1].startswith("ok " if status == 0 else "FAIL")
+    assert status == 0 or printed[-1].count("=") == 3

@@ -1,0 +1,93 @@
+"""What to change when a phase does not fit: changes are tried, each alone, and ranked by what they gain there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from verl.config import Config
+from verl.phases import Phase
+from verl.trainer.dry_run.device import DevicePhase, device_phases
+from verl.trainer.dry_run.gpus import Place
+from verl.trainer.dry_run.roles import run_roles
+
+ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
+Change = tuple[str, Callable[[Any], Any]]
+
+
+def _on(value: Any) -> Any:
+    return None if value else True
+
+
+def _half(value: Any) -> Any:
+    return value // 2 if value > 1 else None
+
+
+def _lower_share(share: Any) -> Any:
+    return round(share - 0.1, 2) if share > 0.15 else None
+
+
+def _small_chunk(tokens: Any) -> Any:
+    return 256 if tokens is None or tokens > 256 else None
+
+
+OFFLOAD: list[Change] = [
+    (f"{ACTOR}.fsdp_config.optimizer_offload", _on),
+    (f"{ACTOR}.fsdp_config.param_offload", _on),
+    ("actor_rollout_ref.ref.fsdp_config.param_offload", _on),
+    (f"{CRITIC}.model.fsdp_config.optimizer_offload", _on),
+    (f"{CRITIC}.model.fsdp_config.param_offload", _on),
+]
+# Key, and its next more frugal value (None: there is none), by phase.
+CHANGES: dict[Phase, list[Change]] = {
+    Phase.SAMPLE: [*OFFLOAD, (f"{ROLLOUT}.gpu_memory_utilization", _lower_share)],
+    Phase.SYNC: [*OFFLOAD, (f"{ROLLOUT}.gpu_memory_utilization", _lower_share)],
+    Phase.SCORE: [
+        (f"{ACTOR}.head_chunk_tokens", _small_chunk),
+        (f"{ROLLOUT}.log_prob_micro_batch_size", _half),
+        (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", _half),
+        (f"{CRITIC}.forward_micro_batch_size", _half),
+        (f"{ROLLOUT}.free_cache_engine", _on),
+        *OFFLOAD,
+    ],
+    Phase.UPDATE: [
+        ("actor_rollout_ref.model.enable_gradient_checkpointing", _on),
+        (f"{ACTOR}.head_chunk_tokens", _small_chunk),
+        (f"{ACTOR}.ppo_micro_batch_size", _half),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", _half),
+        (f"{CRITIC}.model.enable_gradient_checkpointing", _on),
+        (f"{CRITIC}.ppo_micro_batch_size", _half),
+        (f"{CRITIC}.ppo_max_token_len_per_gpu", _half),
+        (f"{ROLLOUT}.free_cache_engine", _on),
+        *OFFLOAD,
+    ],
+}
+
+
+def three_settings(config: Config, place: Place, worst: DevicePhase) -> list[tuple[str, float]]:
+    """`key=value` and the bytes that it alone takes off the phase; the largest gain first, 3 at most."""
+    gains = []
+    for key, frugal in CHANGES[worst.name]:
+        changed = copy.deepcopy(config)
+        value = frugal(_get(changed, key))
+        if value is None or (key.startswith(CRITIC) and config.algorithm.adv_estimator != "gae"):
+            continue
+        _set(changed, key, value)
+        roles = run_roles(changed, place.num_ranks, "cuda" if place.on_gpu else "cpu")
+        phase = next(phase for phase in device_phases(changed, roles, place) if phase.name is worst.name)
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+        gains.append((f"{key}={shown}", worst.total - phase.total))
+    return sorted((gain for gain in gains if gain[1] > 0), key=lambda gain: -gain[1])[:3]
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _set(config: Config, key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    setattr(_get(config, section), name, value)

@@ -1,0 +1,57 @@
+"""Batches that are as large as the settings allow: every row at its limit, every token a trained one.
+
+A step has many micro-batches of that kind; two of them take as much memory as all of them do, because what is left of
+one (the gradients) is the same after the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl.config import Config
+from verl.protocol import TrainBatch
+
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much one pass of a rank may hold: `tokens`, or `rows` over all ranks."""
+
+    by_tokens: bool
+    tokens: int
+    rows: int
+
+    def row_lengths(self, window: int, num_ranks: int, most_rows: int) -> list[int]:
+        """Of the largest micro-batch of one rank, which has `most_rows` rows altogether."""
+        if not self.by_tokens:
+            return [window] * min(max(1, self.rows // num_ranks), most_rows)
+        full, rest = divmod(self.tokens, window)
+        if full == 0:
+            return [window]  # a row that is longer than the budget goes alone
+        lengths = [window] * full + ([rest] if rest > 1 else [])
+        return lengths[:most_rows]
+
+
+def window_of(config: Config) -> int:
+    """No sequence is longer, in tokens."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.prompt_length + rollout.response_length
+
+
+def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k: int, batch_std: bool) -> TrainBatch:
+    """With all that any loss reads, for `micro_batches` on each rank."""
+    lengths_B = torch.tensor(lengths * (num_ranks * micro_batches), dtype=torch.int64)
+    num_tokens, num_rows = int(lengths_B.sum()), len(lengths_B)
+    zero_T = torch.zeros(num_tokens)
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+    tokens = {name: zero_T for name in names}
+    tokens |= {"ids": zero_T.long(), "loss_mask": torch.ones(num_tokens, dtype=torch.bool)}
+    if top_k:
+        tokens["top_index"] = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+    rows = {"reward": torch.zeros(num_rows), "group": torch.arange(num_rows)}
+    if batch_std:
+        rows["adv_batch_std"] = torch.ones(num_rows)
+    return TrainBatch(lengths_B, tokens, rows)

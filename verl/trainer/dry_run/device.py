@@ -1,0 +1,66 @@
+"""Who has how much of one device in each phase of a step: the roles and the engine share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.config import Config
+from verl.phases import RESIDENT, Part, Phase
+from verl.trainer.dry_run.gpus import GIB, Place
+from verl.trainer.dry_run.memory import Peak
+from verl.trainer.dry_run.roles import Pass, Role
+
+CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
+
+
+@dataclass
+class DevicePhase:
+    """Bytes on one device by holder, at the worst moment of the phase."""
+
+    name: Phase
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def device_phases(config: Config, roles: list[Role], place: Place) -> list[DevicePhase]:
+    """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work."""
+    return [_phase(phase, config, roles, place) for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
+
+
+def _phase(name: Phase, config: Config, roles: list[Role], place: Place) -> DevicePhase:
+    phase = DevicePhase(name)
+    found = [(role, one) for role in roles for one in role.passes if one.phase is name]
+    worst = max(found, key=lambda pair: _taken(pair, place), default=None)
+    for role in roles:
+        if worst is not None and role is worst[0]:
+            phase.parts[f"{role.name}: {worst[1].name}"] = size(worst[1].peak, place)
+        else:
+            phase.parts[f"{role.name} at rest"] = size(role.idle, place)
+    if place.on_gpu:
+        engine = _engine(name, config, roles[0], place)
+        phase.parts["engine"] = engine
+        phase.parts["processes"] = CUDA_PROCESS * (len(roles) + (not engine))  # one that is awake counts its own
+    return phase
+
+
+def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
+    """Of a GPU's engine: its share while it samples, its weights alone while it gets new ones, else nothing."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.free_cache_engine or Part.KV_CACHE in RESIDENT[phase]:
+        return rollout.gpu_memory_utilization * place.memory
+    if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
+        return 0.0
+    width = 4 if rollout.dtype in ("auto", "float32") else 2
+    return width * actor.num_params / rollout.tensor_model_parallel_size
+
+
+def size(peak: Peak, place: Place) -> float:
+    """What a device gives for it: on a GPU in the allocator's segments."""
+    return peak.held if place.on_gpu else peak.allocated
+
+
+def _taken(pair: tuple[Role, Pass], place: Place) -> float:
+    return size(pair[1].peak, place) - size(pair[0].idle, place)

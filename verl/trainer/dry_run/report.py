@@ -1,0 +1,65 @@
+"""What a dry run says: memory by phase, work, the least time it takes, and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config import Config
+from verl.config.counts import trajectories_per_step
+from verl.trainer.dry_run.batches import window_of
+from verl.trainer.dry_run.device import DevicePhase
+from verl.trainer.dry_run.gpus import GIB, Place, least_seconds
+from verl.trainer.dry_run.roles import Pass, Role
+
+FILLED = 0.5  # of the window, by the average trajectory
+TERA = 1e12
+
+
+def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: Place) -> str:
+    """The whole text but the verdict."""
+    models = ", ".join(f"{role.name} {role.num_params / 1e9:.2f} B parameters" for role in roles)
+    where = f"GPUs of {place.memory / GIB:.1f} GiB" if place.on_gpu else "workers on CPU"
+    lines = [f"{models}; rank 0 of {place.num_ranks} {where}", "", *_memory(phases, place), ""]
+    return "\n".join([*lines, *_work(roles, place), "", *_assumed(config)])
+
+
+def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
+    yield f"{'phase':<8} {'GiB':>8} {'left':>8}  of which"
+    for phase in phases:
+        parts = [f"{name} {part / GIB:.2f}" for name, part in phase.parts.items() if part >= GIB / 200]
+        left = f"{(place.memory - phase.total) / GIB:8.2f}"
+        yield f"{phase.name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
+
+
+def _work(roles: list[Role], place: Place) -> Iterator[str]:
+    names = [gpu.name for gpu in place.gpus]
+    yield f"{'work of one rank in a step':<28} {'TFLOP':>9} {'GiB sent':>9}" + "".join(
+        f" {f's on {name}':>10}" for name in names
+    )
+    totals = [0.0] * len(names)
+    for one in (one for role in roles for one in role.passes):
+        seconds = [one.times * least_seconds(one.work, gpu, place.num_ranks, _filled(one)) for gpu in place.gpus]
+        totals = [total + more for total, more in zip(totals, seconds, strict=True)]
+        yield f"{one.name:<28} {_flops(one):9.1f} {_sent(one):9.2f}" + "".join(f" {value:10.1f}" for value in seconds)
+    if names:
+        yield f"{'at least, without sampling':<48}" + "".join(f" {total:10.1f}" for total in totals)
+
+
+def _flops(one: Pass) -> float:
+    return one.times * _filled(one) * one.work.flops / TERA
+
+
+def _filled(one: Pass) -> float:
+    return FILLED if one.by_tokens else 1.0
+
+
+def _sent(one: Pass) -> float:
+    return one.times * sum(one.work.sent.values()) / GIB
+
+
+def _assumed(config: Config) -> Iterator[str]:
+    rows, window = trajectories_per_step(config), window_of(config)
+    yield f"memory: rows at their limit of {window} tokens, micro-batches as large as the settings allow; of those,"
+    yield "  two of one mini-batch are run, after a first update: further ones take no more"
+    yield f"work: {rows} trajectories that fill {FILLED:.0%} of the limit on average; measured on that mini-batch, and"
+    yield "  multiplied; seconds are a lower bound: data sheets, no waiting, transfers beside the arithmetic"

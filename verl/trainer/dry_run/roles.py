@@ -1,0 +1,171 @@
+"""The trained roles of a run, each on a fake device: what its engine takes and does, phase by phase."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from verl.config import ActorConfig, Config, CriticConfig
+from verl.config.counts import largest_mini_batch, trajectories_per_step
+from verl.config.objective import has_kl_in_reward
+from verl.engine.device import DTYPES
+from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
+from verl.engine.policy_engine import PolicyEngine
+from verl.engine.sharding import named_tensors, num_parameters, reshard
+from verl.engine.slices import unread_weights
+from verl.engine.value_engine import ValueEngine
+from verl.phases import Phase
+from verl.protocol import TrainBatch
+from verl.rollout.weight_buckets import gathered, plan_buckets
+from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch, window_of
+from verl.trainer.dry_run.fake_device import FakeDevice
+from verl.trainer.dry_run.memory import Peak
+from verl.trainer.dry_run.work import Work
+
+DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say they are on CUDA
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a role does in a phase, on one rank: the most memory it ever has meanwhile, and the work it does.
+
+    A step has `times` the `work`; where `by_tokens`, of trajectories at their limit.
+    """
+
+    phase: Phase
+    name: str
+    peak: Peak
+    work: Work
+    times: float
+    by_tokens: bool
+
+
+@dataclass(frozen=True)
+class Role:
+    """A trained role on one rank. `idle` bytes are on the device while it does nothing."""
+
+    name: str
+    num_params: int
+    idle: Peak
+    passes: list[Pass]
+
+
+def run_roles(config: Config, num_ranks: int, kind: str) -> list[Role]:
+    """The actor (with its anchor) and the critic of `config`, as rank 0 of `num_ranks` devices: "cuda" or "cpu".
+
+    Raises ConfigError for settings that no engine can be made of.
+    """
+    roles = [_Dry(config, num_ranks, kind).actor()]
+    if config.algorithm.adv_estimator == "gae":
+        roles.append(_Dry(config, num_ranks, kind).critic())
+    return roles
+
+
+def has_anchor(config: Config) -> bool:
+    """Whether the actor has an anchor beside the policy."""
+    if config.trainer.val_only:
+        return False
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss
+    return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
+
+
+class _Dry:
+    """One role's process."""
+
+    def __init__(self, config: Config, num_ranks: int, kind: str) -> None:
+        self.asked, self.num_ranks, self.kind = config, num_ranks, kind
+        self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
+        self.config.actor_rollout_ref.actor.num_threads = None
+        self.device = FakeDevice(kind)
+        self.passes: list[Pass] = []
+
+    def actor(self) -> Role:
+        role = self.config.actor_rollout_ref
+        with self.device.running(self.num_ranks), unread_weights():
+            large = self._largest_update(role.actor)
+            engine = PolicyEngine(self.config, DEVICE, 2, has_anchor(self.config))
+            engine.update(large)  # from now on there is an optimizer state
+            idle = self.device.memory.now
+            self._score(engine)
+            epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
+            self._measure(Phase.UPDATE, "update", lambda: engine.update(large), large, epochs)
+            if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
+                self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
+            self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
+            return Role("actor", num_parameters(engine.policy), idle, self.passes)
+
+    def critic(self) -> Role:
+        critic = self.config.critic
+        with self.device.running(self.num_ranks), unread_weights():
+            large = self._largest_update(critic)
+            engine = ValueEngine(self.config, DEVICE, 2)
+            engine.update(large)
+            idle = self.device.memory.now
+            batch = self._batch(self._lengths(_limit(critic, "forward")), 1)
+            self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
+            epochs = self.asked.critic.ppo_epochs
+            self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
+            return Role("critic", num_parameters(engine.model), idle, self.passes)
+
+    def _score(self, engine: PolicyEngine) -> None:
+        role = self.config.actor_rollout_ref
+        temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
+        if top_k or not role.actor.use_rollout_log_probs:
+            batch = self._batch(self._lengths(_limit(role.rollout, "log_prob")), 1)
+            self._measure(Phase.SCORE, "log-probs", lambda: engine.log_probs(batch, temperature, top_k=top_k), batch)
+        if engine.anchor is not None and (has_kl_in_reward(self.config) or needs_ref_log_probs(role.actor)):
+            read = self._batch(self._lengths(_limit(role.ref, "log_prob")), 1)
+            self._measure(
+                Phase.SCORE, "anchor's log-probs", lambda: engine.log_probs(read, temperature, "anchor"), read
+            )
+
+    def _measure(
+        self, phase: Phase, name: str, run: Callable[[], object], batch: TrainBatch | None = None, epochs: int = 1
+    ) -> None:
+        self.device.restart()
+        run()
+        memory, work, times = self.device.memory, self.device.work, float(epochs)
+        if batch is not None:
+            whole = trajectories_per_step(self.config) * window_of(self.config)
+            times *= whole / int(batch.lengths_B.sum())
+        self.passes.append(Pass(phase, name, memory.peak, work, times, batch is not None))
+
+    def _sync(self, engine: PolicyEngine) -> None:
+        reshard(engine.policy)
+        if self.kind == "cpu":
+            for _ in engine.iter_full_parameters():
+                pass
+            return
+        rollout, named, held = self.config.actor_rollout_ref.rollout, dict(named_tensors(engine.policy)), {}
+        dtype = DTYPES.get(rollout.dtype, torch.float32)
+        for names in plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib):
+            held = gathered([(name, named[name]) for name in names], dtype)  # beside the one before, as the actor does
+        held.clear()
+
+    def _largest_update(self, settings: ActorConfig | CriticConfig) -> TrainBatch:
+        """Two of the largest micro-batches (or the only one) of a mini-batch, which `settings` then have."""
+        rows = largest_mini_batch(trajectories_per_step(self.config), settings.ppo_mini_batch_size)
+        lengths = self._lengths(_limit(settings, "ppo"), rows)
+        micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_ranks)))
+        batch = self._batch(lengths, micro_batches)
+        settings.ppo_mini_batch_size, settings.ppo_epochs, settings.shuffle = len(batch), 1, False
+        return batch
+
+    def _lengths(self, limit: Limit, rows: int | None = None) -> list[int]:
+        """Of one rank's largest micro-batch, when there are `rows` altogether."""
+        rows = trajectories_per_step(self.config) if rows is None else rows
+        return limit.row_lengths(window_of(self.config), self.num_ranks, -(-rows // self.num_ranks))
+
+    def _batch(self, lengths: list[int], micro_batches: int) -> TrainBatch:
+        top_k = policy_topk(self.config.actor_rollout_ref.actor)
+        return largest_batch(lengths, self.num_ranks, micro_batches, top_k, self.config.algorithm.norm_adv_by_batch_std)
+
+
+def _limit(settings: object, prefix: str) -> Limit:
+    """From the settings of a pass, whose names begin with `prefix`."""
+    values = vars(settings)
+    by_tokens = values.get(f"{prefix}_use_dynamic_bsz", values.get("use_dynamic_bsz"))
+    return Limit(bool(by_tokens), values[f"{prefix}_max_token_len_per_gpu"], values[f"{prefix}_micro_batch_size"])

@@ -1,0 +1,111 @@
+"""What operations do: floating-point operations, bytes that go through the device's memory, bytes between ranks.
+
+A product's operations are counted by PyTorch's own formulas; attention is causal, so half of the square.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in attention; the backward makes one again
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel: `flops` in the format `dtype`, and `num_bytes` read and written."""
+
+    flops: float
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@dataclass
+class Work:
+    """All that happened since the last `restart`. `sent`: bytes of the whole tensor by kind of collective."""
+
+    operations: list[Operation] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        return sum(operation.flops for operation in self.operations)
+
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """One operation of the device."""
+        if func in collective_ops:
+            self._collective(func, args, kwargs, out)
+        elif not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            dtype = tensors[0].dtype if tensors else torch.float32
+            self.operations.append(Operation(_flops(func, args, kwargs, out), dtype, num_bytes))
+
+    def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        if func not in sync_ops:
+            name = kind_of(str(func))
+            self.sent[name] += CollectiveOp.get_comm_tensor_size(func, out, args, kwargs)
+            self.calls[name] += 1
+
+
+def kind_of(collective: str) -> str:
+    """all-gather, reduce-scatter, all-reduce, or the operation's own name."""
+    plain = collective.replace("_", "").lower()
+    kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
+    return next((kind for part, kind in kinds.items() if part in plain), collective)
+
+
+def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
+    """What the CUDA kernel of an attention's backward takes for itself: the query's gradient in float32, and, with
+    fewer key heads than query heads, gradients of keys and values for every query head.
+    """
+    name = func._schema.name
+    if name not in _ATTENTION or not _ATTENTION[name].backward:
+        return 0
+    query, key = args[1], args[2]
+    heads = _ATTENTION[name].heads
+    expanded = 0 if query.shape[heads] == key.shape[heads] else 2 * query.numel() * query.element_size()
+    return int(query.numel() * 4 + expanded)
+
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Where an attention operation has its heads, and which of the arguments is the longest row's length."""
+
+    heads: int
+    backward: bool
+    longest: Callable[[Sequence[Any]], int]
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Attention(1, False, lambda args: args[0].shape[2]),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Attention(1, True, lambda args: args[1].shape[2]),
+    "torch_attn::_varlen_attn": _Attention(1, False, lambda args: args[5]),
+    "torch_attn::_varlen_attn_backward": _Attention(1, True, lambda args: args[8]),
+}
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    attention = _ATTENTION.get(func._schema.name)
+    if attention is not None:
+        query = args[1 if attention.backward else 0]
+        products = BACKWARD_PRODUCTS if attention.backward else FORWARD_PRODUCTS
+        return products * query.numel() * attention.longest(args)  # 2 per product and value, half of them masked
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0.0
+    if func._schema.name in _PRODUCTS:  # without an `out_dtype`, which the formulas do not know
+        return float(formula(*(arg for arg in args if isinstance(arg, torch.Tensor)), out_val=out))
+    return float(formula(*args, **kwargs, out_val=out))
