@@ -41,7 +41,8 @@ def hour(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def _sources() -> dict[Path, int]:
     folders = ("verl", "search_r1", "scripts", "configs")
-    return {path: path.stat().st_mtime_ns for name in folders for path in (ROOT / name).rglob("*.[pysh]*")}
+    files = (path for name in folders for path in (ROOT / name).rglob("*.[pysh]*"))
+    return {path: path.stat().st_mtime_ns for path in files if path.parent.name != "__pycache__"}
 
 
 def test_no_traceback_is_seen(hour: tuple[Path, str]) -> None:
