@@ -94,9 +94,11 @@ def _critic(config: Config, batch: TrainBatch) -> dict[str, int]:
 
 def allocated(run: Callable[[], object]) -> list[int]:
     """Bytes that are allocated more than before `run`, after each event of the allocator."""
+    gc.collect()  # what an engine before this one leaves is not freed on this one's account
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
         gc.collect()
+        dist.barrier()  # gloo's threads hold what they sent last until then
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     sizes, total = [0], 0
