@@ -93,8 +93,9 @@ check_gpu_machine() { # check_gpu_machine PYTHON
   local driver include
   command -v nvidia-smi >/dev/null ||
     fail "nvidia-smi is missing; install the NVIDIA driver $min_driver or newer (on a CPU machine: bash scripts/setup.sh)"
-  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || # a line a GPU
     fail "nvidia-smi finds no GPU; see what it says, and in a container start that with its GPUs (docker: --gpus all)"
+  driver=${driver%%$'\n'*}
   [[ ${driver%%.*} =~ ^[0-9]+$ ]] || fail "nvidia-smi names no driver version ('$driver'); see what it says"
   ((${driver%%.*} >= min_driver)) ||
     fail "the NVIDIA driver is $driver, CUDA 13 needs $min_driver or newer; install a newer driver and restart the machine"

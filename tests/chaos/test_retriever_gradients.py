@@ -41,9 +41,6 @@ Gradients = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if dist.is_initialized():  # by the tests of another folder
-        yield
-        return
     torch.set_num_threads(1)
     init_process_group(0, 1, f"file://{tmp_path_factory.mktemp('group') / 'store'}", CPU)
     yield

@@ -53,7 +53,7 @@ def test_rows_of_flashrag(tmp_path: Path) -> None:
         ({"id": "b", "golden_answers": ["x"]}, "it has no question"),
         (row("b", question="  "), "the question is '  '"),
         (row("b", golden_answers=[]), "there is no gold answer"),
-        (row("b", golden_answers=["x", 3]), "the gold answers are"),
+        (row("b", golden_answers=["x", 3.5]), "the gold answers are"),
         (row("b", golden_answers=" "), "there is no gold answer"),
         (row(True), "the id is True"),
         (row("a"), "the id 'a' stands already in line 1"),

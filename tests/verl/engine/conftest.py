@@ -11,7 +11,7 @@ import torch.distributed as dist
 from verl.engine.device import init_process_group
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.set_num_threads(1)
     meeting = tmp_path_factory.mktemp("group") / "store"

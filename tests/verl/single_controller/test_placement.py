@@ -24,7 +24,7 @@ def devices(visible: str | None, *cases: str) -> list[dict[str, Any]]:
         [sys.executable, str(PROBE), str(number), *cases], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("[{")))  # Ray prints there too
 
 
 def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> None:

@@ -6,9 +6,11 @@ The settings are those of main_ppo or main_ppo_format. Models need a config.json
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,18 +76,29 @@ def verdict(config: Config, place: Place, phases: list[DevicePhase]) -> tuple[bo
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0: it fits; 1: it does not, or cannot be run."""
-    logging.disable(logging.WARNING)  # what an engine says of its model is no news here
     try:
         asked = parse(sys.argv[1:] if argv is None else argv)
-        roles = run_roles(asked.config, asked.place.num_ranks, "cuda" if asked.place.on_gpu else "cpu")
-        phases = device_phases(asked.config, roles, asked.place)
-        print(report(asked.config, roles, phases, asked.place), flush=True)
-        fits, words = verdict(asked.config, asked.place, phases)
+        with _no_warnings():
+            roles = run_roles(asked.config, asked.place.num_ranks, "cuda" if asked.place.on_gpu else "cpu")
+            phases = device_phases(asked.config, roles, asked.place)
+            print(report(asked.config, roles, phases, asked.place), flush=True)
+            fits, words = verdict(asked.config, asked.place, phases)
     except VerlError as error:
         print(f"FAIL config: {error}")
         return 1
     print(words)
     return int(not fits)
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What an engine says of its model is no news here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 if __name__ == "__main__":
