@@ -13,6 +13,7 @@ from training_process import TrainingProcess, the_error
 
 from verl.errors import CheckpointError
 from verl.trainer import saved_state
+from verl.trainer.run_lock import LOCK
 
 MIB = 2**20
 GOING_ON = "going on after step 1"
@@ -110,7 +111,7 @@ def assert_first_state(folder: Path, said: str, kept: int) -> None:
         assert f"with trainer.resume_mode=auto the run goes on from {newest}" in said
         with pytest.raises(CheckpointError):
             saved_state.verify(saved_state.state_path(folder, 2))
-    left = [path for path in folder.rglob(".*") if path.name != ".metadata"]
+    left = [path for path in folder.rglob(".*") if path.name not in (".metadata", LOCK)]
     assert left == []
 
 
