@@ -22,6 +22,14 @@ def has_kl_in_reward(config: Config) -> bool:
     return config.algorithm.adv_estimator == "gae" and not config.actor_rollout_ref.actor.use_kl_loss
 
 
+def has_anchor(config: Config) -> bool:
+    """Whether the actor has an anchor beside the policy; validation alone needs none."""
+    if config.trainer.val_only:
+        return False
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss
+    return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
+
+
 def _kl_weight(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
     if control.type != "adaptive":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl.config import Config
-from verl.config.objective import has_kl_in_reward
+from verl.config.objective import has_anchor
 from verl.data.prompts import PromptSource
 from verl.determinism import random_state, seed_everything, set_random_state
 from verl.engine.batching import split_rows
@@ -214,7 +214,7 @@ class RLTrainer:
             return self._evaluate(self.test_prompts, "test", step)
 
     def _validate_anchor(self, step: int) -> dict[str, float]:
-        if not self._has_anchor:
+        if not has_anchor(self.config):
             return {}
         with self.timer("testing_ref_policy"):
             self.rollouts.load_weights(partial(self.actor.publish_weights, step, of="anchor"))
@@ -249,7 +249,7 @@ class RLTrainer:
             self.pool = pool = pools.training
             self.rollouts = RolloutManager(config, pools.sampling)
             self._undo.append(self.rollouts.shutdown)
-            self.actor = ActorGroup(self._actor_config, pool, self.total_steps, self._has_anchor)
+            self.actor = ActorGroup(self._actor_config, pool, self.total_steps, has_anchor(self.config))
             self._undo.append(self.actor.shutdown)
             self.critic: CriticGroup | None = None
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
@@ -307,15 +307,8 @@ class RLTrainer:
         return replace(self.config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
 
     @property
-    def _has_anchor(self) -> bool:
-        actor, trainer = self.config.actor_rollout_ref.actor, self.config.trainer
-        if trainer.val_only:
-            return False
-        return actor.use_kl_loss or has_kl_in_reward(self.config) or trainer.eval_ref_policy_freq > 0
-
-    @property
     def _anchor_moves(self) -> bool:
-        return self._has_anchor and self.config.algorithm.ref_policy_ema_tau < 1.0
+        return has_anchor(self.config) and self.config.algorithm.ref_policy_ema_tau < 1.0
 
 
 def _due(frequency: int, step: int) -> bool:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from verl.config import Config, load_config
+from verl.config.objective import has_anchor
 from verl.engine.device import init_process_group
 from verl.engine.kl_objective import policy_topk
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import TrainBatch
-from verl.trainer.dry_run.roles import has_anchor
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step
-from verl.config.objective import has_kl_in_reward
+from verl.config.objective import has_anchor, has_kl_in_reward
 from verl.engine.device import DTYPES
 from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
 from verl.engine.policy_engine import PolicyEngine
@@ -62,14 +62,6 @@ def run_roles(config: Config, num_ranks: int, kind: str) -> list[Role]:
     if config.algorithm.adv_estimator == "gae":
         roles.append(_Dry(config, num_ranks, kind).critic())
     return roles
-
-
-def has_anchor(config: Config) -> bool:
-    """Whether the actor has an anchor beside the policy."""
-    if config.trainer.val_only:
-        return False
-    in_loss = config.actor_rollout_ref.actor.use_kl_loss
-    return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
 
 
 class _Dry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.config.objective import has_kl_in_reward
+from verl.config.objective import has_anchor
 from verl.engine.loading import import_modules
 from verl.trainer.preflight.quantities import count_in_words
 from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
@@ -27,13 +27,12 @@ class Models:
 
 def models_of(config: Config) -> Models:
     """Raises ConfigError."""
-    role, trainer = config.actor_rollout_ref, config.trainer
+    role = config.actor_rollout_ref
     settings = role.model
     import_modules(settings.external_lib)
     policy = model_shape(settings.path, settings.override_config, settings.trust_remote_code)
-    if trainer.val_only:
+    if config.trainer.val_only:
         return Models(policy)
-    has_anchor = role.actor.use_kl_loss or has_kl_in_reward(config) or trainer.eval_ref_policy_freq > 0
     anchor = (
         policy
         if role.ref.path is None
@@ -44,4 +43,4 @@ def models_of(config: Config) -> Models:
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
         critic = value_shape(model.path, model.override_config, model.trust_remote_code)
-    return Models(policy, anchor if has_anchor else None, critic)
+    return Models(policy, anchor if has_anchor(config) else None, critic)
