@@ -92,6 +92,7 @@ def evaluated(folder: Path, *arguments: str) -> tuple[list[dict], list[dict], di
     return records, read_trajectories(folder / "trajectories.parquet"), results
 
 
+@pytest.mark.slow
 def test_three_ways_give_the_same_answers_question_by_question(
     validated: list[dict[str, Any]],
     taught: Path,

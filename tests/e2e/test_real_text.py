@@ -14,7 +14,10 @@ from transformers import AutoConfig
 from verl.tracking.trajectory_store import read_trajectories
 
 DATA = ROOT.parent / "shared" / "data"
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real questions and passages is absent")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real questions and passages is absent"),
+]
 
 
 @pytest.fixture(scope="module")
