@@ -15,6 +15,7 @@ import ray
 from verl.config import load_config
 from verl.config.placement import placement_of
 from verl.trainer.layout import reserve_pools
+from verl.trainer.main_ppo import RAY_SETTINGS
 
 
 class Role:
@@ -43,5 +44,6 @@ def devices_of_roles(overrides: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    os.environ.update(RAY_SETTINGS)
     ray.init(num_cpus=4, num_gpus=int(sys.argv[1]), include_dashboard=False, log_to_driver=False)
     print(json.dumps([devices_of_roles(case.split()) for case in sys.argv[2:]]))
