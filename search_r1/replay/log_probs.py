@@ -12,7 +12,7 @@ from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.batching import Budget, plan
 from verl.engine.device import resolve_device, resolve_head_dtype, resolve_precision
-from verl.engine.model import CausalModel, layout_of, load_causal_lm
+from verl.engine.model import CausalLm, CausalModel, layout_of
 from verl.engine.token_values import token_values
 from verl.errors import DataError, NumericalError
 from verl.protocol import TrainBatch, Trajectory
@@ -39,7 +39,7 @@ class Checkpoint:
         self.path = path
         self.device = resolve_device(device)
         precision = resolve_precision(self.device, dtype, "float32")
-        hf_model = load_causal_lm(path, self.device, trust_remote_code=trust_remote_code)
+        hf_model = CausalLm(path, self.device, trust_remote_code=trust_remote_code).whole()
         self.vocabulary = hf_model.get_input_embeddings().weight.shape[0]
         self.layout = layout_of([hf_model], remove_padding=True)
         head_dtype = resolve_head_dtype(self.device, "auto", precision)

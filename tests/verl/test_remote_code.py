@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from search_r1.llm_agent.agent import load_tokenizer as load_agent_tokenizer
 from verl.config import Config, load_config
-from verl.engine.model import CausalModel, load_causal_lm
+from verl.engine.model import CausalLm, CausalModel
 from verl.engine.saving import save_model
-from verl.engine.value_model import load_token_classifier
+from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.pretrained import load_critic_tokenizer, load_policy_tokenizer, load_tokenizer
 from verl.trainer.preflight.inputs import check_sources
@@ -93,14 +93,14 @@ LOADERS: dict[str, Callable[[Config], Any]] = {
     "policy's tokenizer": load_policy_tokenizer,
     "critic's tokenizer": load_critic_tokenizer,
     "agent's tokenizer": load_agent_tokenizer,
-    "policy": lambda config: load_causal_lm(
+    "policy": lambda config: CausalLm(
         config.actor_rollout_ref.model.path,
         torch.device("cpu"),
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
-    ),
-    "critic": lambda config: load_token_classifier(
+    ).whole(),
+    "critic": lambda config: TokenClassifier(
         config.critic.model.path, torch.device("cpu"), trust_remote_code=config.critic.model.trust_remote_code
-    ),
+    ).whole(),
     "shapes of policy, anchor and critic": models_of,
 }
 
@@ -123,7 +123,7 @@ def test_the_critic_has_a_setting_of_its_own(own: Path) -> None:
 
 def test_a_saved_model_has_its_code_with_it(own: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(own), True, "model.path")
-    model = load_causal_lm(str(own), torch.device("cpu"), trust_remote_code=True)
+    model = CausalLm(str(own), torch.device("cpu"), trust_remote_code=True).whole()
     save_model(CausalModel(model, None), tmp_path / "saved", tokenizer)
     for file in own.iterdir():
         file.unlink()

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from verl.config.critic import CriticModelConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, MixedPrecisionConfig, ModelConfig
 from verl.engine.device import device_mesh, prepare_matmul, resolve_head_dtype, resolve_precision
-from verl.engine.model import CausalModel, Decoder, blank_causal_lm, load_causal_lm, source_of
+from verl.engine.hf_model import HfModel
+from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.sharding import shard
 from verl.engine.slices import Slices, find_slices
-from verl.engine.value_model import ValueModel, blank_token_classifier, load_token_classifier
+from verl.engine.value_model import TokenClassifier, ValueModel
 from verl.errors import CheckpointError, ConfigError
 
 
@@ -32,13 +34,11 @@ def load_sharded(
     """The language model at `path`, sharded; without `trained` it has no gradients. Raises ConfigError."""
     _prepare(settings.external_lib, fsdp)
     checkpointing = trained and settings.enable_gradient_checkpointing
-    asked = (path, device, settings.override_config, settings.trust_remote_code, checkpointing)
-    blank = blank_causal_lm(*asked)
-    with _damage_is_named():
-        slices = find_slices(blank, source_of(path, "model.path"))
+    hf = CausalLm(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    hf_model, slices = _begun(hf)
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     head = head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision)
-    model = CausalModel(load_causal_lm(*asked) if slices is None else blank, *head)
+    model = CausalModel(hf_model, *head)
     model.requires_grad_(trained)
     _shard(model, fsdp, mixed, device)
     _fill(model, slices, device)
@@ -49,14 +49,20 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> Va
     """The value model that `settings` describe, sharded. Raises ConfigError."""
     _prepare(settings.external_lib, settings.fsdp_config)
     checkpointing = settings.enable_gradient_checkpointing
-    asked = (settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
-    blank = blank_token_classifier(*asked)
-    with _damage_is_named():
-        slices = find_slices(blank, source_of(settings.path, "critic.model.path"), new_head=True)
-    model = ValueModel(load_token_classifier(*asked) if slices is None else blank)
+    hf = TokenClassifier(settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    hf_model, slices = _begun(hf, new_head=True)
+    model = ValueModel(hf_model)
     _shard(model, settings.fsdp_config, settings.fsdp_config.mixed_precision, device)
     _fill(model, slices, device)
     return model
+
+
+def _begun(hf: HfModel, new_head: bool = False) -> tuple[PreTrainedModel, Slices | None]:
+    """Blank, with where its weights lie; loaded whole where they cannot be read by slices."""
+    blank = hf.blank()
+    with _damage_is_named():
+        slices = find_slices(blank, hf.source, new_head)
+    return (hf.whole() if slices is None else blank), slices
 
 
 def _prepare(external_lib: str | list[str] | None, fsdp: FsdpConfig | FrozenFsdpConfig) -> None:

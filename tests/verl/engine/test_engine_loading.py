@@ -26,7 +26,7 @@ from transformers import (
 from verl.config.critic import CriticModelConfig
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded, load_sharded_critic
-from verl.engine.model import load_causal_lm
+from verl.engine.model import CausalLm
 from verl.engine.sharding import whole
 from verl.errors import ConfigError
 
@@ -150,7 +150,7 @@ def test_loaded_by_slices(case: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     state = torch.get_rng_state()
     model = loaded(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
-    assert_same(model, load_causal_lm(str(tmp_path), CPU))
+    assert_same(model, CausalLm(str(tmp_path), CPU).whole())
     assert WHOLE not in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_loaded_by_slices(case: str, tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_loaded_whole_and_said_so(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write, reason = LOADED_WHOLE[case]
     write(tmp_path)
-    assert_same(loaded(tmp_path), load_causal_lm(str(tmp_path), CPU))
+    assert_same(loaded(tmp_path), CausalLm(str(tmp_path), CPU).whole())
     assert WHOLE in caplog.text and reason in caplog.text
 
 
@@ -197,3 +197,13 @@ def test_a_truncated_file_is_a_config_error(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"cannot load the model: .*model.safetensors"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("load", [loaded, critic])
+def test_weights_of_another_shape_are_a_config_error(load: Callable[[Path], PreTrainedModel], tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"cannot load a .* from '{tmp_path}'"):
+        load(tmp_path)

@@ -10,7 +10,7 @@ from measured_update import measure_update
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config, load_config
-from verl.engine.value_model import load_token_classifier
+from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.trainer.preflight.__main__ import main
 from verl.trainer.preflight.advice import peak, three_settings
@@ -181,7 +181,7 @@ def test_a_critic_is_a_value_model(tiny_model_dir: Path) -> None:
     # The head of 152064 tokens gives way to one output, each of width 3584, with a bias.
     untied = value_shape(str(SHAPES / "Qwen2.5-7B"))
     assert untied.num_params == model_shape(str(SHAPES / "Qwen2.5-7B")).num_params - 152064 * 3584 + 3585
-    loaded = load_token_classifier(str(tiny_model_dir), torch.device("cpu"))
+    loaded = TokenClassifier(str(tiny_model_dir), torch.device("cpu")).whole()
     assert value_shape(str(tiny_model_dir)).num_params == sum(p.numel() for p in loaded.parameters())
 
 

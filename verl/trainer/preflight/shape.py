@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from verl.engine.model import decoder_layers, source_of
+from verl.engine.hf_model import source_of
+from verl.engine.model import decoder_layers
 from verl.engine.sharding import num_parameters
 from verl.engine.value_model import token_classifier_config
 from verl.errors import ConfigError

@@ -1,0 +1,130 @@
+"""Hugging Face models as an engine wants them: float32, without dropout, loaded whole or without their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.utils.logging import disable_progress_bar
+
+from verl.errors import ConfigError
+from verl.pretrained import load_model_config
+
+
+@dataclass(frozen=True)
+class HfModel(ABC):
+    """A model folder (or hub name) and how a model is made of it; a subclass says which kind of model.
+
+    Attention is flash-attention 2 where `device` is CUDA and that package is installed, else PyTorch's own. Both ways
+    of making it raise ConfigError when there is no usable model at `path`.
+    """
+
+    path: str
+    device: torch.device
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+
+    auto_class: ClassVar[Any]  # of transformers
+    setting: ClassVar[str]  # that names the path
+    kind: ClassVar[str]  # in words
+
+    @property
+    def source(self) -> str:
+        """What transformers loads from. Raises ConfigError for a folder without a model in it."""
+        return source_of(self.path, self.setting)
+
+    def config(self) -> PreTrainedConfig:
+        """A new one, without dropout. Raises as `source`, OSError or ValueError when there is no usable config.json."""
+        config = load_model_config(self.source, self.trust_remote_code, self.override_config)
+        switch_off_dropout(config)
+        return config
+
+    def whole(self) -> PreTrainedModel:
+        """With all its weights in CPU memory."""
+        with self._named():
+            model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._asked())
+        self._complete(model, set(report["missing_keys"]))
+        return self._ready(model)
+
+    def blank(self) -> PreTrainedModel:
+        """With parameters on `meta` and buffers on the CPU: no memory is taken and no weight is read."""
+        with self._named():
+            asked = self._asked()
+            with torch.device("meta"), meta_device_safe_creation_ops():
+                model: PreTrainedModel = self.auto_class.from_config(**asked)
+        _initialize_buffers(model)
+        if model.can_generate():
+            with contextlib.suppress(OSError):  # there need not be a generation_config.json
+                model.generation_config = GenerationConfig.from_pretrained(self.source)
+        return self._ready(model.eval())
+
+    @abstractmethod
+    def _complete(self, model: PreTrainedModel, missing: set[str]) -> None:
+        """See to the weights that the files lack."""
+
+    @abstractmethod
+    def _check(self, model: PreTrainedModel) -> None:
+        """Raise ConfigError for a model that the engine would not compute right."""
+
+    def _asked(self) -> dict[str, Any]:
+        return {
+            "config": self.config(),
+            "dtype": torch.float32,
+            "attn_implementation": attention_for(self.device),
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot load a {self.kind} from '{self.path}': {error}") from error
+
+    def _ready(self, model: PreTrainedModel) -> PreTrainedModel:
+        self._check(model)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+
+def _initialize_buffers(model: PreTrainedModel) -> None:
+    """Move them from `meta` to the CPU, with the values that `from_pretrained` gives them."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
+    model.initialize_weights()
+
+
+def source_of(path: str, setting: str) -> str:
+    """What to load a model from. Raises ConfigError, naming `setting`, for a folder without a model in it."""
+    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"no model at '{path}': there is no config.json; set {setting} to a Hugging Face folder")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def switch_off_dropout(config: Any) -> None:
+    """Old and new log-probs (or values) of one token are compared, so the forward must not be random."""
+    for name, value in config.to_dict().items():
+        if value and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+
+
+def attention_for(device: torch.device) -> str:
+    """Name of the attention that Hugging Face should use on `device`."""
+    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else "sdpa"
