@@ -59,7 +59,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def pool(ray_session: Any) -> Any:
     pool = ResourcePool(1, 8, "cuda")
-    pool.reserve(120)
+    pool.reserve(600)  # until a worker process of Ray has started
     yield pool
     pool.release()
 
@@ -154,6 +154,6 @@ def test_two_ranks_answer_as_one_inside_a_placement_group(
             max_num_seqs=8,
         )
         actor = ray_session.remote(Engine).options(**pool.actor_options(2, ranks)).remote()
-        answers.append(ray_session.get(actor.answer_of.remote(settings, [5, 6, 7, 8]), timeout=300))
+        answers.append(ray_session.get(actor.answer_of.remote(settings, [5, 6, 7, 8]), timeout=1200))
         ray_session.kill(actor)
     assert answers[0] == answers[1] and len(answers[0]) == 8

@@ -26,6 +26,7 @@ from verl.storage import free_bytes
 from verl.tracking.secrets import mask_text
 from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
 from verl.trainer.preflight import disk, machine, prompts
+from verl.trainer.preflight.devices import check_devices
 from verl.trainer.preflight.finding import Finding
 from verl.trainer.preflight.inputs import Sources, check_sources
 from verl.trainer.preflight.models import Models, models_of
@@ -129,7 +130,8 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
     if asked.devices is None:
-        yield machine.check_devices(config, machine.num_gpus(), os.cpu_count() or 1)
+        cores = os.cpu_count() or 1
+        yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), cores)
     yield machine.check_open_files(machine.open_files_limit())
     yield disk.check_folder(folder)
     yield from _start(config)

@@ -1,4 +1,4 @@
-"""The machine: versions of packages, devices, limits, shared memory."""
+"""This machine: versions of packages, limits, shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from importlib import metadata
 import torch
 from packaging.requirements import Requirement
 
-from verl.config import Config
 from verl.trainer.preflight.finding import Finding, judge
 from verl.trainer.preflight.models import Models
 from verl.trainer.preflight.quantities import FLOAT32, GIB
@@ -55,16 +54,6 @@ def installed() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def check_devices(config: Config, present: int, cores: int) -> Finding:
-    """`present` GPUs and `cores` of this machine against `trainer.n_gpus_per_node`."""
-    asked, device = config.trainer.n_gpus_per_node, config.trainer.device
-    if device == "cpu" or (device == "auto" and present == 0):
-        todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
-        return judge(asked <= cores, "devices", f"{asked} workers on {cores} CPU cores", todo, "warn")
-    todo = f"set trainer.n_gpus_per_node={present or 1}, or trainer.device=cpu"
-    return judge(asked <= present, "devices", f"{asked} GPUs a node are asked for, this one has {present}", todo)
 
 
 def num_gpus() -> int:

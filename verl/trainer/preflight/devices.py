@@ -1,0 +1,46 @@
+"""The devices that a run asks for, where it would look for them: on its Ray cluster's nodes, or on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ray
+
+from verl.config import Config
+from verl.trainer.preflight.finding import Finding, judge
+
+
+def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
+    """`ray_address` is the value of RAY_ADDRESS; `here` GPUs and `cores` has this machine."""
+    if not ray_address and config.trainer.nnodes > 1:
+        return Finding("ok", "devices", "on the nodes of the Ray cluster, which is asked when the run starts")
+    if ray_address in (None, "", "local"):
+        return judge_nodes(config, [here], cores, "this machine")
+    try:
+        return judge_nodes(config, gpus_of_cluster(str(ray_address)), cores, f"the Ray cluster {ray_address}")
+    except (OSError, RuntimeError, ValueError) as error:
+        return Finding("warn", "devices", f"the Ray cluster {ray_address} could not be asked: {error}")
+
+
+def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
+    """`gpus` of each node against the settings; without any, the workers share the `cores` of a node."""
+    trainer = config.trainer
+    asked, nnodes = trainer.n_gpus_per_node, trainer.nnodes
+    if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
+        todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
+        return judge(asked <= cores, "devices", f"{asked} workers on {cores} CPU cores", todo, "warn")
+    found = f"{asked} GPUs on {nnodes} node(s) are asked for; {where} has {', '.join(map(str, gpus))}"
+    enough = sum(number >= asked for number in gpus) >= nnodes
+    return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
+
+
+def gpus_of_cluster(address: str) -> list[int]:
+    """Of each node that is alive. Without such a cluster Ray raises OSError, RuntimeError or ValueError."""
+    joined = not ray.is_initialized()
+    if joined:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    try:
+        return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    finally:
+        if joined:
+            ray.shutdown()
