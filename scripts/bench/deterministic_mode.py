@@ -49,7 +49,7 @@ def median(runs: list[Rows], name: str) -> float:
 
 
 def without_times(rows: Rows) -> Rows:
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("timing")} for row in rows]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("timing", "memory"))} for row in rows]
 
 
 if __name__ == "__main__":

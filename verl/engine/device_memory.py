@@ -1,4 +1,4 @@
-"""The calls about memory that only a GPU needs; on CPU they do nothing."""
+"""The calls about memory that differ between a GPU and a CPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import NamedTuple
 
+import psutil
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
+
+class Usage(NamedTuple):
+    """Bytes at the worst moment: of this process, and on its device by all processes (None: there is no device)."""
+
+    process: int
+    device: int | None
 
 
 class DeviceMemory:
@@ -30,6 +39,13 @@ class DeviceMemory:
     def give_back(self) -> None:
         """Return what nobody uses to the device, for other processes on it."""
 
+    def restart_peak(self) -> None:
+        """Begin a new `usage`."""
+
+    def usage(self) -> Usage:
+        """Since `restart_peak`. On CPU no peak is kept: it is the memory of the process as it is now."""
+        return Usage(psutil.Process().memory_info().rss, None)
+
 
 class CudaMemory(DeviceMemory):
     """Of a GPU."""
@@ -49,6 +65,15 @@ class CudaMemory(DeviceMemory):
     def give_back(self) -> None:
         gc.collect()  # a cycle of Python objects may hold tensors
         torch.cuda.empty_cache()
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def usage(self) -> Usage:
+        """What PyTorch's allocator held at most; what others have on the device is taken as it is now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device)
+        return Usage(peak, total - free - torch.cuda.memory_reserved(self.device) + peak)
 
 
 _STAND_IN: ContextVar[DeviceMemory | None] = ContextVar("stand_in", default=None)

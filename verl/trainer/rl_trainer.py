@@ -18,6 +18,7 @@ from verl.data.prompts import PromptSource
 from verl.determinism import random_state, seed_everything, set_random_state
 from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
+from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
@@ -37,7 +38,7 @@ from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.preflight.prompts import require_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.roles import ActorGroup, CriticGroup, memory_metrics
 from verl.trainer.scoring import Scorer
 from verl.trainer.watchdog import Watchdog
 
@@ -156,6 +157,7 @@ class RLTrainer:
         config, timed = self.config, self.timer
         with timed("gen"):
             collected = self.collector.collect(step)
+            self.actor.note_memory(Phase.SAMPLE)
             self.rollouts.sleep()
         batch = collected.batch
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
@@ -176,7 +178,8 @@ class RLTrainer:
             partitions=split_rows(trained.lengths_B, self.pool.world_size),
             max_prompt_length=config.data.max_start_length,
         )
-        return metrics | health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
+        metrics |= health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
+        return metrics | memory_metrics([self.actor, self.critic])
 
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):

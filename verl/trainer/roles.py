@@ -12,6 +12,7 @@ import torch
 from verl.config import Config
 from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
+from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.weight_file import WeightHandle, weight_folder
 from verl.rollout.weight_ipc import ExportedWeights, WeightStream, merge_exports
@@ -42,6 +43,15 @@ class Role:
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
         return self.group.call_all("update", batch)[0]
+
+    def note_memory(self, phase: Phase) -> None:
+        """Count what is on the role's devices now as that of a phase in which others work."""
+        self.group.call_all("note_memory", phase)
+
+    def memory_metrics(self) -> dict[str, float]:
+        """`memory_gib/...` since the last call, the most of all ranks; see `verl.engine.memory_meter`."""
+        ranks = self.group.call_all("memory_metrics")
+        return {name: max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
 
     def start_saving_state(self, folder: Path) -> None:
         """Copy what `load_state` needs; it is written to the folder in the background."""
@@ -128,6 +138,15 @@ class CriticGroup(Role):
 
     def save(self, path: Path) -> None:
         self.group.call_all("save", str(path))
+
+
+def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:
+    """The most of all roles that there are."""
+    most: dict[str, float] = {}
+    for role in filter(None, roles):
+        for name, gib in role.memory_metrics().items():
+            most[name] = max(most.get(name, 0.0), gib)
+    return most
 
 
 def _merged(batch: TrainBatch, answers: Sequence[RankValues]) -> dict[str, torch.Tensor]:

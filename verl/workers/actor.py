@@ -9,8 +9,10 @@ import torch
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.device import DTYPES
+from verl.engine.memory_meter import in_phase
 from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import named_tensors, reshard
+from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered, plan_buckets
@@ -23,6 +25,7 @@ class ActorWorker(RankWorker):
     """One rank of the actor."""
 
     engine: PolicyEngine
+    role = "actor"
 
     def __init__(self, config: Config, total_training_steps: int, with_anchor: bool, rank: int, world_size: int):
         super().__init__(config, rank, world_size)
@@ -34,6 +37,7 @@ class ActorWorker(RankWorker):
         self.engine = PolicyEngine(self.config, self.join(init_method), self.total_training_steps, self.with_anchor)
         self.tokenizer = load_policy_tokenizer(self.config)
 
+    @in_phase(Phase.SCORE)
     def log_probs(self, batch: TrainBatch, of: Which, top_k: int) -> RankValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""
         return self.engine.log_probs(batch, self.config.actor_rollout_ref.rollout.temperature, of, top_k)
@@ -41,6 +45,7 @@ class ActorWorker(RankWorker):
     def follow_anchor(self, tau: float) -> None:
         self.engine.follow_anchor(tau)
 
+    @in_phase(Phase.SYNC)
     def publish_weights(self, version: int, directory: str, of: Which) -> WeightHandle | None:
         """Gather the full weights; rank 0 writes them for the rollout engines and returns the handle."""
         weights = self.engine.iter_full_parameters(of)
@@ -50,6 +55,7 @@ class ActorWorker(RankWorker):
             pass
         return None
 
+    @in_phase(Phase.SYNC)
     def export_weights(self, version: int, of: Which, index: int) -> ExportedWeights:
         """Gather the weights of bucket `index` on this rank's device, in the engines' number format.
 
@@ -68,6 +74,7 @@ class ActorWorker(RankWorker):
 
     def release_weights(self) -> None:
         """Free the exported weights; the engines have read them."""
+        self.memory.note(Phase.SYNC)
         self.exported = {}
         if self.engine.device.type == "cuda":
             torch.cuda.ipc_collect()

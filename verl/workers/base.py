@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from verl.config import Config
 from verl.determinism import seed_everything, use_deterministic_kernels
 from verl.engine.device import init_process_group, resolve_device
+from verl.engine.device_memory import device_memory
+from verl.engine.memory_meter import MemoryMeter, in_phase
 from verl.engine.trained import TrainedEngine
+from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.stacks import offer_stacks
 from verl.storage import Digests
@@ -23,6 +27,7 @@ class RankWorker:
     """
 
     engine: TrainedEngine
+    role: ClassVar[str]
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
         offer_stacks()
@@ -46,11 +51,22 @@ class RankWorker:
             use_deterministic_kernels()
         device = resolve_device(trainer.device)
         init_process_group(self.rank, self.world_size, init_method, device, trainer.step_timeout_s)
+        self.memory = MemoryMeter(device_memory(device), self.role)
         return device
 
+    @in_phase(Phase.UPDATE)
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One RL step; every rank returns the same metrics."""
         return self.engine.update(batch)
+
+    def note_memory(self, phase: Phase) -> None:
+        """Count the memory that is taken now as that of a phase in which others work."""
+        with self.memory.during(phase):
+            pass
+
+    def memory_metrics(self) -> dict[str, float]:
+        """This rank's since the last call; see `MemoryMeter`."""
+        return self.memory.metrics()
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from verl.config import Config
 from verl.engine.batching import RankValues
+from verl.engine.memory_meter import in_phase
 from verl.engine.value_engine import ValueEngine
+from verl.phases import Phase
 from verl.pretrained import load_critic_tokenizer
 from verl.protocol import TrainBatch
 from verl.workers.base import RankWorker
@@ -16,6 +18,7 @@ class CriticWorker(RankWorker):
     """One rank of the critic."""
 
     engine: ValueEngine
+    role = "critic"
 
     def __init__(self, config: Config, total_training_steps: int, rank: int, world_size: int) -> None:
         super().__init__(config, rank, world_size)
@@ -26,6 +29,7 @@ class CriticWorker(RankWorker):
         self.engine = ValueEngine(self.config, self.join(init_method), self.total_training_steps)
         self.tokenizer = load_critic_tokenizer(self.config)
 
+    @in_phase(Phase.SCORE)
     def values(self, batch: TrainBatch) -> RankValues:
         """Values of this rank's rows."""
         return self.engine.values(batch)

@@ -1,0 +1,60 @@
+"""How much memory a rank took in each phase of a step, for the metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from verl.engine.device_memory import DeviceMemory
+from verl.phases import Phase
+
+GIB = 2**30
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class MemoryMeter:
+    """The most by phase since the last `metrics`."""
+
+    def __init__(self, memory: DeviceMemory, role: str) -> None:
+        self._memory, self._role = memory, role
+        self._most: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Count what is taken inside."""
+        self._memory.restart_peak()
+        yield
+        self.note(phase)
+
+    def note(self, phase: Phase) -> None:
+        """Count what was taken since `during` began, and what is there now."""
+        usage = self._memory.usage()
+        self._count(f"memory_gib/{phase}/{self._role}", usage.process)
+        if usage.device is not None:
+            self._count(f"memory_gib/{phase}/device", usage.device)
+
+    def metrics(self) -> dict[str, float]:
+        """`memory_gib/{phase}/{role}`: of this process, on a GPU what PyTorch's allocator held at most.
+        `memory_gib/{phase}/device`: what all processes together had on its GPU.
+        """
+        most, self._most = self._most, {}
+        return most
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        self._most[name] = max(self._most.get(name, 0.0), num_bytes / GIB)
+
+
+def in_phase(phase: Phase) -> Callable[[Method], Method]:
+    """Count what a method takes; its object has a `MemoryMeter` named `memory`."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def counted(self: Any, *args: Any, **named: Any) -> Any:
+            with self.memory.during(phase):
+                return method(self, *args, **named)
+
+        return counted  # type: ignore[return-value]
+
+    return decorate
