@@ -7,6 +7,7 @@ then tried like a command of its own. What needs a model to train or to answer r
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -218,6 +219,13 @@ def serves(command: Command, checkout: Checkout) -> None:
         assert found and found[0] == first, f"{first} is not found but {found}"
 
 
+def accepts_stages(command: Command, _: Checkout) -> None:
+    """tests/test_first_run.py runs them."""
+    folders = [str(ROOT / "scripts" / "gpu"), str(ROOT / "scripts" / "experiments")]
+    with patch.object(sys, "path", [*folders, *sys.path]), ends_well():
+        importlib.import_module("first_run.__main__").parse(command.arguments)
+
+
 def selects_tests(command: Command, _: Checkout) -> None:
     """With a path the tests are collected. Without one only the options are tried: the whole suite is running."""
     words = command.arguments
@@ -289,6 +297,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.run_folder", composes_training),
     (r"python -m verl\.trainer\.preflight", composes_preflight),
     (r"python -m verl\.trainer\.dry_run", composes_dry_run),
+    (r"python -m first_run", accepts_stages),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),

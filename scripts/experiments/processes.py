@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiment import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {
     # One thread a role, and waiting threads that sleep: the roles share the cores.
     "OMP_NUM_THREADS": "1",
@@ -72,21 +72,33 @@ def retrieval_server(corpus: Path, log: Path) -> Iterator[str]:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         variables = {"CORPUS_PATH": str(corpus), "PORT": str(port)}
-        process = _start(["bash", str(ROOT / "retrieval_launch.sh")], log, variables)
-        try:
+        with program(["bash", str(ROOT / "retrieval_launch.sh")], log, variables) as process:
             _wait_until_healthy(process, f"http://127.0.0.1:{port}/healthz", log)
             yield f"http://127.0.0.1:{port}/retrieve"
-        finally:
-            _end([process])
 
 
-def _start(command: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+@contextmanager
+def program(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One that runs until it ends by itself or the block is left, with everything that it has started."""
+    process = _start(command, log, variables, cwd)
+    try:
+        yield process
+    finally:
+        _end([process])
+
+
+def _start(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
     """In a session of its own, so that a Ctrl-C reaches it once, by `_end`, and it can clean up undisturbed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
-            env=os.environ | VARIABLES | (variables or {}),
+            cwd=cwd,
+            env=os.environ | VARIABLES | dict(variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -103,6 +115,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with suppress(ProcessLookupError):  # what it has left behind in its session, if anything
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from shapes import SHAPES as PUBLISHED
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,15 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768,
     },
-    "3b": {  # Qwen2.5-3B
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-    },
+    "3b": PUBLISHED["3b"],
 }
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bfloat16, makers' data sheets
 ROUNDED = 2.0**-7  # relative size of an error that bfloat16 alone explains
@@ -172,7 +168,7 @@ def build(device: torch.device, dtype: torch.dtype, shape: dict[str, Any], scale
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, max_position_embeddings=32_768, **shape))
+            model = Qwen2ForCausalLM(Qwen2Config(**shape))
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

@@ -37,7 +37,7 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
     if is_main_rank():
         entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
         try:
-            _write(model, path, tokenizer, parts, _plan_files(entries, max_file_bytes))
+            _write(model, path, tokenizer, parts, plan_files(entries, max_file_bytes))
         except Exception as error:  # noqa: BLE001  the other ranks have more to send: take that, then raise
             failure = error
     for _ in parts:
@@ -57,7 +57,7 @@ def _write(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_weights(temporary, parts, files)
+        write_weights(temporary, parts, files)
         if model.model._auto_class is not None:  # its code came with the files it was loaded from
             custom_object_save(model.model, temporary, config=model.model.config)
         model.model.config.save_pretrained(temporary)
@@ -75,7 +75,7 @@ def _write(
         raise
 
 
-def _plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:
+def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:
     """Entries by file name, in order, no file larger than the limit unless one weight is."""
     groups: list[list[Entry]] = [[]]
     size = 0
@@ -90,7 +90,8 @@ def _plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _write_weights(folder: Path, parts: Iterator[torch.Tensor], files: Mapping[str, Sequence[Entry]]) -> None:
+def write_weights(folder: Path, parts: Iterator[torch.Tensor], files: Mapping[str, Sequence[Entry]]) -> None:
+    """`parts` holds the values of all entries, in the order of `files`; several files get an index."""
     for file, entries in files.items():
         write_safetensors(folder / file, entries, parts)
     if len(files) > 1:

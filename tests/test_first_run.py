@@ -1,0 +1,272 @@
+"""scripts/gpu/first_run.sh: its stages on a CPU, how they depend on each other, what it says of a node, and its end."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from e2e_world import ENV
+
+from verl.trainer.dry_run.__main__ import main as dry_run
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "scripts" / "gpu"), str(ROOT / "scripts" / "experiments")]
+from first_run import node, nvidia, published, stages, training  # noqa: E402
+from first_run.__main__ import numbers_of  # noqa: E402
+from first_run.report import write_report  # noqa: E402
+from first_run.result import Outcome, Result, judged, skipped  # noqa: E402
+from first_run.site import Site, StageError  # noqa: E402
+from first_run.stages import STAGES, Stage, run_stages  # noqa: E402
+
+SCRIPT = ("bash", str(ROOT / "scripts" / "gpu" / "first_run.sh"), "--device", "cpu")
+NVIDIA_SMI = """#!/usr/bin/env bash
+case "$1" in
+  --query-gpu=*)
+    echo "0, GPU-aa-1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled"
+    echo "1, GPU-bb-2, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 61000, 97, Disabled"
+    echo "2, GPU-cc-3, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0, Disabled" ;;
+  --query-compute-apps=*) echo "GPU-bb-2, 4242, python, 60990" ;;
+  topo) echo "GPU0 GPU1 NV18" ;;
+esac
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "scratch").mkdir()
+    return Site(tmp_path, "cpu", 2, "7b", tmp_path / "scratch", "01")
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return program
+
+
+def fake(number: int, outcome: Outcome, *needs: int, **more: object) -> Stage:
+    return Stage(number, f"stage {number}", lambda _: Result(outcome, "found"), needs, **more)  # type: ignore[arg-type]
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, site: Site, numbers: list[int], *given: Stage) -> dict[int, Result]:
+    monkeypatch.setattr(stages, "STAGES", given)
+    return {stage.number: result for stage, result in run_stages(site, numbers)}
+
+
+def test_a_failure_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    given = [fake(1, Outcome.FAIL), fake(2, Outcome.PASS), fake(3, Outcome.PASS, 1), fake(4, Outcome.PASS, 2, 3)]
+    found = outcomes(monkeypatch, site, [1, 2, 3, 4], *given)
+    assert [found[i].outcome for i in (1, 2, 3, 4)] == ["FAIL", "PASS", "SKIP", "SKIP"]
+    assert found[3].figures == "stage 1, which it needs, failed"
+    assert found[4].figures == "stage 3, which it needs, did not run"
+
+
+def test_what_this_machine_cannot_have_stops_nothing(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    impossible = [fake(1, Outcome.PASS, least_devices=4), fake(2, Outcome.PASS, needs_cuda="why")]
+    others = [fake(3, Outcome.PASS, 1, 2), fake(4, Outcome.PASS)]
+    found = outcomes(monkeypatch, site, [1, 2, 3], *impossible, *others)
+    assert found[1].figures == "needs 4 GPUs, this node shows 2" and found[2].figures == "needs CUDA: why"
+    assert found[3].outcome == "PASS" and found[4].figures == "not asked for (--stages)"
+
+
+def test_a_stage_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    def run(_: Site) -> Result:
+        raise StageError("the reason")
+
+    found = outcomes(monkeypatch, site, [1, 2], Stage(1, "raises", run), fake(2, Outcome.PASS))
+    assert found[1].outcome == "FAIL" and found[1].figures == "the reason" and found[2].outcome == "PASS"
+
+
+def test_sizes_above_the_largest_are_not_asked_for() -> None:
+    skipped_at = {
+        size: [s.number for s in STAGES if stages.why_not(s, Site(Path(), "cuda", 8, size, Path()), range(1, 11))]
+        for size in stages.SIZES
+    }
+    assert skipped_at == {"tiny": [9, 10], "3b": [10], "7b": []}
+    assert [stage.number for stage in STAGES] == list(range(1, 11))
+    assert numbers_of("1-3,7") == [1, 2, 3, 7]
+
+
+def test_a_program_that_fails_or_hangs(site: Site) -> None:
+    with pytest.raises(StageError, match=r"job ended with status 3: ValueError: that \(logs/01_job.log\)"):
+        site.run("job", ["bash", "-c", "echo start; echo ValueError: that; exit 3"], 60)
+    with pytest.raises(StageError, match="hung was ended after 0 s"):
+        site.run("hung", ["sleep", "600"], 0.2)
+    assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
+
+
+def test_what_the_node_says(site: Site, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.device = "cuda"
+    monkeypatch.setattr(node, "host_problems", lambda on_gpu: iter(()))
+    taken = node.look(site)
+    assert taken.outcome == "FAIL"
+    assert taken.figures == (
+        "GPU 1 has 60 GiB in use by python (pid 4242); CUDA_VISIBLE_DEVICES=0,2 leaves the free ones"
+    )
+    assert "| yes | 59.6 | 79.6 | 97 | Disabled | python (pid 4242, 60990 MiB) |" in taken.details
+    assert "NV18" in taken.details and "NV18" in site.log("topology").read_text()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-cc")
+    free = node.look(site)
+    assert free.outcome == "PASS" and free.figures.startswith("2 of 3 GPUs visible, driver 580.65.06")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES=7 names no GPU of this node" in node.look(site).figures
+
+
+def test_an_old_driver_and_none(site: Site, nvidia_smi: Path) -> None:
+    nvidia_smi.write_text(NVIDIA_SMI.replace("580.65.06", "535.1"))
+    assert "the driver is 535.1, CUDA 13 needs 580" in "".join(node.gpu_problems(nvidia.gpus(), nvidia.gpus(), []))
+    nvidia_smi.write_text("#!/usr/bin/env bash\nexit 9\n")
+    assert nvidia.gpus() == [] and "finds no GPU" in "".join(node.gpu_problems([], [], []))
+
+
+def test_a_large_model_needs_room(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(free_gib: int, memory_gib: int) -> str | None:
+        monkeypatch.setattr(published.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_gib * 2**30))
+        return published.what_lacks(site.scratch, "7b", memory_gib * 2**30)
+
+    assert lacking(200, 500) is None
+    assert lacking(200, 100) == "needs 212 GiB of host memory, 100 are available"
+    assert lacking(50, 500) == f"needs 127 GiB of disk, {site.scratch} has 50: --scratch ANOTHER_FOLDER"
+
+
+def test_the_report_has_every_stage_and_the_log_of_what_failed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret123")
+    site.log("job").write_text("one\nError: hf_verysecret123\n")
+    found = [(STAGES[0], judged(False, "broken | by hf_verysecret123", "| a |\n|---|")), (STAGES[1], skipped("why"))]
+    text = write_report(site, found, "under way").read_text()
+    assert "| 1 | node | FAIL | 0 | broken / by *** |" in text and "| 2 | torch | SKIP | 0 | why |" in text
+    assert "| 10 | train_grpo.sh, 7B shape | | | not reached |" in text
+    assert "Last lines of logs/01_job.log" in text and "Error: ***" in text and "verysecret" not in text
+
+
+def metrics(folder: Path, **changed: float) -> Path:
+    row = {"timing_s/step": 9.0, "timing_s/weight_sync": 0.5, "timing_per_token_ms/gen": 0.5, "env/failed_ratio": 0.0}
+    row |= {"timing_per_token_ms/update_actor": 0.25, training.MISMATCH: 1e-3, "memory_gib/update/device": 30.5}
+    row |= {"memory_gib/update/actor": 20.25} | changed
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "time": 0} | row) for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+PREDICTED = training.Prediction(True, "ok   fits", {"update": 29.0})
+
+
+def test_a_sound_run(tmp_path: Path) -> None:
+    found = training.judge_run(metrics(tmp_path / "run"), PREDICTED)
+    assert found.outcome == "PASS" and found.figures.startswith("2000 tokens/s sampled, 4000 trained, 9.0 s a step")
+    assert "| update | 30.50 | 29.00 | 20.25 |" in found.details and "| sample | - | - | - |" in found.details
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({training.MISMATCH: 0.3}, "step 1: sampler and trainer disagree by 0.3 nats on average"),
+        ({"env/failed_ratio": 0.25}, "25% of the trajectories of step 1 failed"),
+        ({"actor/grad_norm": float("nan")}, "actor/grad_norm of step 1 is not finite"),
+    ],
+)
+def test_an_unsound_run(tmp_path: Path, changed: dict[str, float], message: str) -> None:
+    found = training.judge_run(metrics(tmp_path / "run", **changed), PREDICTED)
+    assert found.outcome == "FAIL" and message in found.figures and "30.50" in found.details
+
+
+def test_what_a_dry_run_prints_is_understood(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"actor_rollout_ref.model.path={tiny_model_dir}", "actor_rollout_ref.rollout.n_agent=2"]
+    settings += ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2", "--gpus", "2x80"]
+    assert dry_run(settings) == 0
+    found = training.understood(capsys.readouterr().out)
+    assert found.fits and "fits: " in found.words and set(found.gib) == {"sample", "score", "update", "sync"}
+    assert max(found.gib, key=lambda phase: found.gib[phase]) == "sample" and 40 < found.gib["sample"] < 41
+    with pytest.raises(StageError, match="the dry run says: FAIL config: no such key"):
+        training.understood("FAIL config: no such key\n")
+
+
+def test_calls_that_only_a_gpu_reaches_fit_their_signatures() -> None:
+    device = torch.device("cuda", 0)
+    for function, arguments in {
+        torch.cuda.can_device_access_peer: (0, 1),
+        torch.cuda.get_device_properties: (device,),
+        torch.cuda.mem_get_info: (device,),
+        torch.cuda.synchronize: (device,),
+        torch.cuda.nccl.version: (),
+    }.items():
+        inspect.signature(function).bind(*arguments)
+
+
+def test_the_first_stages_on_a_cpu_and_a_folder_that_is_there(tmp_path: Path) -> None:
+    command = (*SCRIPT, "--stages", "1-2", "--output_dir", str(tmp_path / "out"))
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "complete" in text and "| 1 | node | PASS |" in text and "| 2 | torch | PASS |" in text
+    assert done.stdout.splitlines()[-1].endswith("out/report.md")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs", "report.md"]
+    again = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+    assert again.returncode == 1 and "is there already" in again.stderr
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(numbers: str) -> subprocess.Popen[str]:
+        command = (*SCRIPT, "--stages", numbers, "--output_dir", str(tmp_path / "out"))
+        started.append(subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_an_interrupt_ends_the_children_and_keeps_the_report(
+    tmp_path: Path, running: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = running("1,3")
+    assert process.stdout is not None
+    while "all-reduce ..." not in process.stdout.readline():
+        assert process.poll() is None
+    family = psutil.Process(process.pid)
+    deadline = time.monotonic() + 300
+    while not (children := family.children(recursive=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(timeout=300) == 130, rest
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and "interrupted; what runs has been ended" in rest
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "interrupted in stage 3" in text and "| 1 | node | PASS |" in text and "| 3 | all-reduce | | |" in text
+    assert not list((tmp_path / "out").glob("first_run_*")), "the scratch folder is gone"
+
+
+@pytest.mark.slow
+def test_every_stage_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
+    command = (*SCRIPT, "--output_dir", str(tmp_path / "out"))
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=5400, check=False)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert done.returncode == 0, done.stdout + text
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    results = {int(row[1]): row[3].strip() for row in rows if len(row) == 7 and row[3].strip()}
+    assert results == dict.fromkeys(range(1, 10), "PASS") | {8: "SKIP", 10: "SKIP"}, text
+    for phase in ("score", "update"):
+        assert f"| {phase} | - | " in text
+    assert text.count("Dry run: ok") == 3 and text.count("| step | s | sampled tokens/s") == 3
