@@ -131,17 +131,21 @@ def test_the_entry_point_is_a_setting(prompts: Path) -> None:
     assert "main_ppo_format brings its own reward" in result.stdout + result.stderr
 
 
-def test_a_train_script_can_ask_whether_its_settings_fit(prompts: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "gpus", "status", "level"), [("dry_run", "8x80", 0, "ok"), ("preflight", "8x1", 1, "FAIL")]
+)
+def test_a_train_script_can_ask_whether_its_settings_fit(
+    trainer: str, gpus: str, status: int, level: str, prompts: Path, tiny_model_dir: Path
+) -> None:
     settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": f"test_scripts_{os.getpid()}"}
-    model = ROOT / "tests/verl/trainer/shapes/Llama-3.2-3B"
-    place = ("--estimate_only", "--devices", "8", "--device_memory_gib")
-    for gib, status, word in (("80", 0, "memory fits"), ("8", 1, "memory does not fit")):
-        result = run(
-            *("train_ppo.sh", *place, gib, "reward_model.retrieval_score=0.1"),
-            **settings, BASE_MODEL=str(model), TRAINER="verl.trainer.preflight",
-        )  # fmt: skip
-        assert result.returncode == status, result.stdout + result.stderr
-        assert word in result.stdout and "critic update" in result.stdout
+    only = ["--estimate_only"] if trainer == "preflight" else []
+    result = run(
+        *("train_ppo.sh", *only, "--gpus", gpus, "reward_model.retrieval_score=0.1"),
+        **settings, BASE_MODEL=str(tiny_model_dir), TRAINER=f"verl.trainer.{trainer}",
+    )  # fmt: skip
+    assert result.returncode == status, result.stdout + result.stderr
+    verdict = next(line for line in result.stdout.splitlines() if "fit" in line)
+    assert verdict.split()[0] == level and "critic's update" in result.stdout
     assert not (ROOT / f"{settings['EXPERIMENT_NAME']}.log").exists(), "the log of a training run stays as it is"
 
 

@@ -19,3 +19,9 @@ def num_mini_batches(num_rows: int, size: int) -> int:
 def largest_mini_batch(num_rows: int, size: int) -> int:
     """Rows of the largest mini-batch: they are even, so at most half as many again as `size`."""
     return -(-num_rows // num_mini_batches(num_rows, size))
+
+
+def window_of(config: Config) -> int:
+    """No sequence is longer, in tokens."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.prompt_length + rollout.response_length

@@ -13,8 +13,11 @@ from verl.config import load_config
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run.__main__ import main
-from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds, parse_gpus
+from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds
+from verl.trainer.dry_run.learned import Learned
+from verl.trainer.dry_run.place import parse_gpus
 from verl.trainer.dry_run.roles import Role, run_roles
+from verl.trainer.dry_run.run import dry_run
 from verl.trainer.dry_run.segments import Segments
 from verl.trainer.dry_run.work import Operation, Work
 
@@ -74,7 +77,7 @@ def test_the_peak_is_what_torch_allocates(tmp_path: Path) -> None:
     """TinyWiki as it is: an exact KL to a second model, micro-batches of 4096 tokens."""
     overrides = overrides_of(save_model(tmp_path, TINYWIKI), f"{ACTOR}.use_rollout_log_probs=false")
     real = measure_rank(overrides, full_rows(([WINDOW] * 7 + [4096 - 7 * WINDOW]) * 2), 0, 1, tmp_path)
-    dry = peaks(run_roles(load_config("tinywiki", overrides), 1, "cpu"))
+    dry = peaks(run_roles(load_config("tinywiki", overrides), "cpu"))
     print({name: (dry[name], real[name]) for name in real})
     assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
 
@@ -95,7 +98,7 @@ def test_more_peaks(sizes: dict[str, int], num_ranks: int, overrides: list[str],
     given = overrides_of(model, f"{ACTOR}.use_rollout_log_probs=false", f"critic.model.path={model}", *ROWS, *overrides)
     rows = 4 if sizes is MODEL_300M else 16
     real = measure(given, full_rows([WINDOW] * rows), num_ranks, tmp_path)
-    dry = peaks(run_roles(load_config("tinywiki", given), num_ranks, "cpu"))
+    dry = peaks(run_roles(load_config("tinywiki", [*given, f"trainer.n_gpus_per_node={num_ranks}"]), "cpu"))
     print({name: (dry[name], real[name]) for name in real})
     assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
 
@@ -114,8 +117,9 @@ def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
         f"{ACTOR}.use_rollout_log_probs=false",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size=128",
         f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16",
+        f"trainer.n_gpus_per_node={ranks}",
     ]
-    [actor] = run_roles(load_config("tinywiki", overrides), ranks, "cpu")
+    [actor] = run_roles(load_config("tinywiki", overrides), "cpu")
     layer = width * (3 * width + width + 3 * mlp) + 3 * width + 2 * width  # q, k, v, o, MLP; biases; norms
     params = 2 * 512 * width + layers * layer + width
     assert actor.num_params == params
@@ -130,11 +134,69 @@ def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
     assert update.work.sent["reduce-scatter"] == pytest.approx(2 * 4 * params, rel=0.01)  # two micro-batches, float32
 
 
+def test_thousands_of_ranks(tmp_path: Path) -> None:
+    """More ranks than rows of a weight: most shards are empty, rank 0 has one row of each."""
+    width = 64
+    sizes = {"vocab_size": 512, "hidden_size": width, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path / "model")
+    overrides = [
+        *overrides_of(tmp_path / "model", f"{ACTOR}.use_kl_loss=false", "trainer.nnodes=512"),
+        "algorithm.ref_policy_ema_tau=1",
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=4096",
+        f"{ACTOR}.ppo_mini_batch_size=4096",
+    ]
+    [actor] = run_roles(load_config("tinywiki", overrides), "cuda")
+    rows = width * 5 + 128 + 5 + 2  # of the matrices; of the biases and norms one value each
+    assert actor.num_params == 512 * width + width * (4 * width + 3 * 128) + 3 * width + 3 * width
+    assert actor.idle.allocated <= 16 * rows * width
+    update = next(one for one in actor.passes if one.name == "update")
+    assert update.times == 1.0  # one row of each rank is all there is
+    assert update.work.sent["all-gather"] >= 2 * 2 * actor.num_params  # forward and backward, bfloat16
+
+
+def test_what_is_looked_up_is_what_pytorch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same peaks and the same work, operation by operation, as when every operation is asked for."""
+    overrides = [*overrides_of(save_model(tmp_path, TINYWIKI), CHECKPOINTING, f"{ACTOR}.kl_topk_tokens=8"),
+                 f"{ACTOR}.fsdp_config.param_offload=true", "trainer.n_gpus_per_node=2"]  # fmt: skip
+    [quick] = run_roles(load_config("tinywiki", overrides), "cuda")
+    monkeypatch.setattr(Learned, "key", lambda *_: None)
+    [asked] = run_roles(load_config("tinywiki", overrides), "cuda")
+    assert asked == quick
+
+
+def test_split_devices(tmp_path: Path) -> None:
+    """Of eight GPUs two sample, and six train: neither has what the other needs."""
+    split = ["trainer.layout=split", "trainer.rollout_gpus_per_node=2", "trainer.n_gpus_per_node=8"]
+    config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), "trainer.device=auto", *split))
+    found = dry_run(config, parse_gpus("8x80"))
+    assert [(phase.name, phase.device) for phase in found.phases] == [
+        ("sample", "samples"), ("score", "trains"), ("update", "trains"), ("sync", "trains")
+    ]  # fmt: skip
+    sampling, *training = found.phases
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    assert sampling.parts == {"engine": share * parse_gpus("8x80").memory}
+    assert not any("engine" in phase.parts for phase in training)
+    [actor] = found.roles
+    assert actor.idle.allocated == pytest.approx(16 * actor.num_params / 6, rel=0.03)  # and the anchor
+    assert "2 of each node sample (2 engines of 1), 6 train" in found.report
+    with pytest.raises(ConfigError, match="rollout_gpus_per_node"):
+        dry_run(config, parse_gpus("2x80"))  # none would be left to train
+
+
+def test_a_run_that_the_devices_do_not_divide(tmp_path: Path) -> None:
+    ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
+    config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), ranks, "trainer.device=cpu"))
+    with pytest.raises(ConfigError, match="must divide the GPUs"):
+        dry_run(config, parse_gpus("8x80"))
+
+
 def test_off_loaded_tensors_leave_the_device_that_only_seems_to_be_there(tmp_path: Path) -> None:
     model = save_model(tmp_path, TINYWIKI)
     off = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
     off += ["actor_rollout_ref.ref.fsdp_config.param_offload=true"]
-    [stays], [moves] = (run_roles(load_config("tinywiki", overrides_of(model, *more)), 1, "cuda") for more in ([], off))
+    [stays], [moves] = (run_roles(load_config("tinywiki", overrides_of(model, *more)), "cuda") for more in ([], off))
     assert stays.idle.allocated > 16 * stays.num_params  # weights, two moments and the anchor, float32
     assert moves.idle.allocated < 0.05 * stays.idle.allocated
     assert peaks([moves])["update"] == pytest.approx(peaks([stays])["update"], rel=0.01)
@@ -177,7 +239,7 @@ def test_a_roofline_by_hand() -> None:
 @pytest.mark.parametrize(("text", "ranks", "names"), [("8x80", 8, ["A100", "H100"]), ("4096xH200", 4096, ["H200"])])
 def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
     place = parse_gpus(text)
-    assert (place.num_ranks, [gpu.name for gpu in place.gpus]) == (ranks, names)
+    assert (place.num_devices, [gpu.name for gpu in place.gpus]) == (ranks, names)
     assert place.memory < int(GIB * 142)
 
 
@@ -197,6 +259,6 @@ def test_the_command(gpus: str, status: int, tmp_path: Path, capsys: pytest.Capt
     assert main(["--config-name", "tinywiki", "--gpus", gpus, *overrides, "data.train_batch_size=64",
                  f"{ACTOR}.ppo_mini_batch_size=64"]) == status  # fmt: skip
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed[3:7]] == ["sample", "score", "update", "sync"]
+    assert [line.split()[0] for line in printed[4:8]] == ["sample", "score", "update", "sync"]
     assert printed[-1].startswith("ok " if status == 0 else "FAIL")
     assert status == 0 or printed[-1].count("=") == 3

@@ -27,7 +27,7 @@ def test_the_whole_command(
     failures = lines("FAIL", out)
     assert [line for line in failures if "not installed" not in line and "is needed" not in line] == []
     assert status == bool(failures)
-    assert "mask 0" in out and "mask 1" in out and "memory fits" in out
+    assert "mask 0" in out and "mask 1" in out and "memory: fits" in out and "workers on CPU" in out
     assert "for verl.trainer.main_ppo\n" in out
     assert f"passages for {QUESTION!r}" in out and "the first is 'Osk'" in out
     assert {line.split(":")[0] for line in lines("ok", out)} >= {"ok   ports", "ok   ray", "ok   retriever host"}

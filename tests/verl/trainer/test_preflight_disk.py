@@ -12,12 +12,12 @@ from e2e_world import ENV, ROOT
 from preflight_run import small_run
 
 from verl.config import Config
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight import disk
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import GIB
-from verl.trainer.preflight.shape import ModelShape
 
-MODELS = Models(ModelShape(GIB, 10, 2, 4, 8, 4, 2, 10, 1024))
+MODELS = Models(ModelShape(GIB, 2, 4, 8, 2, 1024))
 # Disks of its own, which end with the shell: in the folders `small`, `full` and `read_only` of $1. Then a command.
 DISKS = """
 cd "$1" && mkdir small full read_only

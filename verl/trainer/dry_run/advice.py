@@ -9,8 +9,8 @@ from typing import Any
 from verl.config import Config
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase, device_phases
-from verl.trainer.dry_run.gpus import Place
-from verl.trainer.dry_run.roles import run_roles
+from verl.trainer.dry_run.place import Place
+from verl.trainer.dry_run.roles import Role, run_role
 
 ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
 Change = tuple[str, Callable[[Any], Any]]
@@ -39,6 +39,7 @@ OFFLOAD: list[Change] = [
     (f"{CRITIC}.model.fsdp_config.optimizer_offload", _on),
     (f"{CRITIC}.model.fsdp_config.param_offload", _on),
 ]
+OF_ENGINES = (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.free_cache_engine")
 # Key, and its next more frugal value (None: there is none), by phase.
 CHANGES: dict[Phase, list[Change]] = {
     Phase.SAMPLE: [*OFFLOAD, (f"{ROLLOUT}.gpu_memory_utilization", _lower_share)],
@@ -65,7 +66,7 @@ CHANGES: dict[Phase, list[Change]] = {
 }
 
 
-def three_settings(config: Config, place: Place, worst: DevicePhase) -> list[tuple[str, float]]:
+def three_settings(config: Config, roles: list[Role], place: Place, worst: DevicePhase) -> list[tuple[str, float]]:
     """`key=value` and the bytes that it alone takes off the phase; the largest gain first, 3 at most."""
     gains = []
     for key, frugal in CHANGES[worst.name]:
@@ -74,11 +75,17 @@ def three_settings(config: Config, place: Place, worst: DevicePhase) -> list[tup
         if value is None or (key.startswith(CRITIC) and config.algorithm.adv_estimator != "gae"):
             continue
         _set(changed, key, value)
-        roles = run_roles(changed, place.num_ranks, "cuda" if place.on_gpu else "cpu")
-        phase = next(phase for phase in device_phases(changed, roles, place) if phase.name is worst.name)
+        again = [_changed(role, key, changed, place, worst.name) for role in roles]
+        phase = next(phase for phase in device_phases(changed, again, place) if phase.name is worst.name)
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
         gains.append((f"{key}={shown}", worst.total - phase.total))
     return sorted((gain for gain in gains if gain[1] > 0), key=lambda gain: -gain[1])[:3]
+
+
+def _changed(role: Role, key: str, config: Config, place: Place, phase: Phase) -> Role:
+    """The role in that phase, run again when the key says something to it."""
+    of = None if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
+    return run_role(role.name, config, place.kind, [phase]) if role.name == of else role
 
 
 def _get(config: Config, key: str) -> Any:

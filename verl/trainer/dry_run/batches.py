@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.config import Config
 from verl.protocol import TrainBatch
 
 MICRO_BATCHES = 2
@@ -33,12 +32,6 @@ class Limit:
             return [window]  # a row that is longer than the budget goes alone
         lengths = [window] * full + ([rest] if rest > 1 else [])
         return lengths[:most_rows]
-
-
-def window_of(config: Config) -> int:
-    """No sequence is longer, in tokens."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.prompt_length + rollout.response_length
 
 
 def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k: int, batch_std: bool) -> TrainBatch:

@@ -1,4 +1,6 @@
-"""Who has how much of one device in each phase of a step: the roles and the engine share it."""
+"""Who has how much of one device in each phase of a step: the roles and the engine share it, or have devices of their
+own (`trainer.layout=split`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.phases import RESIDENT, Part, Phase
-from verl.trainer.dry_run.gpus import GIB, Place
+from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.memory import Peak
+from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
 
 CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
@@ -15,9 +18,12 @@ CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, 
 
 @dataclass
 class DevicePhase:
-    """Bytes on one device by holder, at the worst moment of the phase."""
+    """Bytes on one device by holder, at the worst moment of the phase. `device` says which one: where all are alike,
+    "any"; else one that samples or one that trains.
+    """
 
     name: Phase
+    device: str = "any"
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -27,11 +33,26 @@ class DevicePhase:
 
 def device_phases(config: Config, roles: list[Role], place: Place) -> list[DevicePhase]:
     """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work."""
-    return [_phase(phase, config, roles, place) for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
+    if config.trainer.layout == "split":
+        sampling = DevicePhase(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
+        return [sampling, *(_training(phase, config, roles, place, "trains") for phase in Phase if phase != "sample")]
+    return [_shared(phase, config, roles, place) for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
 
 
-def _phase(name: Phase, config: Config, roles: list[Role], place: Place) -> DevicePhase:
-    phase = DevicePhase(name)
+def _shared(name: Phase, config: Config, roles: list[Role], place: Place) -> DevicePhase:
+    phase = _training(name, config, roles, place, "any")
+    if not place.on_gpu:
+        phase.parts["engines"] = _engines_on_cpu(config, roles[0])
+        return phase
+    phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
+    if engine:
+        phase.parts["processes"] -= CUDA_PROCESS  # one that is awake counts its own
+    return phase
+
+
+def _training(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DevicePhase:
+    """All but the engine: the role that works, and those that do not."""
+    phase = DevicePhase(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
     worst = max(found, key=lambda pair: _taken(pair, place), default=None)
     for role in roles:
@@ -40,9 +61,7 @@ def _phase(name: Phase, config: Config, roles: list[Role], place: Place) -> Devi
         else:
             phase.parts[f"{role.name} at rest"] = size(role.idle, place)
     if place.on_gpu:
-        engine = _engine(name, config, roles[0], place)
-        phase.parts["engine"] = engine
-        phase.parts["processes"] = CUDA_PROCESS * (len(roles) + (not engine))  # one that is awake counts its own
+        phase.parts["processes"] = CUDA_PROCESS * (len(roles) + (config.trainer.layout == "colocated"))
     return phase
 
 
@@ -50,11 +69,26 @@ def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
     """Of a GPU's engine: its share while it samples, its weights alone while it gets new ones, else nothing."""
     rollout = config.actor_rollout_ref.rollout
     if not rollout.free_cache_engine or Part.KV_CACHE in RESIDENT[phase]:
-        return rollout.gpu_memory_utilization * place.memory
+        return _share(config, place)
     if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
         return 0.0
-    width = 4 if rollout.dtype in ("auto", "float32") else 2
-    return width * actor.num_params / rollout.tensor_model_parallel_size
+    return _weights(config, actor) / rollout.tensor_model_parallel_size
+
+
+def _share(config: Config, place: Place) -> float:
+    return config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
+
+
+def _engines_on_cpu(config: Config, actor: Role) -> float:
+    """A worker's part of them: they are there all the time."""
+    rollout = config.actor_rollout_ref.rollout
+    whole = rollout.num_engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB)
+    return whole / config.trainer.n_gpus_per_node
+
+
+def _weights(config: Config, actor: Role) -> float:
+    """Of a whole engine."""
+    return (4 if config.actor_rollout_ref.rollout.dtype in ("auto", "float32") else 2) * actor.num_params
 
 
 def size(peak: Peak, place: Place) -> float:

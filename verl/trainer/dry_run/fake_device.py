@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.fake_collectives import collective_ops
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,12 +25,20 @@ from torch.utils._pytree import tree_leaves
 
 from verl.engine.device import cpu_stands_for
 from verl.engine.device_memory import DeviceMemory, memory_stands_in
+from verl.trainer.dry_run.learned import Learned
 from verl.trainer.dry_run.memory import Memory
-from verl.trainer.dry_run.work import Work, workspace_bytes
+from verl.trainer.dry_run.work import Operation, Work, workspace_bytes
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Seen(NamedTuple):
+    """What an operation took for itself, and its work."""
+
+    workspace: int
+    operation: Operation | None
 
 
 class FakeDevice(TorchDispatchMode):
@@ -42,8 +51,14 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.kind = kind
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tensors.cache_enabled = False  # `learned` is quicker
+        self.learned = Learned(self.tensors)
         self.memory = Memory()
         self.work = Work()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and PyTorch's guard takes as long as looking an operation up
 
     def restart(self) -> None:
         """Begin to measure."""
@@ -54,10 +69,12 @@ class FakeDevice(TorchDispatchMode):
     def running(self, num_ranks: int) -> Iterator[None]:
         """As rank 0 of `num_ranks` that only seem to be there."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        gc.freeze()
         try:
             with cpu_stands_for(self.kind), memory_stands_in(_HostBlocks(self)), _seen_resizes(self.memory), self:
                 yield
         finally:
+            gc.unfreeze()
             dist.destroy_process_group()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -66,27 +83,62 @@ class FakeDevice(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it calls again with its local parts
         kwargs = kwargs or {}
+        known = self.learned.key(func, args, kwargs)
+        if known is not None:
+            return self._on_device(func, types, args, kwargs, *known)
         if not any(self._is_mine(leaf) for leaf in tree_leaves((args, kwargs))):
             return self._on_host(func, args, kwargs)
+        return self._asked(func, types, args, kwargs)[0]
+
+    def _on_device(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: Any,
+        inputs: Sequence[FakeTensor],
+    ) -> Any:
+        """An operation whose inputs are all the device's."""
+        answer = self.learned.look_up(key)
+        if answer is None:
+            out, seen = self._asked(func, types, args, kwargs)
+            if seen is not None:
+                self.learned.learn(key, func, inputs, out, seen)
+            return out
+        seen = answer.what
+        self.memory.workspace(seen.workspace)
+        out = answer.make(self.tensors, inputs)
+        for leaf in [out] if answer.container is None else out:
+            self.memory.see(leaf.untyped_storage())
+        if seen.operation is not None:
+            self.work.operations.append(seen.operation)
+        return out
+
+    def _asked(self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Seen | None]:
+        """What PyTorch says, and what was seen, where that is all there is to it."""
         if func is aten._local_scalar_dense.default:
-            return _a_number(args[0].dtype)
+            return _a_number(args[0].dtype), None
         if func is WAIT:
-            return args[0]
-        self.memory.workspace(workspace_bytes(func, args))
-        return self._seen(func, args, kwargs, func(*args, **kwargs))
+            return args[0], None
+        workspace = workspace_bytes(func, args)
+        self.memory.workspace(workspace)
+        out = self.tensors.dispatch(func, types, args, kwargs)
+        operation = self._seen(func, args, kwargs, out)
+        return out, None if func in collective_ops else Seen(workspace, operation)
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not _takes_memory(func, args, kwargs) or active_fake_mode() is not None:  # DTensor has one, to learn shapes
             return func(*args, **kwargs)
-        with self.tensors:
-            return self._seen(func, args, kwargs, func(*args, **kwargs))
+        out = self.tensors.dispatch(func, (), args, kwargs)
+        self._seen(func, args, kwargs, out)
+        return out
 
-    def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Operation | None:
         for leaf in tree_leaves(out):
             if self._is_mine(leaf):
                 self.memory.see(leaf.untyped_storage())
-        self.work.count(func, args, kwargs, out)
-        return out
+        return self.work.count(func, args, kwargs, out)
 
     def _is_mine(self, leaf: Any) -> bool:
         return isinstance(leaf, FakeTensor) and leaf.fake_mode is self.tensors  # DTensor has fake tensors of its own
@@ -106,6 +158,7 @@ class _HostBlocks(DeviceMemory):
 
     def give_back(self) -> None:
         gc.collect()
+        self._device.memory.give_back()
 
 
 def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.errors import ConfigError
 from verl.trainer.dry_run.work import Work
 
 GIB = 2**30
 BETWEEN_NODES = 50e9  # bytes a second of one GPU: a network card of 400 Gbit/s for each
 NODE = 8  # GPUs
-USABLE = 0.98  # of a size that no GPU here has: GiB that the driver leaves of a gigabyte on the box
 
 
 @dataclass(frozen=True)
@@ -40,30 +38,6 @@ GPUS = (
     Gpu("H200", 141, 139.8, 989e12, 494e12, 4.8e12, 450e9),
     Gpu("B200", 180, 178.3, 2250e12, 1125e12, 7.7e12, 900e9),
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is thought to be: `memory` bytes of each device; `gpus` are those it may be, none for CPUs."""
-
-    num_ranks: int
-    memory: int
-    gpus: tuple[Gpu, ...] = ()
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self.gpus)
-
-
-def parse_gpus(text: str) -> Place:
-    """`8xH100`, or `8x80` for eight GPUs of 80 GB. Raises ConfigError."""
-    number, _, what = text.partition("x")
-    found = tuple(gpu for gpu in GPUS if what.upper() == gpu.name or what == str(gpu.size))
-    if not number.isdigit() or int(number) < 1 or not (found or what.isdigit()):
-        names = ", ".join(gpu.name for gpu in GPUS)
-        raise ConfigError(f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}: 8xH100")
-    memory = found[0].memory if found else USABLE * int(what)
-    return Place(int(number), int(memory * GIB), found or tuple(gpu for gpu in GPUS if gpu.name in ("A100", "H100")))
 
 
 def least_seconds(work: Work, gpu: Gpu, num_ranks: int, share: float = 1.0) -> float:

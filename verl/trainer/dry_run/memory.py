@@ -59,6 +59,10 @@ class Memory:
             self._give(storage._cdata)
             self._take(storage._cdata, storage.nbytes())
 
+    def give_back(self) -> None:
+        """What the allocator keeps for later goes back to the device."""
+        self._segments.give_back()
+
     def workspace(self, num_bytes: int) -> None:
         """What one operation takes and gives back by itself."""
         if num_bytes:

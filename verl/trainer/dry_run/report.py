@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config import Config
-from verl.config.counts import trajectories_per_step
-from verl.trainer.dry_run.batches import window_of
+from verl.config.counts import trajectories_per_step, window_of
+from verl.config.placement import num_ranks, placement_of
 from verl.trainer.dry_run.device import DevicePhase
-from verl.trainer.dry_run.gpus import GIB, Place, least_seconds
+from verl.trainer.dry_run.gpus import GIB, least_seconds
+from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
 
 FILLED = 0.5  # of the window, by the average trajectory
@@ -18,9 +19,21 @@ TERA = 1e12
 def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: Place) -> str:
     """The whole text but the verdict."""
     models = ", ".join(f"{role.name} {role.num_params / 1e9:.2f} B parameters" for role in roles)
-    where = f"GPUs of {place.memory / GIB:.1f} GiB" if place.on_gpu else "workers on CPU"
-    lines = [f"{models}; rank 0 of {place.num_ranks} {where}", "", *_memory(phases, place), ""]
-    return "\n".join([*lines, *_work(roles, place), "", *_assumed(config)])
+    lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
+    return "\n".join([*lines, *_work(roles, config, place), "", *_assumed(config)])
+
+
+def _devices(config: Config, place: Place) -> str:
+    """Who sits where."""
+    found = placement_of(config, place.kind)
+    if not place.on_gpu:
+        return f"rank 0 of {found.num_ranks} workers on CPU, {place.memory / GIB:.1f} GiB for each"
+    gpus = f"{found.nnodes} x {found.per_node} GPUs of {place.memory / GIB:.1f} GiB"
+    engines = f"{found.num_engines} engines of {found.gpus_per_engine}"
+    if found.colocated:
+        return f"rank 0 of {found.num_ranks}; on {gpus}, {engines} take turns with the ranks"
+    own = f"{found.sampling} of each node sample ({engines}), {found.training} train"
+    return f"rank 0 of {found.num_ranks}; of {gpus}, {own}"
 
 
 def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
@@ -28,17 +41,18 @@ def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
     for phase in phases:
         parts = [f"{name} {part / GIB:.2f}" for name, part in phase.parts.items() if part >= GIB / 200]
         left = f"{(place.memory - phase.total) / GIB:8.2f}"
-        yield f"{phase.name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
+        name = phase.name if phase.device == "any" else f"{phase.name:<8} (a GPU that {phase.device})"
+        yield f"{name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
 
 
-def _work(roles: list[Role], place: Place) -> Iterator[str]:
-    names = [gpu.name for gpu in place.gpus]
+def _work(roles: list[Role], config: Config, place: Place) -> Iterator[str]:
+    names, ranks = [gpu.name for gpu in place.gpus], num_ranks(config)
     yield f"{'work of one rank in a step':<28} {'TFLOP':>9} {'GiB sent':>9}" + "".join(
         f" {f's on {name}':>10}" for name in names
     )
     totals = [0.0] * len(names)
     for one in (one for role in roles for one in role.passes):
-        seconds = [one.times * least_seconds(one.work, gpu, place.num_ranks, _filled(one)) for gpu in place.gpus]
+        seconds = [one.times * least_seconds(one.work, gpu, ranks, _filled(one)) for gpu in place.gpus]
         totals = [total + more for total, more in zip(totals, seconds, strict=True)]
         yield f"{one.name:<28} {_flops(one):9.1f} {_sent(one):9.2f}" + "".join(f" {value:10.1f}" for value in seconds)
     if names:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from verl.config import ActorConfig, Config, CriticConfig
-from verl.config.counts import largest_mini_batch, trajectories_per_step
+from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
 from verl.config.objective import has_anchor, has_kl_in_reward
+from verl.config.placement import num_ranks
 from verl.engine.device import DTYPES
 from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
 from verl.engine.policy_engine import PolicyEngine
@@ -20,12 +22,16 @@ from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered, plan_buckets
-from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch, window_of
+from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch
 from verl.trainer.dry_run.fake_device import FakeDevice
 from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.work import Work
 
 DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say they are on CUDA
+FEW = 2  # tokens of a row that is trained
+
+
+Name = Literal["actor", "critic"]
 
 
 @dataclass(frozen=True)
@@ -47,28 +53,32 @@ class Pass:
 class Role:
     """A trained role on one rank. `idle` bytes are on the device while it does nothing."""
 
-    name: str
+    name: Name
     num_params: int
     idle: Peak
     passes: list[Pass]
 
 
-def run_roles(config: Config, num_ranks: int, kind: str) -> list[Role]:
-    """The actor (with its anchor) and the critic of `config`, as rank 0 of `num_ranks` devices: "cuda" or "cpu".
+def run_roles(config: Config, kind: str) -> list[Role]:
+    """The actor (with its anchor) and the critic of `config`, as rank 0 of all, on devices of a kind: "cuda" or "cpu".
 
     Raises ConfigError for settings that no engine can be made of.
     """
-    roles = [_Dry(config, num_ranks, kind).actor()]
-    if config.algorithm.adv_estimator == "gae":
-        roles.append(_Dry(config, num_ranks, kind).critic())
-    return roles
+    names: list[Name] = ["actor", "critic"] if config.algorithm.adv_estimator == "gae" else ["actor"]
+    return [run_role(name, config, kind) for name in names]
+
+
+def run_role(name: Name, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
+    """One of them, in some phases alone."""
+    dry = _Dry(config, kind, phases)
+    return dry.actor() if name == "actor" else dry.critic()
 
 
 class _Dry:
     """One role's process."""
 
-    def __init__(self, config: Config, num_ranks: int, kind: str) -> None:
-        self.asked, self.num_ranks, self.kind = config, num_ranks, kind
+    def __init__(self, config: Config, kind: str, phases: Collection[Phase]) -> None:
+        self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks(config), kind, phases
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
         self.device = FakeDevice(kind)
@@ -79,7 +89,7 @@ class _Dry:
         with self.device.running(self.num_ranks), unread_weights():
             large = self._largest_update(role.actor)
             engine = PolicyEngine(self.config, DEVICE, 2, has_anchor(self.config))
-            engine.update(large)  # from now on there is an optimizer state
+            engine.update(self._batch([FEW], 1))  # from now on there is an optimizer state
             idle = self.device.memory.now
             self._score(engine)
             epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
@@ -94,7 +104,7 @@ class _Dry:
         with self.device.running(self.num_ranks), unread_weights():
             large = self._largest_update(critic)
             engine = ValueEngine(self.config, DEVICE, 2)
-            engine.update(large)
+            engine.update(self._batch([FEW], 1))
             idle = self.device.memory.now
             batch = self._batch(self._lengths(_limit(critic, "forward")), 1)
             self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
@@ -117,6 +127,8 @@ class _Dry:
     def _measure(
         self, phase: Phase, name: str, run: Callable[[], object], batch: TrainBatch | None = None, epochs: int = 1
     ) -> None:
+        if phase not in self.phases:
+            return
         self.device.restart()
         run()
         memory, work, times = self.device.memory, self.device.work, float(epochs)
@@ -127,7 +139,8 @@ class _Dry:
 
     def _sync(self, engine: PolicyEngine) -> None:
         reshard(engine.policy)
-        if self.kind == "cpu":
+        trainer = self.config.trainer
+        if self.kind == "cpu" or trainer.nnodes > 1 or trainer.layout == "split":  # through a file
             for _ in engine.iter_full_parameters():
                 pass
             return

@@ -3,7 +3,8 @@
 The rules of c10/cuda/CUDACachingAllocator.cpp for one stream: sizes are multiples of 512 bytes; those up to 1 MiB come
 from segments of 2 MiB, those up to 10 MiB from segments of 20 MiB, larger ones have segments in steps of 2 MiB; the
 smallest free block that is large enough is taken and cut; free neighbours are joined. A segment in which nothing is
-left could be given back, so it does not count: what is counted is what a device has to have.
+left is kept, and taken again; it does not count, since the allocator gives it back rather than run out of memory: what
+is counted is what a device has to have.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Segments:
         if block.is_segment:
             self.held -= block.size
         bisect.insort(self._free[block.small], (block.size, id(block), block))
+
+    def give_back(self) -> None:
+        """Let go of segments in which nothing is: torch.cuda.empty_cache."""
+        for free in self._free.values():
+            free[:] = [entry for entry in free if not entry[2].is_segment]
 
     def _smallest(self, size: int, small: bool) -> Block | None:
         free = self._free[small]

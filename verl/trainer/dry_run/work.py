@@ -40,15 +40,18 @@ class Work:
     def flops(self) -> float:
         return sum(operation.flops for operation in self.operations)
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """One operation of the device."""
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Operation | None:
+        """One operation of the device; None where it has no kernel of its own."""
         if func in collective_ops:
             self._collective(func, args, kwargs, out)
-        elif not func.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            dtype = tensors[0].dtype if tensors else torch.float32
-            self.operations.append(Operation(_flops(func, args, kwargs, out), dtype, num_bytes))
+            return None
+        if func.is_view:
+            return None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        self.operations.append(Operation(_flops(func, args, kwargs, out), dtype, num_bytes))
+        return self.operations[-1]
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if func not in sync_ops:

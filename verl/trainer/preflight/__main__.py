@@ -1,7 +1,7 @@
 """`.venv/bin/python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
 
-The settings may be those of main_ppo or of main_ppo_format. `--device_memory_gib 80 --devices 8` estimates for GPUs
-that this machine does not have; `--estimate_only` leaves out the prompt files, the environment and the machine.
+The settings may be those of main_ppo or of main_ppo_format. `--gpus 8x80` asks for GPUs that this machine has not,
+as in the dry run (`--devices 8 --device_memory_gib 79.1` says the same); `--estimate_only` is the dry run alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-
-import torch
 
 from verl.config import Config, check_supported, load_config_from_argv
 from verl.config.doubtful import doubts
@@ -24,15 +21,18 @@ from verl.data.files import check_files
 from verl.errors import VerlError
 from verl.storage import free_bytes
 from verl.tracking.secrets import mask_text
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.dry_run.kv_cache import room_for_sequences
+from verl.trainer.dry_run.place import USUAL, Place, here, parse_gpus
+from verl.trainer.dry_run.run import dry_run
 from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
+from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight import disk, machine, prompts
 from verl.trainer.preflight.devices import check_devices
 from verl.trainer.preflight.finding import Finding
 from verl.trainer.preflight.inputs import Sources, check_sources
 from verl.trainer.preflight.models import Models, models_of
 from verl.trainer.preflight.network import check_network
-from verl.trainer.preflight.plan import fits, table
-from verl.trainer.preflight.quantities import GIB, Place
 from verl.trainer.preflight.retrieval import check_environment
 from verl.trainer.preflight.reward import try_reward
 from verl.trainer.resuming import check_start, goes_on, settings_since
@@ -44,27 +44,15 @@ class Asked:
 
     entry_point: str
     config: Config
-    devices: int | None
-    device_memory_gib: float | None
+    place: Place
+    elsewhere: bool
     estimate_only: bool
-
-    @property
-    def place(self) -> Place:
-        trainer, gpus = self.config.trainer, machine.num_gpus()
-        supposed = self.devices is not None or self.device_memory_gib is not None
-        on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and (gpus > 0 or supposed))
-        if self.device_memory_gib is not None:
-            size = int(self.device_memory_gib * GIB)
-        elif on_gpu and gpus:
-            size = torch.cuda.get_device_properties(0).total_memory
-        else:
-            size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Place(self.devices or trainer.n_gpus_per_node * trainer.nnodes, size, on_gpu)
 
 
 def parse(argv: list[str]) -> Asked:
     """Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpus")
     parser.add_argument("--devices", type=int)
     parser.add_argument("--device_memory_gib", type=float)
     parser.add_argument("--estimate_only", action="store_true")
@@ -73,7 +61,18 @@ def parse(argv: list[str]) -> Asked:
     if asks_for_format_reward(config):
         config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
     check_supported(config)
-    return Asked(entry_point, config, own.devices, own.device_memory_gib, own.estimate_only)
+    place = _elsewhere(config, own)
+    return Asked(entry_point, config, place or here(config), place is not None, own.estimate_only)
+
+
+def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:
+    """The devices that the command line describes. Raises ConfigError."""
+    if own.gpus is not None or (own.devices is None and own.device_memory_gib is None):
+        return parse_gpus(own.gpus) if own.gpus is not None else None
+    own_place = here(config)
+    memory = own_place.memory if own.device_memory_gib is None else int(own.device_memory_gib * GIB)
+    on_gpu = own_place.on_gpu or config.trainer.device != "cpu"
+    return Place(own.devices or own_place.num_devices, memory, USUAL if on_gpu else ())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,19 +83,35 @@ def main(argv: list[str] | None = None) -> int:
     except VerlError as error:
         _show(Finding("FAIL", "config", str(error)))
         return 1
-    of_memory = list(fits(asked.config, models, asked.place))
     failed = False
-    for finding in chain(() if asked.estimate_only else findings(asked, models), of_memory):
+    for finding in all_findings(asked, models):
         _show(finding)
         failed |= finding.level == "FAIL"
-    print(table(asked.config, models, asked.place))
-    narrow = any(finding.level == "warn" for finding in of_memory)
-    print("does not start, or does not fit" if failed else "may not fit" if narrow else "fits")
+    print("does not start, or does not fit" if failed else "can start, and fits")
     return int(failed)
 
 
+def all_findings(asked: Asked, models: Models) -> Iterator[Finding]:
+    """What takes longest last."""
+    if not asked.estimate_only:
+        yield from findings(asked, models)
+    yield _memory(asked, models.policy)
+
+
+def _memory(asked: Asked, policy: ModelShape) -> Finding:
+    """A dry run of what is trained, else the engine's room for a sequence."""
+    if asked.config.trainer.val_only:
+        room, cache = room_for_sequences(asked.config, policy, asked.place)
+        return Finding("ok" if room else "FAIL", "KV cache", cache)
+    try:
+        found = dry_run(asked.config, asked.place, policy)
+    except VerlError as error:
+        return Finding("FAIL", "memory", str(error))
+    return Finding(found.level, "memory", f"{found.verdict}\n{found.report}")
+
+
 def findings(asked: Asked, models: Models) -> Iterator[Finding]:
-    """All that does not depend on the estimate of memory."""
+    """All but memory."""
     config = asked.config
     yield Finding("ok", "config", f"for {asked.entry_point}")
     yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
@@ -129,7 +144,7 @@ def _tried_reward(config: Config, sources: Sources) -> Finding:
 def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
-    if asked.devices is None:
+    if not asked.elsewhere:
         cores = os.cpu_count() or 1
         yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), cores)
     yield machine.check_open_files(machine.open_files_limit())

@@ -10,7 +10,9 @@ from verl.config import Config
 from verl.storage import nearest_folder
 from verl.trainer.preflight.finding import Finding, judge
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import FLOAT32, in_words
+
+FLOAT32 = 4  # bytes
+GIB = 2**30
 
 
 def check_folder(folder: Path) -> Finding:
@@ -31,7 +33,7 @@ def check_folder(folder: Path) -> Finding:
 def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
     """Whether `free` bytes hold the first checkpoint."""
     needed, _ = checkpoint_bytes(config, models, steps=None)
-    found = f"{config.trainer.default_local_dir}: {in_words(free)} free, one checkpoint takes {in_words(needed)}"
+    found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, one checkpoint takes {_in_words(needed)}"
     todo = "free some, or point trainer.default_local_dir to a larger disk"
     return judge(free >= needed, "disk", found, todo)
 
@@ -39,7 +41,7 @@ def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
 def check_all_checkpoints(config: Config, models: Models, steps: int | None, free: int) -> Finding:
     """Whether `free` bytes hold all that a run of so many steps keeps."""
     needed, count = checkpoint_bytes(config, models, steps)
-    found = f"{config.trainer.default_local_dir}: {in_words(free)} free, {in_words(needed)} needed"
+    found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, {_in_words(needed)} needed"
     todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or point trainer.default_local_dir to a larger disk"
     return judge(free >= needed, "disk", f"{found} for {count} checkpoints", todo)
 
@@ -62,3 +64,8 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
         moves = config.algorithm.ref_policy_ema_tau < 1
         values += (2 if moves else 1) * models.anchor.num_params
     return float(FLOAT32 * values * count), count
+
+
+def _in_words(num_bytes: float) -> str:
+    """In GiB, or in MiB where that says more."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl.agent.environment import Environment, make_environment
 from verl.config import Config
+from verl.config.counts import window_of
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
@@ -17,7 +18,6 @@ from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
 from verl.trainer.preflight.models import Models, models_of
 from verl.trainer.preflight.prompts import check_templates, require_prompts
-from verl.trainer.preflight.quantities import window_of
 from verl.trainer.preflight.retrieval import try_step
 from verl.trainer.preflight.reward import try_reward
 from verl.trainer.scoring import Scorer

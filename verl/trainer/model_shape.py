@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from verl.config import Config
 from verl.engine.hf_model import source_of
+from verl.engine.loading import import_modules
 from verl.engine.model import decoder_layers
 from verl.engine.sharding import num_parameters
 from verl.engine.value_model import token_classifier_config
@@ -19,30 +21,21 @@ from verl.pretrained import load_model_config
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters are counted once each (a tied head is the embedding); widths are numbers of values per token.
-
-    `layer_params` are those of one decoder layer, `query_width` and `key_width` are heads x head size.
-    """
+    """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size."""
 
     num_params: int
-    layer_params: int
     num_layers: int
     hidden: int
     mlp: int
-    query_width: int
     key_width: int
-    vocabulary: int
     window: int | None
 
-    @property
-    def root_params(self) -> int:
-        """Embedding, last norm and head: the unit of sharding that stays gathered."""
-        return self.num_params - self.num_layers * self.layer_params
 
-    @property
-    def head_params(self) -> int:
-        """Of a language model's head."""
-        return self.vocabulary * self.hidden
+def policy_shape(config: Config) -> ModelShape:
+    """Of the policy that a run would load. Raises ConfigError."""
+    model = config.actor_rollout_ref.model
+    import_modules(model.external_lib)
+    return model_shape(model.path, model.override_config, model.trust_remote_code)
 
 
 def model_shape(
@@ -76,17 +69,14 @@ def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
             model = make()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the model's config cannot be used: {error}") from error
-    layers, config = decoder_layers(model), model.config
+    config = model.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
         num_params=num_parameters(model),
-        layer_params=max((num_parameters(layer) for layer in layers), default=0),
-        num_layers=len(layers),
+        num_layers=len(decoder_layers(model)),
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        query_width=heads * head_size,
         key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
-        vocabulary=config.vocab_size,
         window=getattr(config, "max_position_embeddings", None),
     )

@@ -1,0 +1,148 @@
+"""What operations give, by the shapes of what they get: PyTorch is asked for the first of a kind, then it is looked up.
+
+PyTorch's fake tensors have such a table too, but making its key and the answer takes several times as long, and a model
+is tens of thousands of operations of a few hundred kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+CPU = torch.device("cpu")
+AS_STRIDED = torch.ops.aten.as_strided.default  # its arguments say where it is in the storage, not in its input
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that is not said to be one
+CHANGES_SHAPE = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
+OF_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of an answer: the input number `same` itself, a view of the input number `view`, or a new one.
+
+    A view's `offset` is counted from its input's, in bytes.
+    """
+
+    same: int | None
+    view: int | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def make(self, mode: FakeTensorMode, inputs: Sequence[FakeTensor]) -> FakeTensor:
+        """For these inputs."""
+        if self.same is not None:
+            return inputs[self.same]
+        meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if self.view is not None:
+            seen = inputs[self.view]
+            offset = (_start(seen) + self.offset) // self.dtype.itemsize
+            meta.set_(seen.untyped_storage(), offset, self.shape, self.stride)
+        return FakeTensor(mode, meta, CPU)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`container` is None for a single tensor, else list or tuple. `what` is what the caller noted of the first."""
+
+    outputs: tuple[Output, ...]
+    container: type[list[Any]] | type[tuple[Any, ...]] | None
+    what: Any
+
+    def make(self, mode: FakeTensorMode, inputs: Sequence[FakeTensor]) -> Any:
+        made = [output.make(mode, inputs) for output in self.outputs]
+        return made[0] if self.container is None else self.container(made)
+
+
+class UnknownInputError(Exception):
+    """An input that no answer can be looked up for."""
+
+
+class Learned:
+    """Answers by operation and inputs."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._takes_host = False  # whether the operation that is looked at may have tensors of the host beside
+        self._answers: dict[Any, Answer | None] = {}
+
+    def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
+        """Of the operation, and its tensors in order; None where an answer may depend on more than that."""
+        tensors: list[FakeTensor] = []
+        self._takes_host = isinstance(func, OpOverload) and not func._schema.is_mutable
+        try:
+            parts = [self._part(value, tensors) for value in args]
+            parts += [(name, self._part(kwargs[name], tensors)) for name in kwargs]
+        except UnknownInputError:
+            return None
+        if not tensors:
+            return None
+        if func is AS_STRIDED:
+            parts.append(tensors[0].storage_offset())
+        return (func, *parts), tensors
+
+    def look_up(self, key: Any) -> Answer | None:
+        return self._answers.get(key)
+
+    def learn(self, key: Any, func: Any, inputs: Sequence[FakeTensor], out: Any, what: Any) -> None:
+        """Remember `out`, if the next one can be made like it."""
+        if key in self._answers:
+            return
+        leaves = list(out) if isinstance(out, list | tuple) else [out]
+        outputs = [_output(func, leaf, inputs, self._mode) for leaf in leaves]
+        known = bool(outputs) and None not in outputs and _is_plain(func)
+        container = type(out) if isinstance(out, list | tuple) else None
+        found = tuple(output for output in outputs if output is not None)
+        self._answers[key] = Answer(found, container, what) if known and container in (None, list, tuple) else None
+
+    def _part(self, value: Any, tensors: list[FakeTensor]) -> Any:
+        if type(value) is torch.Tensor and self._takes_host:
+            return CPU, value.shape, value.stride(), value.dtype
+        if isinstance(value, torch.Tensor):
+            if not (isinstance(value, FakeTensor) and value.fake_mode is self._mode) or value.fake_device != CPU:
+                raise UnknownInputError
+            tensors.append(value)
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, list | tuple):
+            return tuple(self._part(part, tensors) for part in value)
+        if value is None or isinstance(value, _PLAIN):
+            return type(value), value
+        raise UnknownInputError
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_plain(func: Any) -> bool:
+    """Whether shapes say everything, and the inputs keep theirs."""
+    if not isinstance(func, OpOverload) or func.overloadpacket in CHANGES_SHAPE:
+        return False
+    return not OF_VALUES.intersection(func.tags)
+
+
+def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensorMode) -> Output | None:
+    """How to make a tensor of the answer again; None: it cannot be said."""
+    if not (isinstance(leaf, FakeTensor) and leaf.fake_mode is mode) or leaf.fake_device != CPU:
+        return None
+    for number, tensor in enumerate(inputs):
+        if leaf is tensor:
+            return Output(same=number)
+    shape, stride, storage = tuple(leaf.shape), leaf.stride(), leaf.untyped_storage()
+    owner = [number for number, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage._cdata]
+    if owner:
+        view = Output(None, owner[0], shape, stride, _start(leaf) - _start(inputs[owner[0]]), leaf.dtype)
+        return view if func.is_view or func is UNSAFE_VIEW else None
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if leaf.numel() else 0
+    fills = leaf.storage_offset() == 0 and storage.nbytes() == last * leaf.element_size()
+    return Output(None, None, shape, stride, 0, leaf.dtype) if fills else None
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """In its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()

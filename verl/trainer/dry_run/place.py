@@ -1,0 +1,75 @@
+"""Where a run is thought to be: the devices that `--gpus` describes, or those of this machine."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+
+import torch
+
+from verl.config import Config
+from verl.config.placement import placement_problems
+from verl.errors import ConfigError
+from verl.trainer.dry_run.gpus import GIB, GPUS, NODE, Gpu
+
+USABLE = 0.98  # of a size that no GPU here has: GiB that the driver leaves of a gigabyte on the box
+USUAL = tuple(gpu for gpu in GPUS if gpu.name in ("A100", "H100"))  # where a size says no name
+
+
+@dataclass(frozen=True)
+class Place:
+    """`memory` bytes of each of `num_devices`; `gpus` are those it may be, none for CPUs, which share a machine's."""
+
+    num_devices: int
+    memory: int
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.gpus)
+
+    @property
+    def kind(self) -> str:
+        """Whose paths the engines take."""
+        return "cuda" if self.on_gpu else "cpu"
+
+
+def parse_gpus(text: str) -> Place:
+    """`8xH100`, or `8x80` for eight GPUs of 80 GB. Raises ConfigError."""
+    number, _, what = text.partition("x")
+    found = tuple(gpu for gpu in GPUS if what.upper() == gpu.name or what == str(gpu.size))
+    if not number.isdigit() or int(number) < 1 or not (found or (what.isdigit() and int(what))):
+        names = ", ".join(gpu.name for gpu in GPUS)
+        raise ConfigError(f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}: 8xH100")
+    memory = found[0].memory if found else USABLE * int(what)
+    return Place(int(number), int(memory * GIB), found or USUAL)
+
+
+def here(config: Config) -> Place:
+    """This machine, with as many devices as the run asks for."""
+    trainer = config.trainer
+    num_devices = trainer.n_gpus_per_node * trainer.nnodes
+    if torch.cuda.is_available() and trainer.device != "cpu":
+        found = torch.cuda.get_device_properties(0)
+        known = tuple(gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name)
+        return Place(num_devices, found.total_memory, known or USUAL)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Place(num_devices, memory // trainer.n_gpus_per_node)
+
+
+def located(config: Config, place: Place) -> Config:
+    """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
+
+    Nodes keep their number of GPUs where that divides all of them; else they have 8, or all.
+    """
+    moved = copy.deepcopy(config)
+    trainer = moved.trainer
+    trainer.device = "cuda" if place.on_gpu else "cpu"
+    if place.num_devices != trainer.nnodes * trainer.n_gpus_per_node:
+        each = next((n for n in (trainer.n_gpus_per_node, NODE) if place.num_devices % n == 0), place.num_devices)
+        trainer.n_gpus_per_node, trainer.nnodes = each, place.num_devices // each
+    problems = list(placement_problems(moved))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return moved

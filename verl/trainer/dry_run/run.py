@@ -1,0 +1,83 @@
+"""A run without a device: the roles pass by pass, who has how much of a device, and whether that fits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.config import Config
+from verl.trainer.dry_run.advice import three_settings
+from verl.trainer.dry_run.device import DevicePhase, device_phases
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.dry_run.kv_cache import room_for_sequences
+from verl.trainer.dry_run.place import Place, located
+from verl.trainer.dry_run.report import report
+from verl.trainer.dry_run.roles import Role, run_roles
+from verl.trainer.model_shape import ModelShape, policy_shape
+
+SPARE = 0.05  # of a device, that should be left
+Level = Literal["ok", "warn", "FAIL"]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came out: the whole report, and whether it fits, in words (what does not, with what to change)."""
+
+    roles: list[Role]
+    phases: list[DevicePhase]
+    report: str
+    level: Level
+    verdict: str
+
+
+def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advise: bool = True) -> DryRun:
+    """`policy` is worked out from the settings where it is not known yet. `advise` tries settings that gain memory when
+    it does not fit, which takes several times as long. Raises ConfigError for settings that no engine can be made of.
+    """
+    config = located(config, place)
+    with _no_warnings():
+        roles = run_roles(config, place.kind)
+        phases = device_phases(config, roles, place)
+        room, cache = room_for_sequences(config, policy or policy_shape(config), place)
+        text = f"{report(config, roles, phases, place)}\nKV cache: {cache}"
+        level, words = _verdict(place, phases)
+        if level == "FAIL":
+            words += _advice(config, roles, place, phases) if advise else ""
+    if not room:
+        level, words = "FAIL", f"KV cache: {cache}; memory {words}"
+    return DryRun(roles, phases, text, level, words)
+
+
+def _verdict(place: Place, phases: list[DevicePhase]) -> tuple[Level, str]:
+    worst = _worst(phases)
+    found = f"{worst.total / GIB:.1f} of {place.memory / GIB:.1f} GiB in the phase {worst.name} at the worst"
+    if worst.total <= place.memory * (1 - SPARE):
+        return "ok", f"fits: {found}"
+    if worst.total <= place.memory:
+        return "warn", f"fits narrowly: {found}; less than {SPARE:.0%} is left"
+    return "FAIL", f"does not fit: {found}"
+
+
+def _advice(config: Config, roles: list[Role], place: Place, phases: list[DevicePhase]) -> str:
+    gains = three_settings(config, roles, place, _worst(phases))
+    changes = [f"{change} (-{gain / GIB:.1f} GiB)" for change, gain in gains]
+    todo = f"change {', '.join(changes)}" if changes else "there is no setting that gains something"
+    return f"; {todo}, or take more than {place.num_devices} devices"
+
+
+def _worst(phases: list[DevicePhase]) -> DevicePhase:
+    return max(phases, key=lambda phase: phase.total)
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What an engine says of its model is no news here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
