@@ -158,7 +158,7 @@ def test_the_report_has_every_stage_and_the_log_of_what_failed(site: Site, monke
 def metrics(folder: Path, **changed: float) -> Path:
     row = {"timing_s/step": 9.0, "timing_s/weight_sync": 0.5, "timing_per_token_ms/gen": 0.5, "env/failed_ratio": 0.0}
     row |= {"timing_per_token_ms/update_actor": 0.25, training.MISMATCH: 1e-3, "memory_gib/update/device": 30.5}
-    row |= {"memory_gib/update/actor": 20.25} | changed
+    row |= {"memory_gib/update/actor": 20.25, "env/number_of_valid_search": 0.5} | changed
     folder.mkdir()
     lines = [json.dumps({"step": step, "time": 0} | row) for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -169,7 +169,7 @@ PREDICTED = training.Prediction(True, "ok   fits", {"update": 29.0})
 
 
 def test_a_sound_run(tmp_path: Path) -> None:
-    found = training.judge_run(metrics(tmp_path / "run"), PREDICTED)
+    found = training.judge_run(metrics(tmp_path / "run"), PREDICTED, searches=True)
     assert found.outcome == "PASS" and found.figures.startswith("2000 tokens/s sampled, 4000 trained, 9.0 s a step")
     assert "| update | 30.50 | 29.00 | 20.25 |" in found.details and "| sample | - | - | - |" in found.details
 
@@ -179,11 +179,12 @@ def test_a_sound_run(tmp_path: Path) -> None:
     [
         ({training.MISMATCH: 0.3}, "step 1: sampler and trainer disagree by 0.3 nats on average"),
         ({"env/failed_ratio": 0.25}, "25% of the trajectories of step 1 failed"),
+        ({"env/number_of_valid_search": 0.0}, "nothing was searched for"),
         ({"actor/grad_norm": float("nan")}, "actor/grad_norm of step 1 is not finite"),
     ],
 )
 def test_an_unsound_run(tmp_path: Path, changed: dict[str, float], message: str) -> None:
-    found = training.judge_run(metrics(tmp_path / "run", **changed), PREDICTED)
+    found = training.judge_run(metrics(tmp_path / "run", **changed), PREDICTED, searches=True)
     assert found.outcome == "FAIL" and message in found.figures and "30.50" in found.details
 
 
@@ -264,8 +265,9 @@ def test_every_stage_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=5400, check=False)
     text = (tmp_path / "out" / "report.md").read_text()
     assert done.returncode == 0, done.stdout + text
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
-    results = {int(row[1]): row[3].strip() for row in rows if len(row) == 7 and row[3].strip()}
+    summary = text.split("\n## ")[0].splitlines()
+    rows = [line.split("|") for line in summary if line.startswith("| ") and line[2].isdigit()]
+    results = {int(row[1]): row[3].strip() for row in rows}
     assert results == dict.fromkeys(range(1, 10), "PASS") | {8: "SKIP", 10: "SKIP"}, text
     for phase in ("score", "update"):
         assert f"| {phase} | - | " in text

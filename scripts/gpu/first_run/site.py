@@ -17,6 +17,8 @@ from verl.tracking.secrets import mask_text
 ROOT = Path(__file__).resolve().parents[3]
 BEAT_S = 20.0
 ERROR_LINES = 40
+MAKING_S = 1800.0
+WARM_STEPS = 60
 
 
 class StageError(Exception):
@@ -33,7 +35,7 @@ class Site:
     max_size: str
     scratch: Path
     stage: str = ""
-    _world: Path | None = field(default=None, init=False)
+    _made: dict[str, Path] = field(default_factory=dict, init=False)
 
     @property
     def on_gpu(self) -> bool:
@@ -43,15 +45,31 @@ class Site:
         return self.folder / "logs" / f"{self.stage}_{name}.log"
 
     def world(self) -> Path:
-        """Data of a small TinyWiki, with its tokenizer and policy of random weights in `policy_init`; made once."""
-        if self._world is None:
-            folder = self.scratch / "tinywiki"
-            sizes = {"--num_passages": 2000, "--num_train": 600, "--num_test": 40, "--num_sft_rows": 600}
-            options = [word for name, value in sizes.items() for word in (name, str(value))]
-            command = [sys.executable, "-m", "search_r1.data.tinywiki", "--output_dir", str(folder), *options]
-            self.run("tinywiki_data", command, limit_s=900)
-            self._world = folder
-        return self._world
+        """Data of a small TinyWiki, with its tokenizer and a policy of random weights in `policy_init`; made once."""
+        folder = self.scratch / "tinywiki"
+        sizes = {"--num_train": 600, "--num_test": 40, "--num_sft_rows": 3000}
+        options = [word for name, value in sizes.items() for word in (name, str(value))]
+        module = ["search_r1.data.tinywiki", "--output_dir", str(folder), *options]
+        return self._once("tinywiki_data", module, folder)
+
+    def policy(self) -> Path:
+        """The same policy after a warm start: enough to search, far from enough to be right; made once."""
+        world, folder = self.world(), self.scratch / "warm_start"
+        settings = [
+            f"data.train_files={world}/sft.parquet",
+            f"model.path={world}/policy_init",
+            f"trainer.default_local_dir={folder}",
+            f"trainer.total_training_steps={WARM_STEPS}",
+            f"trainer.device={self.device}",
+        ]
+        module = ["verl.trainer.sft", "--config-name", "tinywiki_sft", *settings]
+        return self._once("warm_start", module, folder / f"global_step_{WARM_STEPS}")
+
+    def _once(self, name: str, module: Sequence[str], made: Path) -> Path:
+        if name not in self._made:
+            self.run(name, [sys.executable, "-m", *module], MAKING_S)
+            self._made[name] = made
+        return self._made[name]
 
     def child(self, module: str, *arguments: str, limit_s: float) -> Result:
         """The result of a module of this package in a process of its own."""

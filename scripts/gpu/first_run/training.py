@@ -34,12 +34,12 @@ class Prediction:
 
 
 def tinywiki(site: Site, num_devices: int, tensor_parallel: int, url: str) -> Result:
-    """TinyWiki's settings with the policy of random weights; each engine has `tensor_parallel` of the devices."""
+    """TinyWiki's settings, after a short warm start; each engine has `tensor_parallel` of the devices."""
     world, run_dir = site.world(), site.scratch / f"run_{site.stage}"
     settings = [
         f"data.train_files={world}/train.parquet",
         f"data.val_files={world}/validation.parquet",
-        f"{ROLE}.model.path={world}/policy_init",
+        f"{ROLE}.model.path={site.policy()}",
         f"{ROLE}.actor.use_rollout_log_probs=false",  # so that both log-probs are there to be compared
         f"{ROLE}.actor.entropy_coeff=0.01",  # a gradient where all rewards are 0
         f"{ROLE}.rollout.dtype={'bfloat16' if site.on_gpu else 'float32'}",
@@ -54,7 +54,7 @@ def tinywiki(site: Site, num_devices: int, tensor_parallel: int, url: str) -> Re
     arguments = ["--config-name", "tinywiki", *settings]
     prediction = predicted(site, [sys.executable, "-m", "verl.trainer.dry_run", *arguments])
     site.run("training", [sys.executable, "-m", "verl.trainer.main_ppo", *arguments], LIMIT_S, cwd=site.scratch)
-    return judge_run(run_dir, prediction)
+    return judge_run(run_dir, prediction, searches=True)
 
 
 def common(run_dir: Path, url: str) -> list[str]:
@@ -83,19 +83,25 @@ def understood(text: str) -> Prediction:
     return Prediction(words.startswith(("ok", "warn")), words, gib)
 
 
-def judge_run(run_dir: Path, prediction: Prediction) -> Result:
-    """PASS when both steps are there, sampler and trainer agree, no trajectory failed, and all numbers are finite."""
+def judge_run(run_dir: Path, prediction: Prediction, searches: bool) -> Result:
+    """PASS when both steps are there, sampler and trainer agree, no trajectory failed, and all numbers are finite.
+
+    `searches`: the policy is one that has learned to search, so it has to.
+    """
     try:
         run = load_run(run_dir)
     except DataError as error:
         raise StageError(str(error)) from error
     problems = list(unsound(run))
+    if searches and not any(run.curve("env/number_of_valid_search").values()):
+        problems.append("nothing was searched for")
     details = "\n".join([*memory_table(run, prediction), "", *speed_table(run)])
     if problems:
         return Result(Outcome.FAIL, "; ".join(problems), details)
     last = run.metrics[STEPS]
     figures = f"{speed(last, 'gen')} tokens/s sampled, {speed(last, 'update_actor')} trained"
     figures += f", {last['timing_s/step']:.1f} s a step; log-probs {last[MISMATCH]:.1e} nats apart"
+    figures += f"; {last['env/number_of_valid_search']:.2f} searches a trajectory" if searches else ""
     return judged(True, figures, details)
 
 
