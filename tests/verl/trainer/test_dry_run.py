@@ -11,12 +11,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
 from verl.errors import ConfigError
+from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run.__main__ import main
+from verl.trainer.dry_run.device import device_phases
 from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds
 from verl.trainer.dry_run.learned import Learned
-from verl.trainer.dry_run.place import parse_gpus
-from verl.trainer.dry_run.roles import Role, run_roles
+from verl.trainer.dry_run.memory import Peak
+from verl.trainer.dry_run.place import Place, parse_gpus
+from verl.trainer.dry_run.roles import Pass, Role, run_roles
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.dry_run.segments import Segments
 from verl.trainer.dry_run.work import Operation, Work
@@ -183,6 +186,26 @@ def test_split_devices(tmp_path: Path) -> None:
     assert "2 of each node sample (2 engines of 1), 6 train" in found.report
     with pytest.raises(ConfigError, match="rollout_gpus_per_node"):
         dry_run(config, parse_gpus("2x80"))  # none would be left to train
+
+
+def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:
+    """Two workers of two roles, beside three engines: each has half of the engines, and of the machine."""
+    config = load_config("tinywiki", overrides_of(tmp_path, CHECKPOINTING, "trainer.n_gpus_per_node=2"))
+    rollout = config.actor_rollout_ref.rollout
+    rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 3, 0.5, "bfloat16"
+    update = Pass(Phase.UPDATE, "update", Peak(1000, 0), Work(), 1.0, by_tokens=True)
+    values = Pass(Phase.SCORE, "values", Peak(700, 0), Work(), 1.0, by_tokens=True)
+    roles = [Role("actor", GIB // 4, Peak(300, 0), [update]), Role("critic", 1, Peak(200, 0), [values])]
+    score, updated, sync = device_phases(config, roles, Place(2, 8 * GIB))
+    both = {"engines": 1.5 * GIB, "processes": GIB + 1.5 * 1.25 * GIB}
+    assert score.parts == {"actor at rest": 300, "critic: values": 700, "freed blocks": 0.4 * 500, **both}
+    assert updated.parts == {
+        "actor: update": 1000,
+        "critic at rest": 200,
+        "freed blocks": pytest.approx(1.1 * 700),
+        **both,
+    }
+    assert sync.parts == {"actor at rest": 300, "critic at rest": 200, "freed blocks": 0, **both}
 
 
 def test_a_run_that_the_devices_do_not_divide(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
 
 CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
+CPU_PROCESS, CPU_ENGINE = GIB // 2, 5 * GIB // 4  # resident before anything is loaded, as seen: Python and libraries
+# What glibc keeps of each byte that a pass takes and frees, as the growth of three processes was; twice as many blocks
+# come and go with gradient checkpointing.
+FREED, FREED_CHECKPOINTED = 0.4, 1.1
 
 
 @dataclass
@@ -42,7 +46,7 @@ def device_phases(config: Config, roles: list[Role], place: Place) -> list[Devic
 def _shared(name: Phase, config: Config, roles: list[Role], place: Place) -> DevicePhase:
     phase = _training(name, config, roles, place, "any")
     if not place.on_gpu:
-        phase.parts["engines"] = _engines_on_cpu(config, roles[0])
+        phase.parts |= _on_cpu(config, roles, phase)
         return phase
     phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
     if engine:
@@ -79,11 +83,22 @@ def _share(config: Config, place: Place) -> float:
     return config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
 
 
-def _engines_on_cpu(config: Config, actor: Role) -> float:
-    """A worker's part of them: they are there all the time."""
-    rollout = config.actor_rollout_ref.rollout
-    whole = rollout.num_engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB)
-    return whole / config.trainer.n_gpus_per_node
+def _on_cpu(config: Config, roles: list[Role], phase: DevicePhase) -> dict[str, float]:
+    """A worker's part of the engines, which are there all the time, and what no tensor is."""
+    rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
+    engines = rollout.num_engines / each
+    taken = sum(phase.parts.values()) - sum(role.idle.allocated for role in roles)
+    return {
+        "engines": engines * (_weights(config, roles[0]) + rollout.kv_cache_gib * GIB),
+        "freed blocks": taken * (FREED_CHECKPOINTED if _checkpointed(config, phase) else FREED),
+        "processes": CPU_PROCESS * len(roles) + CPU_ENGINE * engines,
+    }
+
+
+def _checkpointed(config: Config, phase: DevicePhase) -> bool:
+    of_critic = any(part.startswith("critic: ") for part in phase.parts)
+    model = config.critic.model if of_critic else config.actor_rollout_ref.model
+    return phase.name is Phase.UPDATE and model.enable_gradient_checkpointing
 
 
 def _weights(config: Config, actor: Role) -> float:

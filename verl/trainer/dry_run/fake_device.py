@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.fake_collectives import collective_ops
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +72,12 @@ class FakeDevice(TorchDispatchMode):
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         gc.freeze()
         try:
-            with cpu_stands_for(self.kind), memory_stands_in(_HostBlocks(self)), _seen_resizes(self.memory), self:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(cpu_stands_for(self.kind))
+                stack.enter_context(memory_stands_in(_HostBlocks(self)))
+                stack.enter_context(_seen_resizes(self.memory))
+                stack.enter_context(_cut_for_rank_0())
+                stack.enter_context(self)
                 yield
         finally:
             gc.unfreeze()
@@ -83,6 +89,8 @@ class FakeDevice(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it calls again with its local parts
         kwargs = kwargs or {}
+        if not types:  # plain tensors
+            return self._on_host(func, args, kwargs)
         known = self.learned.key(func, args, kwargs)
         if known is not None:
             return self._on_device(func, types, args, kwargs, *known)
@@ -188,3 +196,18 @@ def _seen_resizes(memory: Memory) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _cut_for_rank_0() -> Iterator[None]:
+    """FSDP2 makes the shards of all ranks to take its own: with thousands of ranks that takes minutes."""
+    original = _fsdp_param._chunk_with_empty
+
+    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+
+    _fsdp_param._chunk_with_empty = first_chunk
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original
