@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from verl.tracking.secrets import mask_text
 ROOT = Path(__file__).resolve().parents[3]
 BEAT_S = 20.0
 ERROR_LINES = 40
+ERROR = re.compile(r"\b\w*Error\b|\berror: ")
+MOST_SHOWN = 400  # characters
 MAKING_S = 1800.0
 WARM_STEPS = 60
 
@@ -123,8 +126,9 @@ def last_line(log: Path) -> str:
 
 def last_error(log: Path) -> str:
     """The last line of the log that looks like an error, else its last line."""
-    lines = _lines(log)[-ERROR_LINES:]
-    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no output")
+    lines = _lines(log)
+    found = next((line for line in reversed(lines) if ERROR.search(line)), lines[-1] if lines else "no output")
+    return found[:MOST_SHOWN]
 
 
 def _lines(log: Path) -> list[str]:
