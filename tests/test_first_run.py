@@ -16,8 +16,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from documented_commands import Checkout, Command
 from e2e_world import ENV
 
+from verl.config import check_supported, load_config_from_argv
+from verl.config.counts import trajectories_per_step
 from verl.trainer.dry_run.__main__ import main as dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +146,27 @@ def test_a_large_model_needs_room(site: Site, monkeypatch: pytest.MonkeyPatch) -
     assert lacking(200, 500) is None
     assert lacking(200, 100) == "needs 212 GiB of host memory, 100 are available"
     assert lacking(50, 500) == f"needs 127 GiB of disk, {site.scratch} has 50: --scratch ANOTHER_FOLDER"
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_script_takes_the_settings_for_gpus(num_devices: int, site: Site, tmp_path: Path) -> None:
+    """Which no run on a CPU composes."""
+    site.device, site.num_devices = "cuda", num_devices
+    model, world = tmp_path / "model", tmp_path / "world"
+    site._made["tinywiki_data"] = world
+    for file in (world / "train.parquet", world / "test.parquet", model / "config.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    settings = published.settings_of(site, tmp_path / "run", "http://127.0.0.1:8000/retrieve")
+    variables = published.variables_of(site, model, "verl.trainer.main_ppo")
+    call = Checkout(tmp_path).rehearse(Command("here", ("bash", "train_grpo.sh", *settings), variables))[-1]
+    config = load_config_from_argv(call.arguments)
+    check_supported(config)
+    actor = config.actor_rollout_ref.actor
+    assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (8 * num_devices, num_devices)
+    assert trajectories_per_step(config) == 40 * num_devices and actor.ppo_micro_batch_size == 8 * num_devices
+    assert actor.fsdp_config.optimizer_offload and config.actor_rollout_ref.model.path == str(model)
+    assert config.trainer.total_training_steps == 2 and not config.trainer.val_before_train
 
 
 def test_the_report_has_every_stage_and_the_log_of_what_failed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
