@@ -18,7 +18,7 @@ from verl.trainer.dry_run.device import device_phases
 from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds
 from verl.trainer.dry_run.learned import Learned
 from verl.trainer.dry_run.memory import Peak
-from verl.trainer.dry_run.place import Place, parse_gpus
+from verl.trainer.dry_run.place import Place, located, parse_gpus
 from verl.trainer.dry_run.roles import Pass, Role, run_roles
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.dry_run.segments import Segments
@@ -264,6 +264,17 @@ def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
     place = parse_gpus(text)
     assert (place.num_devices, [gpu.name for gpu in place.gpus]) == (ranks, names)
     assert place.memory < int(GIB * 142)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "each"), [("8x80", 1, 8), ("4096x80", 512, 8), ("4x80", 1, 4), ("12x80", 1, 12)]
+)
+def test_nodes_of_gpus(gpus: str, nodes: int, each: int, tmp_path: Path) -> None:
+    """Nodes stay as large as the settings say where that divides the GPUs; the settings themselves stay as they are."""
+    config = load_config("tinywiki", overrides_of(tmp_path, "trainer.n_gpus_per_node=8"))
+    trainer = located(config, parse_gpus(gpus)).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.device) == (nodes, each, "cuda")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device) == (1, 8, "cpu")
 
 
 @pytest.mark.parametrize("text", ["8", "8xH1", "0x80", "x80"])

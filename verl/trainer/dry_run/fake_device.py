@@ -70,6 +70,7 @@ class FakeDevice(TorchDispatchMode):
     def running(self, num_ranks: int) -> Iterator[None]:
         """As rank 0 of `num_ranks` that only seem to be there."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
         gc.freeze()
         try:
             with contextlib.ExitStack() as stack:

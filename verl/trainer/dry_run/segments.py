@@ -2,9 +2,9 @@
 
 The rules of c10/cuda/CUDACachingAllocator.cpp for one stream: sizes are multiples of 512 bytes; those up to 1 MiB come
 from segments of 2 MiB, those up to 10 MiB from segments of 20 MiB, larger ones have segments in steps of 2 MiB; the
-smallest free block that is large enough is taken and cut; free neighbours are joined. A segment in which nothing is
-left is kept, and taken again; it does not count, since the allocator gives it back rather than run out of memory: what
-is counted is what a device has to have.
+smallest free block that is large enough (of several the first) is taken and cut; free neighbours are joined. A segment
+in which nothing is left is kept, and taken again; it does not count, since the allocator gives it back rather than run
+out of memory: what is counted is what a device has to have.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ STEP = 2 * 2**20
 class Block:
     """A part of a segment, in a chain with its neighbours."""
 
+    address: int
     size: int
     small: bool
     free: bool = True
@@ -38,13 +39,14 @@ class Segments:
 
     def __init__(self) -> None:
         self.held = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then by address
+        self._end = 0  # of all segments
 
     def take(self, num_bytes: int) -> Block:
         """A block of at least so many bytes."""
         size = max(UNIT, -(-num_bytes // UNIT) * UNIT)
         small = size <= SMALL
-        block = self._smallest(size, small) or Block(_segment_size(size), small)
+        block = self._smallest(size, small) or self._segment(size, small)
         if block.is_segment:
             self.held += block.size
         block.free = False
@@ -61,12 +63,18 @@ class Segments:
                 _join(block, other)
         if block.is_segment:
             self.held -= block.size
-        bisect.insort(self._free[block.small], (block.size, id(block), block))
+        bisect.insort(self._free[block.small], (block.size, block.address, block))
 
     def give_back(self) -> None:
         """Let go of segments in which nothing is: torch.cuda.empty_cache."""
         for free in self._free.values():
             free[:] = [entry for entry in free if not entry[2].is_segment]
+
+    def _segment(self, size: int, small: bool) -> Block:
+        """A new one, behind all others: addresses decide between free blocks of one size."""
+        segment = Block(self._end, _segment_size(size), small)
+        self._end += segment.size
+        return segment
 
     def _smallest(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
@@ -74,15 +82,15 @@ class Segments:
         return free.pop(at)[2] if at < len(free) else None
 
     def _cut(self, block: Block, size: int) -> None:
-        rest = Block(block.size - size, block.small, before=block, after=block.after)
+        rest = Block(block.address + size, block.size - size, block.small, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
-        bisect.insort(self._free[rest.small], (rest.size, id(rest), rest))
+        bisect.insort(self._free[rest.small], (rest.size, rest.address, rest))
 
     def _forget(self, block: Block) -> None:
         free = self._free[block.small]
-        del free[bisect.bisect_left(free, (block.size, id(block)), key=lambda entry: entry[:2])]
+        del free[bisect.bisect_left(free, (block.size, block.address), key=lambda entry: entry[:2])]
 
 
 def _segment_size(size: int) -> int:
@@ -95,7 +103,7 @@ def _join(block: Block, other: Block) -> None:
     """Let `block` take in its neighbour."""
     block.size += other.size
     if other is block.before:
-        block.before = other.before
+        block.address, block.before = other.address, other.before
         if block.before is not None:
             block.before.after = block
     else:
