@@ -1,10 +1,16 @@
-"""Weight sync, bucket by bucket: what a rank holds beside its shard, and how fast buckets are gathered and checked.
+"""Weight sync, bucket by bucket: how fast, and what is held beside the shards.
 
     .venv/bin/python scripts/bench/weight_sync.py --gib 2 --ranks 2
 
-Random float32 weights of `--gib` in decoder layers, sharded over the ranks by rows; each bucket is cast to bfloat16,
-gathered and given its checksum, as a rank of the actor does for the engine on its device. `--device cuda`: one
-rank a GPU. In turn with it: a copy of as many bytes within the memory (on CPU within shared memory).
+Random float32 weights of `--gib` in decoder layers, sharded over the ranks by rows, go to a reader as bfloat16 through
+the same export, memory and checksums as in a run. `--device cuda`: one rank a GPU, and a reader for each. In turns:
+
+    export    the ranks cast, write and sum, and nobody reads
+    sync      the same, and the reader, which stands for an engine, checks every bucket and copies every weight into
+              memory of its own; what vLLM does to weights beyond that is not in it
+    copy      one process copies as many bytes from its own into shared memory (`--device cuda`: on the GPU)
+
+"processor" counts the time that all processes together spent on cores, which other load on the machine changes less.
 """
 
 from __future__ import annotations
@@ -13,19 +19,23 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Shard
 
+from verl.config import load_config
 from verl.engine.device import device_mesh, init_process_group, resolve_device
-from verl.rollout.weight_buckets import gathered, plan_buckets
-from verl.rollout.weight_file import checksum
-from verl.rollout.weight_ipc import bit_sum
+from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_export import WeightExporter
+from verl.rollout.weight_memory import HostMemory, weight_folder
+from verl.rollout.weight_stream import ExportedWeights, stream_buckets
+from verl.rollout.weight_sync import open_weights
 
 HIDDEN, MLP = 2048, 8192
 SQUARE, WIDE = (HIDDEN, HIDDEN), (MLP, HIDDEN)
@@ -33,9 +43,8 @@ LAYER = {
     **{f"self_attn.{part}_proj": SQUARE for part in "qkvo"},
     **{f"mlp.{part}_proj": WIDE for part in ("gate", "up")},
 }
-LAYER_BYTES = 4 * sum(rows * columns for rows, columns in LAYER.values())
+LAYER_VALUES = sum(rows * columns for rows, columns in LAYER.values())
 GIB, MIB = 2**30, 2**20
-ROUNDS = 3
 
 
 def main() -> None:
@@ -43,88 +52,194 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="float32 weights of the whole model, GiB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bucket_mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (options, folder), options.ranks)
+    folder = weight_folder()
+    try:
+        with tempfile.TemporaryDirectory() as store:
+            report(options, Processes(options, folder.path, Path(store)))
+    finally:
+        folder.remove()
 
 
-def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One rank; the first one tells."""
+def report(options: argparse.Namespace, processes: Processes) -> None:
+    num_bytes = num_layers(options) * LAYER_VALUES * 2
+    sides = {"export": processes.export, "sync": processes.sync, "copy": processes.copy}
+    speeds: dict[str, list[Sequence[float]]] = {side: [] for side in sides}
+    for turn in range(options.rounds + 1):
+        for side, measure in sides.items():
+            costs = measure(num_bytes)
+            if turn:  # in the first one memory is new to the processes
+                speeds[side].append([num_bytes / 1e9 / seconds for seconds in costs])
+    print(f"{num_bytes / GIB:.2f} GiB in bfloat16 from {options.ranks} ranks, in buckets of {options.bucket_mib} MiB")
+    found = {side: np.median(rounds, axis=0) for side, rounds in speeds.items()}
+    for side, speed in found.items():
+        share = "; of a copy {:.2f}, processor {:.2f}".format(*speed / found["copy"])
+        print("{}: {:.2f} GB/s, processor {:.2f} GB/s".format(side, *speed) + share * (side != "copy"))
+    shared, private = (found / options.bucket_mib / MIB for found in processes.peaks())
+    print(f"most beside the shards: {shared:.2f} buckets that all share, {private:.3f} in memory of one rank's own")
+
+
+class Processes:
+    """Ranks and readers, each with a line by which it is told what to do."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, store: Path) -> None:
+        num_readers = options.ranks if options.device == "cuda" else 1
+        self.ranks = [started(Rank, number, options, str(folder), str(store)) for number in range(options.ranks)]
+        self.readers = [started(Reader, number, options) for number in range(num_readers)]
+        ask([*self.ranks, *self.readers], "ready")()
+
+    def export(self, num_bytes: int) -> list[float]:
+        """What the ranks do, alone: seconds by the clock, and of all cores together."""
+        return self._run(read=False)
+
+    def sync(self, num_bytes: int) -> list[float]:
+        """The same with what the readers do."""
+        return self._run(read=True)
+
+    def _run(self, read: bool) -> list[float]:
+        everyone = [*self.ranks, *self.readers]
+        begun, used = time.perf_counter(), sum(ask(everyone, "seconds_of_cores")())
+        for bucket in stream_buckets(lambda index: ask(self.ranks, "export", index)):
+            wrong = ask(self.readers, "load", bucket)() if read else []
+            assert not any(wrong), wrong
+        return [time.perf_counter() - begun, sum(ask(everyone, "seconds_of_cores")()) - used]
+
+    def copy(self, num_bytes: int) -> list[float]:
+        """The same of a copy by one rank."""
+        [seconds] = ask(self.ranks[:1], "copy", num_bytes)()
+        return seconds
+
+    def peaks(self) -> tuple[float, float]:
+        """Bytes of the memory for buckets, and the most that a rank took besides."""
+        ask(self.ranks, "watch")()
+        self.sync(0)
+        shared, private = zip(*ask(self.ranks, "peaks")(), strict=True)
+        return max(shared), max(private)
+
+
+def started(role: type, *args: Any) -> Connection:
+    here, there = mp.get_context("spawn").Pipe()
+    mp.get_context("spawn").Process(target=serve, args=(role, there, *args), daemon=True).start()
+    return here
+
+
+def serve(role: type, line: Connection, *args: Any) -> None:
     torch.set_num_threads(1)
-    device = resolve_device(options.device, rank)
-    init_process_group(rank, options.ranks, f"file://{folder}/store", device)
-    weights = make_weights(options, device)
-    names = plan_buckets(weights.items(), torch.bfloat16, options.bucket_mib)
-    moved = sum(tensor.numel() for tensor in weights.values()) * 2
-    for _ in range(ROUNDS):
-        dist.barrier()
-        with peak_above(device) as peak:
-            start = time.perf_counter()
-            for bucket in names:
-                checksum(gathered([(name, weights[name]) for name in bucket], torch.bfloat16).items(), bit_sum)
-            seconds = time.perf_counter() - start
-        copied = copy_speed(options.bucket_mib * MIB, device)
-        if rank == 0:
-            print(
-                f"{len(names)} buckets of {options.bucket_mib} MiB: {moved / seconds / 1e9:.2f} GB/s, a copy in memory "
-                f"{copied / 1e9:.2f} GB/s; peak above the shard {peak[0] / options.bucket_mib / MIB:.2f} buckets"
-            )
-    dist.destroy_process_group()
+    served = role(*args)
+    while True:
+        method, given = line.recv()
+        line.send(getattr(served, method)(*given))
+
+
+def ask(lines: Sequence[Connection], method: str, *args: Any) -> Callable[[], list[Any]]:
+    """Returns the wait for the answers."""
+    for line in lines:
+        line.send((method, args))
+    return lambda: [line.recv() for line in lines]
+
+
+class Process:
+    def ready(self) -> None:
+        """Answers when it was started."""
+
+    def seconds_of_cores(self) -> float:
+        return time.process_time()
+
+
+class Rank(Process):
+    """One rank of the trainer."""
+
+    def __init__(self, number: int, options: argparse.Namespace, folder: str, store: str) -> None:
+        self.device = resolve_device(options.device, number)
+        init_process_group(number, options.ranks, f"file://{store}/store", self.device)
+        self.weights = make_weights(options, self.device)
+        self.bucket_bytes = options.bucket_mib * MIB
+        settings = ["actor_rollout_ref.rollout.dtype=bfloat16"]
+        settings += [f"actor_rollout_ref.rollout.weight_sync.bucket_mib={options.bucket_mib}"]
+        self.exporter = WeightExporter(load_config("ppo_trainer", settings), self.device, Path(folder))
+
+    def export(self, index: int) -> ExportedWeights:
+        return self.exporter.export(self.weights.items(), 1, index)
+
+    def copy(self, num_bytes: int) -> list[float]:
+        """Part by part, into memory whose pages are there."""
+        memory = self.exporter.memory
+        source = torch.ones(min(num_bytes, self.bucket_bytes), dtype=torch.uint8, device=self.device)
+        target = memory.room[: len(source)] if isinstance(memory, HostMemory) else torch.empty_like(source)
+        source = source[: len(target)]
+        target.copy_(source)
+        used, begun = time.process_time(), time.perf_counter()
+        for _ in range(num_bytes // len(source)):
+            target.copy_(source)
+        synchronize(self.device)
+        scale = num_bytes / (num_bytes // len(source) * len(source))
+        return [scale * (time.perf_counter() - begun), scale * (time.process_time() - used)]
+
+    def watch(self) -> None:
+        """Of what a rank takes for itself until `peaks`."""
+        self.most, self.done = 0.0, threading.Event()
+        before = private_memory(self.device)
+
+        def look() -> None:
+            while not self.done.wait(0.002):
+                self.most = max(self.most, private_memory(self.device) - before)
+
+        self.watcher = threading.Thread(target=look)
+        self.watcher.start()
+
+    def peaks(self) -> tuple[float, float]:
+        self.done.set()
+        self.watcher.join()
+        memory = self.exporter.memory
+        return memory.capacity if isinstance(memory, HostMemory) else 0.0, self.most
+
+
+class Reader(Process):
+    """Stands for an engine on the same host, or GPU."""
+
+    def __init__(self, number: int, options: argparse.Namespace) -> None:
+        self.device = resolve_device(options.device, number)
+        self.own: dict[str, torch.Tensor] = {}
+
+    def load(self, bucket: ExportedWeights) -> list[str]:
+        """What is wrong with it."""
+        tensors = open_weights(bucket.exports, self.device)
+        if wrong := differing(sums_of(tensors.items()), bucket.sums):
+            return wrong
+        for name, tensor in tensors.items():
+            self.own.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        synchronize(self.device)
+        return []
 
 
 def make_weights(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
     """This rank's rows of every weight."""
     mesh = device_mesh(device)
     named = {}
-    for layer in range(max(1, round(options.gib * GIB / LAYER_BYTES))):
+    for layer in range(num_layers(options)):
         for part, (rows, columns) in LAYER.items():
             own = torch.randn(rows // options.ranks, columns, device=device)
             named[f"model.layers.{layer}.{part}.weight"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     return dict(named)
 
 
-@contextmanager
-def peak_above(device: torch.device) -> Iterator[list[float]]:
-    """Most bytes in use in the block, above what was in use before; known afterwards."""
-    found = [0.0]
+def num_layers(options: argparse.Namespace) -> int:
+    return max(1, round(options.gib * GIB / LAYER_VALUES / 4))
+
+
+def private_memory(device: torch.device) -> float:
+    """Bytes in use that no other process sees."""
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        yield found
-        torch.cuda.synchronize()
-        found[0] = torch.cuda.max_memory_allocated() - before
-        return
-    done = threading.Event()
-    before = resident()
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            found[0] = max(found[0], resident() - before)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    yield found
-    done.set()
-    watcher.join()
+        return float(torch.cuda.memory_allocated(device))
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return 4096.0 * (int(resident) - int(shared))
 
 
-def resident() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096.0
-
-
-def copy_speed(num_bytes: int, device: torch.device) -> float:
-    """Bytes per second of a copy on the device; on CPU into shared memory."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    if device.type == "cpu":
-        target = target.share_memory_()
-    target.copy_(source)  # the pages are there now
-    start = time.perf_counter()
-    target.copy_(source)
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
-    return num_bytes / (time.perf_counter() - start)
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

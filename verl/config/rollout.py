@@ -24,7 +24,7 @@ class WeightSyncConfig:
 
     bucket_mib: int = setting(
         512,
-        "Weights that are on their way at a time between GPUs of one node, in MiB, besides the largest single one.",
+        "Weights that go to the engines at once, in MiB; a single weight that is larger goes whole.",
         ge=1,
     )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from verl.engine.device import Precision
 from verl.engine.model import Decoder, decoder_layers, weights_of
@@ -57,6 +57,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, without gradient history, sharing memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_values(tensor: torch.Tensor) -> slice:
+    """Which values of a weight, counted row by row, belong to this rank: each belongs to exactly one.
+
+    Of a weight that every rank has whole, all belong to the main rank.
+    """
+    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+        return slice(0, tensor.numel() if is_main_rank() else 0)
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())  # as torch.chunk cuts
+    row = tensor.numel() // max(1, tensor.shape[0])
+    start = min(tensor.shape[0], rows * tensor.device_mesh.get_local_rank()) * row
+    return slice(start, start + tensor.to_local().numel())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, W
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
-from verl.rollout.weight_ipc import ExportedWeights  # noqa: E402
+from verl.rollout.weight_stream import ExportedWeights  # noqa: E402
 
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # as vLLM calls them, in the order of waking
@@ -118,35 +118,35 @@ class VLLMEngine:
                 f"sampling from a context of {len(ids)} tokens failed: {type(cause).__name__}: {cause}"
             ) from error
 
-    async def load_weights(self, path: str, version: int, checksum: str) -> None:
-        """Replace the weights by those published at `path`; no request may be running.
-
-        Raises `WeightSyncError` when the tensors that arrived are not the ones with `checksum`: the old ones stay.
-        """
-        had_weights, self._has_weights = self._has_weights, False
-        found = await self._on_ranks("load_published_weights", path, checksum)
-        self._has_weights = had_weights and checksum not in found
-        _require_checksum(f"weights version {version} at {path}", checksum, found)
-        await self._loaded(version)
-
-    async def load_exported_weights(self, exported: ExportedWeights) -> None:
-        """Take a bucket of new weights from this engine's GPUs; those of a version have to come in order.
+    async def load_weights(self, exported: ExportedWeights) -> None:
+        """Take a bucket of new weights; those of a version have to come in order, while no request is running.
 
         The engine does not sample from the first bucket on until it has the last one. Raises `WeightSyncError` when
-        something else arrived; if that was the first bucket the engine is as it was, else it is of no more use.
+        something else arrived, or it could not be loaded; if nothing of the version was loaded by then the engine is as
+        it was, else it is of no more use.
         """
         index, count = exported.index, exported.count
-        what = f"weights version {exported.version} in GPU memory" + f", bucket {index + 1} of {count}" * (count > 1)
+        what = f"weights version {exported.version}" + f", bucket {index + 1} of {count}" * (count > 1)
         if self._expected != ((exported.version, index) if index else None):
             raise WeightSyncError(f"{what}: an earlier load broke off half-way; start a new engine to sample again")
         had_weights, self._has_weights, self._expected = self._has_weights, False, (exported.version, index + 1)
-        found = await self._on_ranks("load_exported_weights", dict(exported.exports), exported.checksum, index, count)
-        if index == 0 and exported.checksum not in found:  # nobody took any of it
+        refused = await self._load(exported, what)
+        if index == 0 and all(refused):  # nobody took any of it
             self._has_weights, self._expected = had_weights, None
-        _require_checksum(what, exported.checksum, found)
+        _require_accepted(what, refused)
         if index + 1 == count:
             self._expected = None
             await self._loaded(exported.version)
+
+    async def _load(self, exported: ExportedWeights, what: str) -> list[list[str]]:
+        """By rank, what is wrong with the bucket."""
+        sums = (dict(exported.exports), dict(exported.sums))
+        try:
+            return await self._on_ranks("load_bucket", *sums, exported.index, exported.count)
+        except EngineDied:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"{what}: the engine could not load them: {error}") from error
 
     async def _on_ranks(self, method: str, *args: Any) -> list[Any]:
         """The answers of the engine's ranks to a method of `WeightSyncExtension`."""
@@ -200,14 +200,12 @@ class VLLMEngine:
         return self._running
 
 
-def _require_checksum(what: str, checksum: str, found: Sequence[str]) -> None:
-    """Raise `WeightSyncError` when not all ranks of the engine `found` this checksum."""
-    for rank, value in enumerate(found):
-        if value != checksum:
-            raise WeightSyncError(
-                f"{what}: the engine's rank {rank} read checksum {value[:16]}, "
-                f"the trainer wrote {checksum[:16]}; they were changed or cut short on the way"
-            )
+def _require_accepted(what: str, refused: Sequence[Sequence[str]]) -> None:
+    """Raise `WeightSyncError` when a rank of the engine refused the bucket."""
+    for rank, reasons in enumerate(refused):
+        if reasons:
+            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            raise WeightSyncError(f"{what}: the engine's rank {rank} found {reasons[0]}{more}")
 
 
 @contextlib.contextmanager

@@ -82,13 +82,10 @@ def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
 
 def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
     """Engine arguments that only one kind of device has."""
-    from vllm.config import WeightTransferConfig
-
     if on_cpu:
         # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
         return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
-    transfer = WeightTransferConfig(backend="ipc")
-    return {"gpu_memory_utilization": gpu_memory_utilization, "weight_transfer_config": transfer}
+    return {"gpu_memory_utilization": gpu_memory_utilization}
 
 
 def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:

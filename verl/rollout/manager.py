@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,17 @@ import ray
 from verl.agent.sampling import How
 from verl.config import Config
 from verl.config.placement import placement_of
-from verl.errors import EngineDied, WorkerDied
+from verl.errors import EngineDied, WorkerDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.stream import Place, Stream
-from verl.rollout.weight_file import WeightHandle
-from verl.rollout.weight_ipc import WeightStream
+from verl.rollout.weight_stream import WeightStream
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for
 from verl.startup import phase, tell
 
-PublishWeights = Callable[[], WeightHandle | WeightStream]
+PublishWeights = Callable[[], WeightStream]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,8 @@ class RolloutManager:
     `collect`.
 
     When an engine or its worker has died, all are started anew and what was asked of them is asked again, up to
-    `rollout.max_restarts` times in a run; then it is an `EngineDied` or a `WorkerDied`.
+    `rollout.max_restarts` times in a run; then it is an `EngineDied`. When the trainer dies while its weights are
+    loaded, that is a `WorkerDied`, and the engines do not sample again.
     """
 
     def __init__(self, config: Config, pool: ResourcePool) -> None:
@@ -114,7 +114,7 @@ class RolloutManager:
                 if died:
                     self._start_anew()
                 return call()
-            except (EngineDied, WorkerDied) as error:
+            except EngineDied as error:
                 if not self._restarts_left:
                     raise
                 died = True
@@ -130,15 +130,15 @@ class RolloutManager:
 
     def _give(self, publish: PublishWeights) -> None:
         self._enter(Phase.SYNC)
-        handle = publish()
-        if isinstance(handle, WeightHandle):
-            self._call_all("load_weights", handle)
-        else:
-            try:
-                for bucket in handle.buckets:
-                    self._call_all("load_weights", bucket)
-            finally:
-                handle.release()
+        stream = publish()
+        try:
+            for bucket in stream.buckets:
+                self._call_all("load_weights", bucket)
+        except BaseException:
+            with contextlib.suppress(WorkerError):  # of a trainer that is dead, and has been told
+                stream.release()
+            raise
+        stream.release()
         self._enter(Phase.SAMPLE)
 
     def _enter(self, phase: Phase) -> None:
@@ -148,7 +148,8 @@ class RolloutManager:
     def _sample(self, draws: Draws) -> None:
         places = [Place(worker, at_once) for worker, at_once in zip(self._workers, self._at_once, strict=True)]
         try:
-            Stream(places, draws, self.timeout_s).run()
+            with _workers_are_engines():
+                Stream(places, draws, self.timeout_s).run()
         except Exception:
             calls = [worker.abandon.remote() for worker in self._workers]
             ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
@@ -156,17 +157,27 @@ class RolloutManager:
 
     def _call_all(self, method: str, *args: Any) -> None:
         self._wait_until_started()
-        wait_for([getattr(w, method).remote(*args) for w in self._workers], f"rollout {method}", self.timeout_s)
+        with _workers_are_engines():
+            wait_for([getattr(w, method).remote(*args) for w in self._workers], f"rollout {method}", self.timeout_s)
 
     def _wait_until_started(self) -> None:
         if self._starting:
-            with phase(f"waiting for {self._engines_in_words}"):
+            with phase(f"waiting for {self._engines_in_words}"), _workers_are_engines():
                 self._at_once = wait_for(self._starting, "start of the rollout engines", self.timeout_s)
             self._starting = []
 
     @property
     def _engines_in_words(self) -> str:
         return "1 rollout engine" if len(self._workers) == 1 else f"{len(self._workers)} rollout engines"
+
+
+@contextlib.contextmanager
+def _workers_are_engines() -> Iterator[None]:
+    """The process that an engine belongs to takes it along when it dies."""
+    try:
+        yield
+    except WorkerDied as error:
+        raise EngineDied(str(error)) from error
 
 
 def _start_workers(config: Config, pool: ResourcePool) -> list[Any]:

@@ -1,12 +1,13 @@
 """Which weights travel together from the trainer to the sampler: buckets of a bounded size, in the model's order.
 
-The trainer gathers one bucket, the engines load it, the trainer frees it and gathers the next: beside the shards a GPU
-holds one bucket, whatever the size of the model.
+The trainer exports one bucket, the engines load it, and its memory is free for another: what is held beside the shards
+does not grow with the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -14,9 +15,34 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from verl.engine.sharding import on_mesh
-from verl.rollout.weight_file import NamedTensors
+from verl.rollout.weight_checksum import NamedTensors
 
 MIB = 2**20
+ALIGNED = 64  # bytes: where weights begin in a bucket
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight lies in its bucket: from byte `start` on, in the engines' number format."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.start + _aligned(self.shape.numel() * self.dtype.itemsize)
+
+
+def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
+    """One weight after the other."""
+    places: list[Place] = []
+    for name, tensor in named_tensors:
+        start = places[-1].end if places else 0
+        places.append(Place(name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape, start))
+    return places
 
 
 def plan_buckets(named_tensors: NamedTensors, dtype: torch.dtype, bucket_mib: int) -> list[list[str]]:
@@ -74,4 +100,8 @@ def _units(named_tensors: NamedTensors, dtype: torch.dtype, limit: int) -> Itera
 
 
 def _bytes_in(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+    return _aligned(tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED

@@ -1,4 +1,4 @@
-"""The sampler's side of weight sync: runs inside the engine's worker process and loads what the trainer published."""
+"""The sampler's side of weight sync: runs inside the engine's worker process and loads what the trainer exported."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
-from verl.rollout.weight_file import checksum, read_weights
-from verl.rollout.weight_ipc import bit_sum, open_exports
+from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_ipc import device_name, open_exports
+from verl.rollout.weight_memory import host_name, open_shared
 from verl.stacks import offer_stacks
-
-__all__ = ["WeightSyncExtension", "checksum"]
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -33,48 +33,22 @@ class WeightSyncExtension:
     model_runner: Any
     vllm_config: Any
     device: torch.device
-    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
 
-    def load_published_weights(self, path: str, expected: str) -> str:
-        """Load the file at `path` in place and return the checksum of the tensors as they were read here.
+    def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
+        """Load bucket `index` of `count`, in order, and return what is wrong with it; then nothing of it is loaded.
 
-        When that is not `expected`, nothing is loaded. `reload_weights` undoes and repeats what the engine did to
-        its weights when it started (packing for the CPU kernels, fusing, casting), which `load_weights` alone does not.
+        vLLM's layer-wise reload undoes and repeats what the engine did to its weights when it started (this rank's
+        part of them, packing for the CPU kernels, fusing, casting) layer by layer, when a layer's weights are there.
+        It writes to the memory that the weights have, which CUDA graphs need.
         """
-        from vllm.config import set_current_vllm_config
-
-        weights = dict(read_weights(path))
-        found = checksum(weights.items())
-        if found == expected:
-            with set_current_vllm_config(self.vllm_config):
-                self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
-                _repack_output_heads(self.model_runner.get_model())
-        del weights
-        return_free_memory()
-        return found
-
-    def load_exported_weights(self, exports: dict[str, bytes], expected: str, index: int, count: int) -> str:
-        """Load bucket `index` that the trainer exported on this GPU and return its checksum, computed on the GPU.
-
-        When that is not `expected`, nothing is loaded. vLLM's "ipc" weight transfer opens the same memory again and
-        copies from it; it has no hook for a look at the tensors before they are fused into the model's. Of a layer
-        whose parts are in two buckets it keeps the first ones open, and PyTorch keeps memory that is open elsewhere.
-        """
-        tensors, update = open_exports(exports, self.device)
-        found = checksum(tensors.items(), bit_sum)
-        del tensors
-        if found != expected:
-            return found
-        if index == 0:
-            self.init_weight_transfer_engine({"packed": False})
-            self.start_weight_update()
-        self.update_weights(update)
-        if index + 1 == count:
-            self.finish_weight_update()
-        return found
+        try:
+            tensors = open_weights(exports, self.device)
+        except WeightSyncError as error:
+            return [str(error)]
+        if wrong := differing(sums_of(tensors.items()), sums):
+            return [f"other values in {name} than the trainer wrote" for name in wrong]
+        self._reload(tensors, index, count)
+        return []
 
     def join_run(self, owner: int) -> None:
         """Let this process end when the one that started it ends, however that happens; offer stacks.
@@ -86,6 +60,58 @@ class WeightSyncExtension:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
+
+    def _reload(self, tensors: Mapping[str, torch.Tensor], index: int, count: int) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
+            if index == 0:
+                initialize_layerwise_reload(model)
+            model.load_weights(iter(tensors.items()))
+            if index + 1 < count:
+                keep_what_waits(model, tensors)
+            else:
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+                if self.device.type == "cpu":
+                    _repack_output_heads(model)
+                self.model_runner.reset_lora_state()
+        if self.device.type == "cpu":
+            return_free_memory()
+        else:
+            torch.accelerator.synchronize(self.device)  # the trainer reuses the bucket's memory next
+
+
+def open_weights(exports: Mapping[str, bytes], device: torch.device) -> dict[str, torch.Tensor]:
+    """The weights of a bucket as they lie on `device`, or else in memory that this host's processes share.
+
+    They are the trainer's memory. Raises `WeightSyncError` when the trainer has exported to neither of the two.
+    """
+    if (gpu := device_name(device)) in exports:
+        return open_exports(exports[gpu], device)
+    if (host := host_name()) in exports:
+        return open_shared(exports[host])
+    raise WeightSyncError(
+        f"the trainer exported no weights on the engine's device {gpu} or its {host}, only on {', '.join(exports)}; "
+        "engines have to be on GPUs, or at least on hosts, of the trainer"
+    )
+
+
+def keep_what_waits(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy what is still to be loaded of a bucket: parts of layers whose other parts come in a later one.
+
+    vLLM holds such tensors until the layer is whole, and the bucket's memory is written anew before that.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    lent = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} - {0}  # 0: of meta tensors
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in lent:
+                    call.arguments[name] = value.clone()
 
 
 def end_with(engine: int, owner: int) -> None:
@@ -101,8 +127,8 @@ def end_with(engine: int, owner: int) -> None:
 def _repack_output_heads(model: torch.nn.Module) -> None:
     """Make the output head read its current weight on CPU.
 
-    The CPU kernels keep a packed copy of it. `reload_weights` renews that copy only for layers that appear in the
-    weights by name, which a head tied to the embedding does not: it would go on with the old weights, silently.
+    The CPU kernels keep a packed copy of it. A reload renews that copy only for layers that appear in the weights by
+    name, which a head tied to the embedding does not: it would go on with the old weights, silently.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 

@@ -18,8 +18,7 @@ from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
-from verl.rollout.weight_file import WeightHandle
-from verl.rollout.weight_ipc import ExportedWeights
+from verl.rollout.weight_stream import ExportedWeights
 from verl.stacks import offer_stacks
 
 if TYPE_CHECKING:
@@ -96,11 +95,8 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def load_weights(self, handle: WeightHandle | ExportedWeights) -> None:
-        if isinstance(handle, ExportedWeights):
-            await self.engine.load_exported_weights(handle)
-        else:
-            await self.engine.load_weights(handle.path, handle.version, handle.checksum)
+    async def load_weights(self, exported: ExportedWeights) -> None:
+        await self.engine.load_weights(exported)
 
     async def enter(self, phase: Phase) -> None:
         await self.engine.enter(phase)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,9 +32,14 @@ class WorkerGroup:
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """The method's result of every rank, in rank order, within `timeout_s` or the group's own deadline."""
+        return self.begin_all(method, *args, timeout_s=timeout_s)()
+
+    def begin_all(self, method: str, *args: Any, timeout_s: float | None = None) -> Callable[[], list[Any]]:
+        """Like `call_all`, but the wait is what is returned; calls of a rank are carried out one after the other."""
         shared = args if len(self.workers) == 1 else [ray.put(arg) for arg in args]
         references = [getattr(worker, method).remote(*shared) for worker in self.workers]
-        return wait_for(references, f"{self.name}.{method}", self.timeout_s if timeout_s is None else timeout_s)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return partial(wait_for, references, f"{self.name}.{method}", limit_s)
 
     def call_first(self, method: str, *args: Any) -> Any:
         """The method's result on rank 0 alone."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +13,19 @@ import torch
 from verl.config import Config
 from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
+from verl.errors import VerlError
 from verl.phases import Phase
 from verl.protocol import TrainBatch
-from verl.rollout.weight_file import WeightHandle, weight_folder
-from verl.rollout.weight_ipc import ExportedWeights, WeightStream, merge_exports
+from verl.rollout.weight_memory import weight_folder
+from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.startup import phase
 from verl.storage import Digests
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
+
+CLOSE_S = 2.0
 
 
 class Role:
@@ -84,8 +88,6 @@ class ActorGroup(Role):
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
-        colocated = config.trainer.layout == "colocated"  # an export is read on the device where it lies
-        self._exports_weights = pool.device == "cuda" and pool.nnodes == 1 and colocated
         self._weights = weight_folder()
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
@@ -95,18 +97,13 @@ class ActorGroup(Role):
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
 
-    def publish_weights(self, version: int, of: str = "policy") -> WeightHandle | WeightStream:
-        """Offer the weights to the engines: from GPU memory on a GPU node, bucket by bucket, else in a file."""
-        if self._exports_weights:
-            return WeightStream(self._buckets(version, of), partial(self.group.call_all, "release_weights"))
-        return self.group.call_all("publish_weights", version, str(self._weights.path), of)[0]
+    def publish_weights(self, version: int, of: str = "policy") -> WeightStream:
+        """Offer the weights to the engines, bucket by bucket."""
 
-    def _buckets(self, version: int, of: str) -> Iterator[ExportedWeights]:
-        index, count = 0, 1
-        while index < count:
-            bucket = merge_exports(self.group.call_all("export_weights", version, of, index))
-            yield bucket
-            index, count = index + 1, bucket.count
+        def export(index: int) -> Exported:
+            return self.group.begin_all("export_weights", version, of, index, str(self._weights.path))
+
+        return WeightStream(stream_buckets(export), partial(self.group.call_all, "release_weights"))
 
     def load(self, path: Path, of: str = "policy") -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""
@@ -116,6 +113,8 @@ class ActorGroup(Role):
         self.group.call_all("save", str(path), of)
 
     def shutdown(self) -> None:
+        with suppress(VerlError):  # a rank that is dead or stuck
+            self.group.call_all("close", timeout_s=CLOSE_S)
         super().shutdown()
         self._weights.remove()
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from verl.config import Config
 from verl.engine.batching import RankValues
-from verl.engine.device import DTYPES
 from verl.engine.memory_meter import in_phase
 from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import named_tensors, reshard
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import TrainBatch
-from verl.rollout.weight_buckets import gathered, plan_buckets
-from verl.rollout.weight_file import WeightHandle, publish_weights
-from verl.rollout.weight_ipc import ExportedWeights, export_weights
+from verl.rollout.weight_export import WeightExporter
+from verl.rollout.weight_stream import ExportedWeights
 from verl.workers.base import RankWorker
 
 
@@ -46,39 +42,27 @@ class ActorWorker(RankWorker):
         self.engine.follow_anchor(tau)
 
     @in_phase(Phase.SYNC)
-    def publish_weights(self, version: int, directory: str, of: Which) -> WeightHandle | None:
-        """Gather the full weights; rank 0 writes them for the rollout engines and returns the handle."""
-        weights = self.engine.iter_full_parameters(of)
-        if self.rank == 0:
-            return publish_weights(weights, version, directory)
-        for _ in weights:  # every rank takes part in each gather
-            pass
-        return None
+    def export_weights(self, version: int, of: Which, index: int, folder: str) -> ExportedWeights:
+        """Lay this rank's part of bucket `index` where the engines read it; it stays until the next or next but one.
 
-    @in_phase(Phase.SYNC)
-    def export_weights(self, version: int, of: Which, index: int) -> ExportedWeights:
-        """Gather the weights of bucket `index` on this rank's device, in the engines' number format.
-
-        They stay until the next bucket or `release_weights`. An engine that chooses its format itself ("auto") is given
-        float32 and casts.
+        `folder`: the driver's, in shared memory.
         """
-        self.exported = {}
+        if not hasattr(self, "exporter"):
+            self.exporter = WeightExporter(self.config, self.engine.device, Path(folder))
         model = self.engine.model_of(of)
         reshard(model)
-        rollout = self.config.actor_rollout_ref.rollout
-        dtype = DTYPES.get(rollout.dtype, torch.float32)
-        named = dict(named_tensors(model))
-        buckets = plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib)
-        self.exported = gathered([(name, named[name]) for name in buckets[index]], dtype)
-        return export_weights(self.exported, version, self.engine.device, index, len(buckets))
+        return self.exporter.export(named_tensors(model), version, index)
 
     def release_weights(self) -> None:
-        """Free the exported weights; the engines have read them."""
+        """Free what is exported, where memory is short; the engines have read it."""
         self.memory.note(Phase.SYNC)
-        self.exported = {}
-        if self.engine.device.type == "cuda":
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
+        if hasattr(self, "exporter"):
+            self.exporter.release()
+
+    def close(self) -> None:
+        """Take away what would outlive this process."""
+        if hasattr(self, "exporter"):
+            self.exporter.close()
 
     def load(self, path: str, of: Which) -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""

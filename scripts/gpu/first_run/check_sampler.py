@@ -1,14 +1,14 @@
 """A vLLM engine and the actor on the same GPU, without Ray: sample, sleep, wake for the weights, sync, wake, sample.
 
 The actor's class and the engine's are those of a run. Weights go by CUDA IPC, as in a run on one node; on CPU, where
-nothing sleeps, in a file. The log-probs of both have to agree before and after the sync, which brings other weights.
+nothing sleeps, through shared memory. The log-probs of both have to agree before and after the sync, which brings
+other weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from verl.engine.sharding import named_tensors
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.engine import VLLMEngine
+from verl.rollout.weight_memory import weight_folder
 from verl.rollout.worker import settings_of
 from verl.workers.actor import ActorWorker
 
@@ -134,23 +135,17 @@ def change(actor: ActorWorker) -> None:
 async def sync(engine: VLLMEngine, actor: ActorWorker) -> float:
     """Seconds that it took."""
     start = time.perf_counter()
-    if actor.engine.device.type == "cuda":
-        await by_ipc(engine, actor)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            handle = actor.publish_weights(1, folder, "policy")
-            assert handle is not None  # of rank 0
-            await engine.load_weights(handle.path, handle.version, handle.checksum)
+    folder = weight_folder()
+    try:
+        index, count = 0, 1
+        while index < count:
+            bucket = actor.export_weights(1, "policy", index, str(folder.path))
+            await engine.load_weights(bucket)
+            index, count = index + 1, bucket.count
+        actor.release_weights()
+    finally:
+        folder.remove()
     return time.perf_counter() - start
-
-
-async def by_ipc(engine: VLLMEngine, actor: ActorWorker) -> None:
-    index, count = 0, 1
-    while index < count:
-        bucket = actor.export_weights(1, "policy", index)
-        await engine.load_exported_weights(bucket)
-        index, count = index + 1, bucket.count
-    actor.release_weights()
 
 
 def used(actor: ActorWorker) -> float:

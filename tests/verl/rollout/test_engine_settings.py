@@ -39,7 +39,6 @@ class Engine:
             "chunked": config.scheduler_config.enable_chunked_prefill,
             "prefixes": config.cache_config.enable_prefix_caching,
             "sleeps": config.model_config.enable_sleep_mode,
-            "transfer": config.weight_transfer_config.backend,
         }
 
     def answer_of(self, settings: EngineSettings, ids: list[int]) -> list[int]:
@@ -112,7 +111,7 @@ def test_an_engine_of_several_ranks_in_a_placement_group_starts_them_itself(conf
 def test_on_a_gpu_there_are_graphs_chunks_and_shared_prefixes(configs: dict[int, dict[str, Any]]) -> None:
     for found in configs.values():
         assert found["graphs"] != "NONE" and found["chunked"] and found["prefixes"] and found["sleeps"]
-        assert (found["sequences"], found["tokens"], found["transfer"]) == (1024, 8192, "ipc")
+        assert (found["sequences"], found["tokens"]) == (1024, 8192)
 
 
 def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut(tiny_model_dir: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from weight_source import stream_of
 
 from verl.agent.environment import Generation, Sampling, join_pieces
-from verl.errors import ConfigError, NumericalError, RolloutError, WeightSyncError
-from verl.rollout.weight_file import publish_weights
+from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.rollout.weight_stream import WeightStream
 
 MAX_ERROR = 2e-5
 MEAN_ERROR = 2e-6
@@ -34,6 +35,11 @@ def prompts(byte_tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
 async def sample_all(engine: Any, prompts: list[list[int]], sampling: list[Sampling]) -> list[Generation]:
     calls = [engine.generate(ids, how) for ids, how in zip(prompts, sampling, strict=True)]
     return await asyncio.gather(*calls)
+
+
+async def load(engine: Any, stream: WeightStream) -> None:
+    for bucket in stream.buckets:
+        await engine.load_weights(bucket)
 
 
 def seeded(prompts: list[list[int]], **changes: Any) -> list[Sampling]:
@@ -78,25 +84,25 @@ def test_greedy_takes_the_most_likely_and_reports_log_probs_at_temperature_one(
     assert tuple(logits_TV.argmax(-1).tolist()) == generations[0].ids
 
 
+@pytest.mark.parametrize("bucket_mib", [512, 0.05])
 def test_after_a_sync_the_engine_samples_from_the_new_weights(
-    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
+    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path, bucket_mib: float
 ) -> None:
+    """In one bucket, and in many of 51 KiB, which cut apart what the engine fuses."""
     changed = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
     changed.load_state_dict(reference.state_dict())
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    original = publish_weights(reference.named_parameters(), 8, weight_dir / "original")
-    handle = publish_weights(changed.named_parameters(), 7, weight_dir / "changed")
     how = seeded(prompts)
     before = session.run(sample_all(session.engine, prompts, how))
     try:
-        session.run(session.engine.load_weights(handle.path, handle.version, handle.checksum))
+        session.run(load(session.engine, stream_of(changed.named_parameters(), 7, weight_dir, bucket_mib=bucket_mib)))
         assert session.engine.weight_version == 7
         after = session.run(sample_all(session.engine, prompts, how))
     finally:
-        session.run(session.engine.load_weights(original.path, original.version, original.checksum))
+        session.run(load(session.engine, stream_of(reference.named_parameters(), 8, weight_dir)))
     error_T = errors(changed, prompts, after, 1.0)
     assert error_T.max() < MAX_ERROR
     assert error_T.mean() < MEAN_ERROR
@@ -108,9 +114,11 @@ def test_wrong_checksum_is_refused_and_the_old_weights_stay(
     session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
 ) -> None:
     version = session.engine.weight_version
-    handle = publish_weights(((name, 2 * value) for name, value in reference.named_parameters()), 99, weight_dir)
-    with pytest.raises(WeightSyncError, match="version 99 .* the trainer wrote 000000"):
-        session.run(session.engine.load_weights(handle.path, handle.version, "0" * 64))
+    doubled = ((name, 2 * value) for name, value in reference.named_parameters())
+    [exported] = stream_of(doubled, 99, weight_dir).buckets
+    exported.sums["model.norm.weight float32 [96]"] += 1
+    with pytest.raises(WeightSyncError, match=r"version 99: .* rank 0 found other values in model.norm.weight float32"):
+        session.run(session.engine.load_weights(exported))
     assert session.engine.weight_version == version
     generations = session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4])))
     assert errors(reference, prompts[:4], generations, 1.0).max() < MAX_ERROR
@@ -179,12 +187,6 @@ def test_max_tokens_ends_the_turn_by_length(session: Any, prompts: list[list[int
 def test_context_longer_than_the_model_is_an_error_that_says_so(session: Any) -> None:
     with pytest.raises(RolloutError, match="context of 600 tokens failed"):
         session.run(session.engine.generate([5] * 600, Sampling(max_tokens=5)))
-
-
-def test_weights_with_nan_are_not_published(reference: Any, weight_dir: Path) -> None:
-    broken = [("model.norm.weight", torch.tensor([1.0, float("nan")]))]
-    with pytest.raises(NumericalError, match="model.norm.weight"):
-        publish_weights(broken, 1, weight_dir)
 
 
 def test_device_that_the_installed_engine_was_not_built_for(tiny_model_dir: Path) -> None:

@@ -7,21 +7,24 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from weight_source import stream_of
 
 from verl.config import Config, load_config
-from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError
+from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, Trajectory
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_file import publish_weights
+from verl.rollout.weight_stream import Exported, ExportedWeights, WeightStream, stream_buckets
+from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
+from verl.trainer.roles import ActorGroup
 
 POOL = ResourcePool(1, 1, "cpu")
 
@@ -153,18 +156,30 @@ def test_weights_are_loaded_and_their_version_is_on_the_trajectories(
 ) -> None:
     prompts = prompts_of(byte_tokenizer, {})
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    original = publish_weights(model.named_parameters(), 0, weight_dir / "original")
-    changed = publish_weights(((k, v * 1.5) for k, v in model.named_parameters()), 3, weight_dir / "changed")
+    changed = [(name, value * 1.5) for name, value in model.named_parameters()]
     before = manager.collect(prompts, n=1, step=1)
-    with pytest.raises(WeightSyncError, match="version 3"):
-        manager.load_weights(lambda: replace(changed, checksum=original.checksum))
+    with pytest.raises(WeightSyncError, match="version 3: .* other values in model.norm.weight"):
+        manager.load_weights(lambda: damaged(stream_of(changed, 3, weight_dir), 0))
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
-    manager.load_weights(lambda: changed)
+    manager.load_weights(lambda: stream_of(changed, 3, weight_dir))
     after = manager.collect(prompts, n=1, step=1)
-    manager.load_weights(lambda: original)
+    manager.load_weights(lambda: stream_of(model.named_parameters(), 0, weight_dir))
     assert (before[0].weight_version, after[0].weight_version) == (0, 3)
     assert sampled(after) != sampled(before)
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
+
+
+def damaged(stream: WeightStream, index: int) -> WeightStream:
+    """One bit of the last weight of a bucket changes between trainer and engine."""
+
+    def buckets() -> Iterator[ExportedWeights]:
+        for bucket in stream.buckets:
+            if bucket.index == index:
+                *_, weight = open_weights(bucket.exports, torch.device("cpu")).values()
+                weight.view(-1).view(torch.uint8)[0] ^= 1
+            yield bucket
+
+    return replace(stream, buckets=buckets())
 
 
 def test_sleep_does_nothing_on_cpu(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -190,6 +205,46 @@ def test_an_engine_holds_as_many_episodes_as_its_cache(session: Any, tiny_model_
     """0.125 GiB of float32 keys and values, 3 layers of one head of 32, for sequences of 512 tokens."""
     tokens = 0.125 * 2**30 / (2 * 3 * 32 * 4)
     assert session.engine.whole_sequences == pytest.approx(tokens / 512, rel=0.02)
+
+
+def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
+    ray_session: Any, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    """First a bucket that is changed on its way, then a trainer that dies."""
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(2)])
+    config = config_of(tiny_model_dir, "actor_rollout_ref.rollout.weight_sync.bucket_mib=1")
+    deaths = list[bool]()
+    manager = RolloutManager(config, POOL)
+    actor = ActorGroup(config, POOL, 1, False)
+
+    def export(index: int) -> Exported:
+        if index == 1:
+            deaths.append(True)
+            for worker in actor.group.workers:
+                ray.kill(worker)
+        return actor.group.begin_all("export_weights", 6, "policy", index, str(weight_dir))
+
+    def publish_and_die() -> WeightStream:
+        return WeightStream(stream_buckets(export), lambda: actor.group.call_all("release_weights"))
+
+    try:
+        expected = manager.collect(prompts, n=1, step=1)
+        manager.load_weights(lambda: actor.publish_weights(5))
+        assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(expected)
+        with pytest.raises(WeightSyncError, match="version 6, bucket 2 of 2: .* found other values in"):
+            manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
+        with pytest.raises(WeightSyncError, match="no complete weights"):
+            manager.collect(prompts, n=1, step=1)
+        manager._start_anew()
+        assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(expected)  # a new one, with version 5
+        with pytest.raises(WorkerDied, match=r"ActorWorker\.export_weights: a worker process ended"):
+            manager.load_weights(publish_and_die)
+        assert deaths == [True], "the engines are not to blame, and not started anew"
+        with pytest.raises(WeightSyncError, match="no complete weights"):
+            manager.collect(prompts, n=1, step=1)
+    finally:
+        actor.shutdown()
+        manager.shutdown()
 
 
 def test_two_engines_draw_what_one_draws_and_leave_no_process(
@@ -218,11 +273,28 @@ def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
 ) -> None:
     prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    publish = partial(publish_weights, [(k, v * 1.5) for k, v in model.named_parameters()], 3, weight_dir)
-    before = engine_processes()
-    manager = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.max_restarts=3"), POOL)
+    changed = [(name, value * 1.5) for name, value in model.named_parameters()]
+    before, streams = engine_processes(), list[int]()
+
+    def publish() -> WeightStream:
+        """Its first reader dies when it has some of the buckets."""
+        stream, first = stream_of(changed, 3, weight_dir, bucket_mib=0.2), not streams
+        streams.append(0)
+
+        def buckets() -> Iterator[ExportedWeights]:
+            for bucket in stream.buckets:
+                streams[-1] += 1
+                if first and bucket.index == 2:
+                    (engine,) = engine_processes() - before
+                    engine.kill()
+                yield bucket
+
+        return replace(stream, buckets=buckets())
+
+    manager = RolloutManager(config_of(tiny_model_dir, "actor_rollout_ref.rollout.max_restarts=4"), POOL)
     try:
         manager.load_weights(publish)
+        assert streams[0] == 3 < streams[1]
         expected = manager.collect(prompts, n=2, step=2)
         (engine,) = engine_processes() - before
         with killed_with_requests_open(engine, engine):
@@ -237,7 +309,7 @@ def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
         (engine,) = engine_processes() - before
         engine.kill()
         with pytest.raises(EngineDied, match="has died"):
-            manager.collect(prompts, n=2, step=2)  # the fourth time is once too often
+            manager.collect(prompts, n=2, step=2)  # the fifth time is once too often
     finally:
         manager.shutdown()
 

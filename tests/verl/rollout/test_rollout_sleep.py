@@ -14,7 +14,7 @@ from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_ipc import ExportedWeights, WeightStream
+from verl.rollout.weight_stream import ExportedWeights, WeightStream
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool
 
@@ -22,8 +22,8 @@ from verl.single_controller import ResourcePool
 class RecordingLLM:
     """Takes what `AsyncLLM` takes, by its own signatures, and notes it."""
 
-    def __init__(self, calls: list[str], checksum: str) -> None:
-        self.calls, self.checksum = calls, checksum
+    def __init__(self, calls: list[str], refuses: str) -> None:
+        self.calls, self.refuses = calls, refuses
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,18 +34,21 @@ class RecordingLLM:
             given = signature.bind(self, *args, **options).arguments
             shown = {key: value for key, value in given.items() if key in ("level", "tags", "method")}
             self.calls.append(f"{name} {next(iter(shown.values()), '')}".strip())
-            return [self.checksum] if name == "collective_rpc" else True
+            if name != "collective_rpc":
+                return True
+            _, sums, *_ = given["args"]
+            return [[f"other values in {key} than the trainer wrote" for key in sums if key == self.refuses]]
 
         return call
 
 
-def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, checksum: str = "right") -> VLLMEngine:
+def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, refuses: str = "changed") -> VLLMEngine:
     """An engine whose process is a stand-in; started on CPU it would have no memory to leave."""
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._sleep_mode = sleep_mode
     engine._expected = None
     engine._awake, engine._has_weights = frozenset(VLLM_PARTS), True
-    engine._running = RecordingLLM(calls, checksum)  # type: ignore[assignment]
+    engine._running = RecordingLLM(calls, refuses)  # type: ignore[assignment]
     engine.weight_version = 0
     return engine
 
@@ -66,13 +69,14 @@ class LocalManager(RolloutManager):
         asyncio.run(getattr(self.worker, method)(*args))
 
 
-def publish(calls: list[str], *checksums: str) -> WeightStream:
-    checksums = checksums or ("right", "right")
+def publish(calls: list[str], *weights: str) -> WeightStream:
+    """With one weight in each bucket."""
+    weights = weights or ("right", "right")
 
     def buckets() -> Iterator[ExportedWeights]:
-        for index, checksum in enumerate(checksums):
+        for index, name in enumerate(weights):
             calls.append("export")
-            yield ExportedWeights({}, 4, checksum, index, len(checksums))
+            yield ExportedWeights({}, 4, {name: 1}, index, len(weights))
 
     return WeightStream(buckets(), lambda: calls.append("release"))
 
@@ -81,7 +85,7 @@ VLLM_PARTS = ("engine weights", "kv cache")
 LOADED = [
     "sleep 2",
     "wake_up ['weights']",
-    *2 * ["export", "collective_rpc load_exported_weights"],
+    *2 * ["export", "collective_rpc load_bucket"],
     "reset_prefix_cache",
     "release",
     "wake_up ['kv_cache']",
@@ -119,9 +123,9 @@ def test_an_engine_that_keeps_its_memory_is_not_put_to_sleep() -> None:
 
 def test_an_engine_whose_weights_are_gone_does_not_sample() -> None:
     calls: list[str] = []
-    manager = LocalManager(calls, checksum="wrong")
+    manager = LocalManager(calls, refuses="right")
     engine = manager.worker.engine
-    with pytest.raises(WeightSyncError, match="version 4 .* read checksum wrong"):
+    with pytest.raises(WeightSyncError, match="version 4, bucket 1 of 2: .* rank 0 found other values in right"):
         manager.load_weights(lambda: publish(calls))
     assert calls[-1] == "release"
     with pytest.raises(WeightSyncError, match="no complete weights"):
@@ -135,9 +139,9 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(sleep_
     calls: list[str] = []
     manager = LocalManager(calls, sleep_mode=sleep_mode)
     engine = manager.worker.engine
-    with pytest.raises(WeightSyncError, match="version 4 in GPU memory, bucket 2 of 3: .* the trainer wrote changed"):
+    with pytest.raises(WeightSyncError, match="version 4, bucket 2 of 3: .* other values in changed"):
         manager.load_weights(lambda: publish(calls, "right", "changed", "right"))
-    assert calls[-3:] == ["export", "collective_rpc load_exported_weights", "release"]
+    assert calls[-3:] == ["export", "collective_rpc load_bucket", "release"]
     with pytest.raises(WeightSyncError, match="no complete weights"):
         asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
     assert engine.weight_version == 0

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl.rollout.weight_file import weight_folder
+from verl.rollout.weight_memory import weight_folder
 
 OWNER = """
 import os, pathlib, signal, sys
-from verl.rollout.weight_file import weight_folder
+from verl.rollout.weight_memory import weight_folder
 folder = weight_folder(pathlib.Path(sys.argv[1]))
-(folder.path / "weights-1.safetensors").write_bytes(b"1")
+(folder.path / "buckets-1").write_bytes(b"1")
 print(folder.path, flush=True)
 if input() == "die":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -30,11 +30,11 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_ones_is_not(tmp_path: 
     """In a folder of its own: any other owner on this machine would remove what was abandoned."""
     (killed, abandoned), (living, used) = start_owner(tmp_path), start_owner(tmp_path)
     killed.communicate("die\n")
-    assert (abandoned / "weights-1.safetensors").is_file()  # nobody could remove it
+    assert (abandoned / "buckets-1").is_file()  # nobody could remove it
     mine = weight_folder(tmp_path)
     try:
         assert not abandoned.exists()
-        assert (used / "weights-1.safetensors").is_file() and mine.path.is_dir() and mine.path != used
+        assert (used / "buckets-1").is_file() and mine.path.is_dir() and mine.path != used
         other = weight_folder(tmp_path)
         assert mine.path.is_dir()
         other.remove()

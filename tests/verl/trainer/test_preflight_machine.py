@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from preflight_run import levels
 
 from verl.trainer.dry_run.gpus import GIB
@@ -27,6 +28,11 @@ def test_versions() -> None:
 def test_limits() -> None:
     assert machine.check_open_files(1024).level == "warn"
     assert machine.check_open_files(65536).level == machine.check_open_files(-1).level == "ok"
-    assert machine.check_shared_memory(MODELS, on_gpu=False, nnodes=1, free=4 * GIB - 1).level == "FAIL"
-    assert machine.check_shared_memory(MODELS, on_gpu=False, nnodes=1, free=4 * GIB).level == "ok"
-    assert machine.check_shared_memory(MODELS, on_gpu=True, nnodes=1, free=0).level == "ok"
+    assert machine.check_shared_memory(MODELS, on_gpu=True, bucket_mib=512, free=0).level == "ok"
+
+
+@pytest.mark.parametrize(("bucket_mib", "gib"), [(512, 1), (4096, 4)])
+def test_shared_memory_holds_two_buckets_and_no_more_than_the_model(bucket_mib: int, gib: int) -> None:
+    """The model has 4 GiB."""
+    assert machine.check_shared_memory(MODELS, False, bucket_mib, free=gib * GIB - 1).level == "FAIL"
+    assert machine.check_shared_memory(MODELS, False, bucket_mib, free=gib * GIB).level == "ok"

@@ -139,11 +139,8 @@ class _Dry:
 
     def _sync(self, engine: PolicyEngine) -> None:
         reshard(engine.policy)
-        trainer = self.config.trainer
-        if self.kind == "cpu" or trainer.nnodes > 1 or trainer.layout == "split":  # through a file
-            for _ in engine.iter_full_parameters():
-                pass
-            return
+        if self.kind == "cpu" or self.config.trainer.layout == "split":
+            return  # the rows that a rank has go straight to memory that the host's processes share
         rollout, named, held = self.config.actor_rollout_ref.rollout, dict(named_tensors(engine.policy)), {}
         dtype = DTYPES.get(rollout.dtype, torch.float32)
         for names in plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib):

@@ -154,7 +154,8 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         exported = asked.place.on_gpu and config.trainer.layout == "colocated"
-        yield machine.check_shared_memory(models, exported, config.trainer.nnodes, shutil.disk_usage(shared).free)
+        bucket_mib = config.actor_rollout_ref.rollout.weight_sync.bucket_mib
+        yield machine.check_shared_memory(models, exported, bucket_mib, shutil.disk_usage(shared).free)
 
 
 def _start(config: Config) -> Iterator[Finding]:

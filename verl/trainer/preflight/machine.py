@@ -71,8 +71,8 @@ def open_files_limit() -> int:
     return -1 if limit == resource.RLIM_INFINITY else limit
 
 
-def check_shared_memory(models: Models, on_gpu: bool, nnodes: int, free: int) -> Finding:
-    """Weights go to the engines in a float32 file, except on shared GPUs of one node. `free` bytes of /dev/shm."""
-    needed = 0 if on_gpu and nnodes == 1 else 4 * models.policy.num_params
+def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int) -> Finding:
+    """Weights go to the engines in buckets, two at a time, except on shared GPUs. `free` bytes of /dev/shm."""
+    needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * models.policy.num_params)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")

@@ -1,0 +1,217 @@
+"""Weights in memory that the trainer's ranks write and a sampler reads, between real processes."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+from weight_source import stream_of
+
+from verl.config import Config, load_config
+from verl.engine.device import device_mesh, init_process_group
+from verl.errors import NumericalError, WeightSyncError
+from verl.rollout import weight_buckets, weight_export, weight_memory
+from verl.rollout.weight_buckets import places_of, plan_buckets
+from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_export import WeightExporter
+from verl.rollout.weight_ipc import DeviceMemory
+from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_stream import ExportedWeights, merge_exports
+from verl.rollout.weight_sync import open_weights
+from verl.workers.actor import ActorWorker
+
+CPU = torch.device("cpu")
+SMALL_MIB = 2**16  # whole tiny models have less than a real one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_by_name() -> Iterator[None]:
+    """Shared CPU memory that any process can open by its name, as any process on a node can open GPU memory."""
+    before = mp.get_sharing_strategy()
+    mp.set_sharing_strategy("file_system")
+    yield
+    mp.set_sharing_strategy(before)
+
+
+def some_weights() -> dict[str, torch.Tensor]:
+    """Rows that two or three ranks cannot share evenly, or at all."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(7, 5, generator=draw),
+        "norm.weight": torch.randn(5, generator=draw),
+        "wide.weight": torch.randn(1, 3000, generator=draw),
+        "proj.weight": torch.randn(100, 300, generator=draw),
+        "steps": torch.tensor(12),
+    }
+
+
+def expected_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
+def _write_as_rank(rank: int, meeting: str, folder: Path, homes: list[Path], answers: Any, read: Any) -> None:
+    weight_memory.SHARED_MEMORY = homes[rank]
+    init_process_group(rank, len(homes), f"file://{meeting}", CPU)
+    mesh = device_mesh(CPU)
+    named = {name: distribute_tensor(w, mesh, [Shard(0)]) if w.dim() else w for name, w in some_weights().items()}
+    memory = HostMemory(folder, 2**20)
+    answers.put((rank, memory.export(named, [list(named)], torch.bfloat16, 3, 0)))
+    read.wait(100)
+    memory.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1)])
+def test_every_rank_writes_its_rows_and_every_host_has_them_all(
+    hosts: tuple[int, ...], weight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second host has another memory: here another file system. The driver's folder is on the first one."""
+    kinds = [weight_dir.parent, tmp_path]
+    assert kinds[0].stat().st_dev != kinds[1].stat().st_dev
+    context = mp.get_context("spawn")
+    answers, read = context.Queue(), context.Barrier(len(hosts) + 1)
+    homes = [kinds[host] for host in hosts]
+    args = (str(tmp_path / "store"), weight_dir, homes, answers, read)
+    ranks = [context.Process(target=_write_as_rank, args=(rank, *args)) for rank in range(len(hosts))]
+    try:
+        for process in ranks:
+            process.start()
+        parts = dict(answers.get(timeout=100) for _ in ranks)
+        merged = merge_exports([parts[rank] for rank in range(len(hosts))])
+        assert len(merged.exports) == len(set(hosts))
+        expected = expected_of(some_weights())
+        for host in set(hosts):
+            monkeypatch.setattr(weight_memory, "SHARED_MEMORY", kinds[host])
+            opened = open_weights(merged.exports, CPU)
+            assert differing(sums_of(opened.items()), merged.sums) == []
+            assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
+        read.wait(100)
+        for process in ranks:
+            process.join(100)
+        assert not list(tmp_path.glob("verl-weights-*")), "a host without the driver is left as it was"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def config_of(model_dir: Path) -> Config:
+    rollout = "actor_rollout_ref.rollout"
+    settings = [f"actor_rollout_ref.model.path={model_dir}", f"{rollout}.weight_sync.bucket_mib=1"]
+    settings += ["actor_rollout_ref.actor.num_threads=1", f"{rollout}.dtype=bfloat16", "trainer.device=cpu"]
+    return load_config("ppo_trainer", settings)
+
+
+def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, orders: Any, answers: Any) -> None:
+    """One of two actor ranks."""
+    torch.set_num_threads(1)
+    mp.set_sharing_strategy("file_system")
+    weight_buckets.MIB = weight_export.MIB = SMALL_MIB
+    worker = ActorWorker(config, 10, False, rank, 2)
+    worker.start(f"file://{folder}/store")
+    if on_device:  # the CPU stands for a GPU that both processes see
+        worker.exporter = WeightExporter(config, CPU, folder)
+        worker.exporter.memory = DeviceMemory(CPU)
+    while (index := orders.get()) is not None:
+        answers.put((rank, worker.export_weights(4, "policy", index, str(folder))))
+    memory = worker.exporter.memory
+    worker.release_weights()
+    answers.put((rank, len(memory.held) if isinstance(memory, DeviceMemory) else memory.capacity))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_format(
+    on_device: bool, tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    """Through memory of the host, and through that of a device, of which every rank has one."""
+    context = mp.get_context("spawn")
+    answers, orders = context.Queue(), [context.Queue(), context.Queue()]
+    args = (on_device, config_of(tiny_model_dir), weight_dir)
+    ranks = [context.Process(target=_export_as_rank, args=(i, *args, orders[i], answers)) for i in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    expected, found = dict(model.named_parameters()), list[str]()
+
+    def export(index: int) -> list[ExportedWeights]:
+        for queue in orders:
+            queue.put(index)
+        parts = dict(answers.get(timeout=100) for _ in range(2))
+        return [parts[0], parts[1]]
+
+    try:
+        for process in ranks:
+            process.start()
+        index, count = 0, 1
+        while index < count:
+            parts = export(index)
+            merged = merge_exports(parts)
+            for exports in [part.exports for part in parts] if on_device else [merged.exports]:
+                opened = open_weights(exports, CPU)
+                assert differing(sums_of(opened.items()), merged.sums) == []
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in opened.items())
+            assert (merged.version, merged.index) == (4, index)
+            found += list(opened)
+            del opened
+            index, count = index + 1, merged.count
+        assert count > 3 and found == list(expected)
+        for queue in orders:
+            queue.put(None)
+        for _, left in (answers.get(timeout=100) for _ in range(2)):
+            assert left == 0 if on_device else SMALL_MIB < left <= 2 * SMALL_MIB
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_what_is_read_stays_until_the_next_but_one_is_written(weight_dir: Path) -> None:
+    weights = {f"layers.{i}.proj.weight": torch.full((64, 256), float(i)) for i in range(5)}
+    seen = []
+    for bucket in stream_of(weights.items(), 1, weight_dir, bucket_mib=1 / 8).buckets:
+        opened = open_weights(bucket.exports, CPU)
+        seen += [(name, tensor.unique().tolist()) for name, tensor in opened.items()]
+        assert differing(sums_of(opened.items()), bucket.sums) == []
+        assert bucket.next_fits == (bucket.index < bucket.count - 1)
+    assert seen == [(f"layers.{i}.proj.weight", [float(i)]) for i in range(5)]
+    [file] = weight_dir.iterdir()
+    assert file.stat().st_size == 2 * 2**17
+
+
+def test_weights_that_are_not_finite_are_not_exported(weight_dir: Path) -> None:
+    weights = [("fine", torch.ones(2)), ("norm.weight", torch.tensor([1.0, 1e5]))]
+    [_] = stream_of(weights, 1, weight_dir).buckets
+    with pytest.raises(NumericalError, match=r"norm\.weight"):
+        next(stream_of(weights, 1, weight_dir, torch.float16).buckets)  # which holds no more than 65504
+
+
+def test_too_little_memory_is_an_error_that_names_the_setting(weight_dir: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        with pytest.raises(WeightSyncError, match=r"no room for 4 MiB .*weight_sync\.bucket_mib"):
+            next(stream_of([("w", torch.ones(2**20))], 1, weight_dir).buckets)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_memory_of_another_host_or_of_a_trainer_that_ended_is_an_error(weight_dir: Path) -> None:
+    [exported] = stream_of([("w", torch.ones(4))], 1, weight_dir).buckets
+    with pytest.raises(WeightSyncError, match="no weights on the engine's device cpu or its host .*, only on GPU-a"):
+        open_weights({"GPU-a": b"1"}, CPU)
+    [file] = weight_dir.iterdir()
+    file.unlink()
+    with pytest.raises(WeightSyncError, match="is not there; did the trainer end"):
+        open_weights(exported.exports, CPU)
+
+
+def test_plans_and_places_agree_on_what_fits() -> None:
+    named = {f"layers.{i}.proj.weight": torch.empty(3, 7) for i in range(9)}
+    for names in plan_buckets(named.items(), torch.bfloat16, 192 / weight_buckets.MIB):  # three of 42 bytes, as of 64
+        assert places_of([(name, named[name]) for name in names], torch.bfloat16)[-1].end <= 192

@@ -1,0 +1,31 @@
+"""Weights that a test gives to engines, as a trainer of one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from verl.rollout.weight_buckets import MIB, plan_buckets
+from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+
+
+def stream_of(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    bucket_mib: float = 512,
+) -> WeightStream:
+    named = dict(named_tensors)
+    memory = HostMemory(folder, int(bucket_mib * MIB))
+    plan = plan_buckets(named.items(), dtype, bucket_mib)
+
+    @torch.no_grad()
+    def export(index: int) -> Exported:
+        exported = memory.export(named, plan, dtype, version, index)
+        return lambda: [exported]
+
+    return WeightStream(stream_buckets(export), memory.release)

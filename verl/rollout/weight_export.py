@@ -1,0 +1,48 @@
+"""The trainer's side of weight sync: cuts a model into buckets and lays each where the engines can read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from verl.config import Config
+from verl.engine.device import DTYPES
+from verl.rollout.weight_buckets import MIB, plan_buckets
+from verl.rollout.weight_checksum import NamedTensors
+from verl.rollout.weight_ipc import DeviceMemory
+from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_stream import ExportedWeights
+
+
+class WeightExporter:
+    """One rank of the trainer. Engines on the same GPU read GPU memory, all others what the host's processes share.
+
+    An engine that chooses its number format itself ("auto") is given float32 and casts.
+    """
+
+    def __init__(self, config: Config, device: torch.device, folder: Path) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self.dtype = DTYPES.get(rollout.dtype, torch.float32)
+        self.bucket_mib = rollout.weight_sync.bucket_mib
+        on_its_gpu = device.type == "cuda" and config.trainer.layout == "colocated"
+        self.memory = DeviceMemory(device) if on_its_gpu else HostMemory(folder, self.bucket_mib * MIB)
+
+    @torch.no_grad()
+    def export(self, named_tensors: NamedTensors, version: int, index: int) -> ExportedWeights:
+        """Bucket `index`, this rank's part. All ranks call it with the same arguments, bucket after bucket.
+
+        Raises `NumericalError` naming the first weight that has a NaN or an Inf, and `WeightSyncError` when there is
+        not enough memory for buckets.
+        """
+        named = dict(named_tensors)
+        plan = plan_buckets(named.items(), self.dtype, self.bucket_mib)
+        return self.memory.export(named, plan, self.dtype, version, index)
+
+    def release(self) -> None:
+        """After the last bucket, or after a failure."""
+        self.memory.release()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.memory.close()

@@ -1,0 +1,206 @@
+"""Weights from trainer to samplers through memory that the processes of a host share.
+
+Every rank of the actor writes the rows that it has into the bucket, at their place and in the engines' number format:
+nothing is gathered, and nobody holds a copy. Engines on the same host map the memory and load from it. There is room
+for two buckets, so that one is written while the other is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from verl.engine.sharding import local, own_values
+from verl.errors import WeightSyncError
+from verl.rollout.owned_folder import OwnedFolder
+from verl.rollout.weight_buckets import Place, gathered, places_of
+from verl.rollout.weight_checksum import copy_checked, key_of, require_finite, word_sum
+from verl.rollout.weight_stream import ExportedWeights
+
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
+FOLDER_PREFIX = "verl-weights-"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A bucket in the file at `path`, of `capacity` bytes."""
+
+    path: str
+    capacity: int
+    offset: int
+    places: tuple[Place, ...]
+
+    def packed(self) -> bytes:
+        places = [[place.name, str(place.dtype), list(place.shape), place.start] for place in self.places]
+        return json.dumps([self.path, self.capacity, self.offset, places]).encode()
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Located:
+        path, capacity, offset, places = json.loads(packed)
+        return cls(path, capacity, offset, tuple(_place(*place) for place in places))
+
+
+def weight_folder(parent: Path | None = None) -> OwnedFolder:
+    """A folder to export in, in shared memory where there is one: what is left in it takes memory."""
+    return OwnedFolder(FOLDER_PREFIX, parent or _shared_memory())
+
+
+def host_name() -> str:
+    """The same in all processes that share this memory, and in no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.is_file() else os.uname().nodename
+    return f"host {name}, memory {_shared_memory().stat().st_dev}"
+
+
+class HostMemory:
+    """Room for buckets that the ranks of a host share; each rank has an object of its own.
+
+    folder: the driver's. Ranks on a host that does not see it make one of their own there. limit: bytes of a bucket.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.capacity = 0
+        self._owned: OwnedFolder | None = None
+
+    def export(
+        self,
+        named: Mapping[str, torch.Tensor],
+        plan: Sequence[Sequence[str]],
+        dtype: torch.dtype,
+        version: int,
+        index: int,
+    ) -> ExportedWeights:
+        """Write this rank's part of bucket `index` of the `plan`. A collective: all ranks call it, with the same plan.
+
+        Raises `NumericalError` naming the first weight that has a NaN or an Inf, and `WeightSyncError` when there is
+        not enough memory.
+        """
+        buckets = [tuple(places_of([(name, named[name]) for name in names], dtype)) for names in plan]
+        sizes = [bucket[-1].end for bucket in buckets]
+        self._open(room_for(sizes, self.limit))
+        # In turns from the beginning and up to the end: neighbours lie side by side whatever their sizes.
+        offset = self.capacity - sizes[index] if index % 2 else 0
+        sums = {}
+        for place in buckets[index]:
+            sums[key_of(place.name, place.dtype, place.shape)] = self._write(named[place.name], place, offset)
+        located = Located(self._path, self.capacity, offset, buckets[index])
+        fits = index + 1 < len(sizes) and sizes[index] + sizes[index + 1] <= self.capacity
+        return ExportedWeights({self._host: located.packed()}, version, sums, index, len(sizes), fits)
+
+    def release(self) -> None:
+        """The room stays for the next version: new pages would have to be cleared first."""
+
+    def close(self) -> None:
+        """Remove what the driver does not."""
+        if self._owned is not None:
+            self._owned.remove()
+
+    def _write(self, tensor: torch.Tensor, place: Place, offset: int) -> int:
+        """Returns the checksum of this rank's own values."""
+        size = place.dtype.itemsize
+        begin = offset + place.start
+        target = self.room[begin : begin + place.shape.numel() * size].view(place.dtype)
+        own = own_values(tensor)
+        if not self._several_hosts and (not isinstance(tensor, DTensor) or tensor.placements == (Shard(0),)):
+            values = local(tensor).reshape(-1)[: own.stop - own.start]
+            return copy_checked(place.name, values, target[own], own.start * size)
+        values = gathered([(place.name, tensor)], place.dtype)[place.name].view(-1)
+        require_finite(place.name, values[own])
+        share = slice(*(len(values) * part // self._num_writers for part in (self._writer, self._writer + 1)))
+        target[share].copy_(values[share])
+        return word_sum(values[own], own.start * size)
+
+    def _open(self, capacity: int) -> None:
+        if capacity <= self.capacity:
+            return
+        self._host = host_name()
+        hosts = everyones(self._host)
+        here = [rank for rank, host in enumerate(hosts) if host == self._host]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._several_hosts = len(here) < len(hosts)
+        self._writer, self._num_writers = here.index(rank), len(here)
+        made = everyones(_tried(lambda: self._make(capacity)) if rank == here[0] else "")
+        if errors := [answer for answer in made if isinstance(answer, OSError)]:
+            raise WeightSyncError(
+                f"no room for {capacity / 2**20:.0f} MiB of weights in shared memory: {errors[0]}; free it or remount "
+                "it larger, or lower actor_rollout_ref.rollout.weight_sync.bucket_mib"
+            )
+        self._path = str(made[here[0]])
+        self.room = torch.from_file(self._path, shared=True, size=capacity, dtype=torch.uint8)
+        self.capacity = capacity
+
+    def _make(self, capacity: int) -> str:
+        """A file of memory that is really there: a page that is missing later on would be a signal, not an error."""
+        folder = self.folder
+        if not folder.is_dir():
+            self._owned = self._owned or weight_folder()
+            folder = self._owned.path
+        for old in folder.glob("buckets-*"):
+            old.unlink()
+        file, path = tempfile.mkstemp(prefix="buckets-", dir=folder)  # a new name: readers keep the old one mapped
+        try:
+            os.posix_fallocate(file, 0, capacity)
+        finally:
+            os.close(file)
+        return path
+
+
+def room_for(sizes: Sequence[int], limit: int) -> int:
+    """Bytes for the largest bucket, and for any two that follow each other and are not more than two of `limit`."""
+    pairs = [first + second for first, second in pairwise(sizes) if first + second <= 2 * limit]
+    return max(*sizes, *pairs, 0)
+
+
+def _shared_memory() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def open_shared(payload: bytes) -> dict[str, torch.Tensor]:
+    """The weights of a bucket, in the trainer's memory: they change when the next but one is written."""
+    located = Located.unpacked(payload)
+    memory = _mapped(located.path, located.capacity)
+    return {place.name: _view(memory, place, located.offset) for place in located.places}
+
+
+def everyones(answer: Any) -> list[Any]:
+    """What all ranks answer, by rank."""
+    if not dist.is_initialized():
+        return [answer]
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers
+
+
+def _place(name: str, dtype: str, shape: list[int], start: int) -> Place:
+    return Place(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
+
+
+def _view(memory: torch.Tensor, place: Place, offset: int) -> torch.Tensor:
+    begin = offset + place.start
+    return memory[begin : begin + place.shape.numel() * place.dtype.itemsize].view(place.dtype).view(place.shape)
+
+
+@lru_cache(maxsize=1)
+def _mapped(path: str, capacity: int) -> torch.Tensor:
+    if not Path(path).is_file():
+        raise WeightSyncError(f"the trainer's memory {path} is not there; did the trainer end?")
+    return torch.from_file(path, shared=True, size=capacity, dtype=torch.uint8)
+
+
+def _tried(make: Callable[[], str]) -> str | OSError:
+    try:
+        return make()
+    except OSError as error:  # the other ranks wait for an answer
+        return error
