@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -27,6 +28,7 @@ from verl.rollout.engine_settings import EngineSettings, engine_args, engine_var
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.weight_stream import ExportedWeights  # noqa: E402
 
+HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
 TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # as vLLM calls them, in the order of waking
 DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
@@ -151,7 +153,13 @@ class VLLMEngine:
     async def _on_ranks(self, method: str, *args: Any) -> list[Any]:
         """The answers of the engine's ranks to a method of `WeightSyncExtension`."""
         with _death_is_told():
-            return await self._llm.collective_rpc(method, args=args)
+            call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+            try:
+                while not (await asyncio.wait([call], timeout=HEALTH_S))[0]:
+                    await self._llm.check_health()  # a process that has died does not answer, and vLLM waits for it
+                return call.result()
+            finally:
+                call.cancel()
 
     async def _loaded(self, version: int) -> None:
         """Take note of new weights that all ranks of the engine have."""
