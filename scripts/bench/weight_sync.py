@@ -33,7 +33,7 @@ from verl.config import load_config
 from verl.engine.device import device_mesh, init_process_group, resolve_device
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_memory import HostMemory, weight_folder
+from verl.rollout.weight_memory import HostBuckets, weight_folder
 from verl.rollout.weight_stream import ExportedWeights, stream_buckets
 from verl.rollout.weight_sync import open_weights
 
@@ -165,9 +165,9 @@ class Rank(Process):
 
     def copy(self, num_bytes: int) -> list[float]:
         """Part by part, into memory whose pages are there."""
-        memory = self.exporter.memory
+        memory = self.exporter.buckets
         source = torch.ones(min(num_bytes, self.bucket_bytes), dtype=torch.uint8, device=self.device)
-        target = memory.room[: len(source)] if isinstance(memory, HostMemory) else torch.empty_like(source)
+        target = memory.room[: len(source)] if isinstance(memory, HostBuckets) else torch.empty_like(source)
         source = source[: len(target)]
         target.copy_(source)
         used, begun = time.process_time(), time.perf_counter()
@@ -192,8 +192,8 @@ class Rank(Process):
     def peaks(self) -> tuple[float, float]:
         self.done.set()
         self.watcher.join()
-        memory = self.exporter.memory
-        return memory.capacity if isinstance(memory, HostMemory) else 0.0, self.most
+        memory = self.exporter.buckets
+        return memory.capacity if isinstance(memory, HostBuckets) else 0.0, self.most
 
 
 class Reader(Process):

@@ -10,8 +10,8 @@ from verl.config import Config
 from verl.engine.device import DTYPES
 from verl.rollout.weight_buckets import MIB, plan_buckets
 from verl.rollout.weight_checksum import NamedTensors
-from verl.rollout.weight_ipc import DeviceMemory
-from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_ipc import DeviceBuckets
+from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_stream import ExportedWeights
 
 
@@ -26,7 +26,7 @@ class WeightExporter:
         self.dtype = DTYPES.get(rollout.dtype, torch.float32)
         self.bucket_mib = rollout.weight_sync.bucket_mib
         on_its_gpu = device.type == "cuda" and config.trainer.layout == "colocated"
-        self.memory = DeviceMemory(device) if on_its_gpu else HostMemory(folder, self.bucket_mib * MIB)
+        self.buckets = DeviceBuckets(device) if on_its_gpu else HostBuckets(folder, self.bucket_mib * MIB)
 
     @torch.no_grad()
     def export(self, named_tensors: NamedTensors, version: int, index: int) -> ExportedWeights:
@@ -37,12 +37,12 @@ class WeightExporter:
         """
         named = dict(named_tensors)
         plan = plan_buckets(named.items(), self.dtype, self.bucket_mib)
-        return self.memory.export(named, plan, self.dtype, version, index)
+        return self.buckets.export(named, plan, self.dtype, version, index)
 
     def release(self) -> None:
         """After the last bucket, or after a failure."""
-        self.memory.release()
+        self.buckets.release()
 
     def close(self) -> None:
         """Leave nothing behind."""
-        self.memory.close()
+        self.buckets.close()

@@ -36,7 +36,7 @@ def device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
-class DeviceMemory:
+class DeviceBuckets:
     """Buckets on this rank's GPU: one at a time, since beside it there are the engine's weights and the shards."""
 
     def __init__(self, device: torch.device) -> None:

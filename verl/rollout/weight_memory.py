@@ -63,7 +63,7 @@ def host_name() -> str:
     return f"host {name}, memory {_shared_memory().stat().st_dev}"
 
 
-class HostMemory:
+class HostBuckets:
     """Room for buckets that the ranks of a host share; each rank has an object of its own.
 
     folder: the driver's. Ranks on a host that does not see it make one of their own there. limit: bytes of a bucket.

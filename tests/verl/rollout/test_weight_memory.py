@@ -22,8 +22,8 @@ from verl.rollout import weight_buckets, weight_export, weight_memory
 from verl.rollout.weight_buckets import places_of, plan_buckets
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_ipc import DeviceMemory
-from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_ipc import DeviceBuckets
+from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_stream import ExportedWeights, merge_exports
 from verl.rollout.weight_sync import open_weights
 from verl.workers.actor import ActorWorker
@@ -62,7 +62,7 @@ def _write_as_rank(rank: int, meeting: str, folder: Path, homes: list[Path], ans
     init_process_group(rank, len(homes), f"file://{meeting}", CPU)
     mesh = device_mesh(CPU)
     named = {name: distribute_tensor(w, mesh, [Shard(0)]) if w.dim() else w for name, w in some_weights().items()}
-    memory = HostMemory(folder, 2**20)
+    memory = HostBuckets(folder, 2**20)
     answers.put((rank, memory.export(named, [list(named)], torch.bfloat16, 3, 0)))
     read.wait(100)
     memory.close()
@@ -119,12 +119,12 @@ def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, or
     worker.start(f"file://{folder}/store")
     if on_device:  # the CPU stands for a GPU that both processes see
         worker.exporter = WeightExporter(config, CPU, folder)
-        worker.exporter.memory = DeviceMemory(CPU)
+        worker.exporter.buckets = DeviceBuckets(CPU)
     while (index := orders.get()) is not None:
         answers.put((rank, worker.export_weights(4, "policy", index, str(folder))))
-    memory = worker.exporter.memory
+    memory = worker.exporter.buckets
     worker.release_weights()
-    answers.put((rank, len(memory.held) if isinstance(memory, DeviceMemory) else memory.capacity))
+    answers.put((rank, len(memory.held) if isinstance(memory, DeviceBuckets) else memory.capacity))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from verl.rollout.weight_buckets import MIB, plan_buckets
-from verl.rollout.weight_memory import HostMemory
+from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 
 
@@ -20,7 +20,7 @@ def stream_of(
     bucket_mib: float = 512,
 ) -> WeightStream:
     named = dict(named_tensors)
-    memory = HostMemory(folder, int(bucket_mib * MIB))
+    memory = HostBuckets(folder, int(bucket_mib * MIB))
     plan = plan_buckets(named.items(), dtype, bucket_mib)
 
     @torch.no_grad()
