@@ -253,7 +253,15 @@ def running(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
     def start(numbers: str) -> subprocess.Popen[str]:
         command = (*SCRIPT, "--stages", numbers, "--output_dir", str(tmp_path / "out"))
-        started.append(subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                command,
+                env=ENV,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+            )
+        )
         return started[-1]
 
     yield start

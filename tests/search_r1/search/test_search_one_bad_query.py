@@ -264,7 +264,7 @@ def test_lists_are_as_long_as_the_server_says(run_app) -> None:
         await client.close()
 
     asyncio.run(main(f"{run_app(app)}/retrieve"))
-    assert lists == [1, 5, 5, 2]
+    assert lists[0] == 1 and sorted(lists[1:]) == [2, 5, 5]  # sent at the same time, they come in any order
 
 
 @pytest.fixture
