@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
+import torch.multiprocessing as mp
 
 T = TypeVar("T")
 
@@ -55,3 +56,12 @@ def weight_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="verl-test-", dir=shared if shared.is_dir() else None))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def memory_by_name() -> Iterator[None]:
+    """Shared CPU memory that any process can open by its name, as any process on a node can open GPU memory."""
+    before = mp.get_sharing_strategy()
+    mp.set_sharing_strategy("file_system")
+    yield
+    mp.set_sharing_strategy(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,9 @@ from verl.rollout.weight_checksum import sums_of
 from verl.rollout.weight_ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 from verl.rollout.weight_sync import open_weights
 
+pytestmark = pytest.mark.usefixtures("memory_by_name")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory_by_name() -> Iterator[None]:
-    """Shared CPU memory that any process can open by its name, as any process on a node can open GPU memory."""
-    before = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")
-    yield
-    mp.set_sharing_strategy(before)
 
 
 def some_weights() -> dict[str, torch.Tensor]:

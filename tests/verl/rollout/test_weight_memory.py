@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,10 @@ from verl.rollout.weight_stream import ExportedWeights, merge_exports
 from verl.rollout.weight_sync import open_weights
 from verl.workers.actor import ActorWorker
 
+pytestmark = pytest.mark.usefixtures("memory_by_name")
+
 CPU = torch.device("cpu")
 SMALL_MIB = 2**16  # whole tiny models have less than a real one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory_by_name() -> Iterator[None]:
-    """Shared CPU memory that any process can open by its name, as any process on a node can open GPU memory."""
-    before = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")
-    yield
-    mp.set_sharing_strategy(before)
 
 
 def some_weights() -> dict[str, torch.Tensor]:
