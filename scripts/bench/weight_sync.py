@@ -16,6 +16,7 @@ the same export, memory and checksums as in a run. `--device cuda`: one rank a G
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 import threading
 import time
@@ -128,9 +129,10 @@ def started(role: type, *args: Any) -> Connection:
 def serve(role: type, line: Connection, *args: Any) -> None:
     torch.set_num_threads(1)
     served = role(*args)
-    while True:
-        method, given = line.recv()
-        line.send(getattr(served, method)(*given))
+    with contextlib.suppress(EOFError):  # the other end is done
+        while True:
+            method, given = line.recv()
+            line.send(getattr(served, method)(*given))
 
 
 def ask(lines: Sequence[Connection], method: str, *args: Any) -> Callable[[], list[Any]]:
