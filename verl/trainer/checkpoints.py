@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from verl.trainer import saved_state
 from verl.trainer.roles import ActorGroup, CriticGroup
 
 log = logging.getLogger(__name__)
+
+WRITERS_S = 600.0  # at most, for the other ranks when one could not write its part of a state
 
 
 class Checkpoints:
@@ -73,8 +76,12 @@ class Checkpoints:
             self.scores[step] = score
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
-        for role, group in self._groups().items():
-            group.start_saving_state(temporary / role)
+        try:
+            for role, group in self._groups().items():
+                group.start_saving_state(temporary / role)
+        except VerlError as error:
+            self._give_up(temporary, error)
+            raise
         self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
@@ -86,16 +93,29 @@ class Checkpoints:
         if self._writing is None:
             return
         step, temporary = self._writing
-        if not wait and not all(group.state_is_saved() for group in self._groups().values()):
+        if not wait and not self._nobody_writes():
             return
         try:
             saved_state.finish(temporary, saved_state.state_path(self.run_dir, step), self._written(timeout_s))
-        except VerlError:
-            self._writing = None
-            saved_state.discard(temporary)
+        except VerlError as error:
+            self._give_up(temporary, error, timeout_s)
             raise
         self._writing = None
         self._rotate(step)
+
+    def _give_up(self, temporary: Path, error: VerlError, timeout_s: float | None = None) -> None:
+        """Remove a state that cannot be written. Ranks that could write their part are waited for, or they would fill
+        the folder again; those that do not answer are not.
+        """
+        self._writing = None
+        deadline = time.monotonic() + (WRITERS_S if timeout_s is None else timeout_s)
+        with suppress(VerlError):
+            while isinstance(error, CheckpointError) and not self._nobody_writes() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        saved_state.discard(temporary)
+
+    def _nobody_writes(self) -> bool:
+        return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -4,8 +4,10 @@ through a rollback.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from verl.config import load_config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import CheckpointError
 from verl.single_controller import ResourcePool
+from verl.storage import Digests
 from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint
@@ -171,6 +174,35 @@ def test_a_disk_that_is_full_while_a_state_is_written(roles: Roles, tmp_path: Pa
         checkpoints.save_state(2, PROGRESS, None)
         checkpoints.settle(wait=True)
         assert chosen(disk.path) == saved_state.state_path(disk.path, 2)
+
+
+class Writer:
+    """A role that writes a file a while after it is asked to, and then says what `outcome` says."""
+
+    def __init__(self, seconds: float, outcome: CheckpointError | None) -> None:
+        self.seconds, self.outcome = seconds, outcome
+
+    def start_saving_state(self, folder: Path) -> None:
+        self.thread = threading.Timer(self.seconds, lambda: os.makedirs(folder / "late", exist_ok=True))
+        self.thread.start()
+
+    def state_is_saved(self) -> bool:
+        return not self.thread.is_alive()
+
+    def saved_state(self, timeout_s: float | None) -> Digests:
+        if self.outcome is not None:
+            raise self.outcome
+        return {}
+
+
+def test_a_role_that_is_still_writing_does_not_fill_the_folder_of_a_state_that_is_given_up(tmp_path: Path) -> None:
+    actor, critic = Writer(0, CheckpointError("the disk is full")), Writer(1, None)
+    checkpoints = Checkpoints(tmp_path, actor, critic, with_anchor=True)  # type: ignore[arg-type]
+    checkpoints.save_state(1, PROGRESS, None)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoints.settle(wait=True)
+    critic.thread.join()
+    assert not list((tmp_path / "state").iterdir())
 
 
 @pytest.fixture(scope="module")
