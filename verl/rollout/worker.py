@@ -20,6 +20,7 @@ from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
 from verl.rollout.weight_stream import ExportedWeights
 from verl.stacks import offer_stacks
+from verl.working_dir import enter_working_dir
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
@@ -45,6 +46,7 @@ class RolloutWorker:
     """
 
     def __init__(self, config: Config, device: str) -> None:
+        enter_working_dir()
         offer_stacks()
         self.config = config
         self.device = device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
 from verl.single_controller.waiting import wait_for
+from verl.working_dir import working_dir_variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 JOINING_S = 60.0  # how long a node that the cluster does not have yet is waited for
@@ -19,10 +21,13 @@ JOINING_S = 60.0  # how long a node that the cluster does not have yet is waited
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the run: its address, and the GPUs on it that are the run's, as CUDA_VISIBLE_DEVICES names them."""
+    """A node of the run: its address, the GPUs on it that are the run's, as CUDA_VISIBLE_DEVICES names them, and which
+    of Ray's bundles they are.
+    """
 
     address: str
     devices: tuple[str, ...]
+    bundle: int = 0
 
 
 @dataclass
@@ -33,6 +38,9 @@ class ResourcePool:
     turns on a device have to be on the same one, and an engine of several ranks on several, which shares of a GPU
     (Ray fills one device after another) do not promise. So a role asks Ray for a place in the bundle, and is told its
     devices of it through CUDA_VISIBLE_DEVICES.
+
+    The driver's node is the first if it is among them, so that rank 0 writes where the driver does; the others follow
+    by address.
     """
 
     nnodes: int
@@ -64,10 +72,14 @@ class ResourcePool:
             )
         gpus = self.workers_per_node if self.device == "cuda" else 0
         asked = [
-            ray.remote(_this_node).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=self._bundle(node)).remote()
-            for node in range(self.nnodes)
+            ray.remote(_this_node)
+            .options(num_cpus=0, num_gpus=gpus, scheduling_strategy=self._bundle(bundle))
+            .remote(bundle)
+            for bundle in range(self.nnodes)
         ]
-        self.nodes = tuple(wait_for(asked, "asking Ray for the devices", timeout_s))
+        found = wait_for(asked, "asking Ray for the devices", timeout_s)
+        own = ray.util.get_node_ip_address()
+        self.nodes = tuple(sorted(found, key=lambda node: (node.address != own, _in_order(node.address))))
 
     def part(self, first: int, count: int) -> ResourcePool:
         """The ranks on `count` devices of each node, from number `first` on. Released with the whole."""
@@ -76,14 +88,18 @@ class ResourcePool:
     def actor_options(self, rank: int, num_gpus: int = 1, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
         """Ray options of a role at `rank` that sees `num_gpus` GPUs starting at the rank's own."""
         node, local_rank = divmod(rank, self.workers_per_node)
-        env = dict(env_vars or {})
+        env = working_dir_variable() | dict(env_vars or {})
         if self.device == "cuda":
             own = self.nodes[node].devices[self.first + local_rank :][:num_gpus]
             env |= {VISIBLE: ",".join(own), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         # Without task events: Ray's control service keeps those of the last 100,000 calls, 4 KB each.
-        options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False, "runtime_env": {"env_vars": env}}
+        return self.node_options(node) | {"enable_task_events": False, "runtime_env": {"env_vars": env}}
+
+    def node_options(self, node: int) -> dict[str, Any]:
+        """Ray options of something that runs on a node, beside what works there."""
+        options: dict[str, Any] = {"num_cpus": 0}
         if self.groups is not None:
-            options["scheduling_strategy"] = self._bundle(node)
+            options["scheduling_strategy"] = self._bundle(self.nodes[node].bundle)
         return options
 
     def release(self) -> None:
@@ -91,8 +107,8 @@ class ResourcePool:
             remove_placement_group(self.groups)
             self.groups = None
 
-    def _bundle(self, node: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(placement_group=self.groups, placement_group_bundle_index=node)
+    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(placement_group=self.groups, placement_group_bundle_index=index)
 
 
 def device_of_cluster(name: str) -> str:
@@ -113,8 +129,12 @@ def device_of_cluster(name: str) -> str:
     return "cuda"
 
 
-def _this_node() -> Node:
+def _this_node(bundle: int) -> Node:
     """Runs where it may use the GPUs of a bundle. Ray gives them in no order."""
-    devices = [str(device) for device in ray.get_gpu_ids()]
-    in_order = sorted(devices, key=lambda device: (int(device) if device.isdigit() else 0, device))
-    return Node(ray.util.get_node_ip_address(), tuple(in_order))
+    devices = sorted((str(device) for device in ray.get_gpu_ids()), key=_in_order)
+    return Node(ray.util.get_node_ip_address(), tuple(devices), bundle)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """By which names sort with the numbers in them as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

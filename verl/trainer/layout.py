@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from verl.config import Config
 from verl.config.placement import Placement, placement_of
 from verl.single_controller import Node, ResourcePool
+from verl.single_controller.nodes import check_nodes
 
 NODES_SHOWN = 8
 
@@ -22,10 +24,17 @@ class Pools(NamedTuple):
 
 
 def reserve_pools(config: Config, device: str) -> Pools:
-    """Take the devices of a run. Raises ConfigError or WorkerError when there are none like that."""
-    place = placement_of(config, device)
+    """Take the devices of a run. Raises ConfigError or WorkerError when there are none like that, or when several nodes
+    do not reach each other or do not share the run's folder.
+    """
+    place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
-    whole.reserve(config.trainer.step_timeout_s)
+    whole.reserve(timeout_s)
+    try:
+        check_nodes(whole, Path(config.trainer.default_local_dir), timeout_s)
+    except BaseException:
+        whole.release()
+        raise
     training = whole.part(place.per_node - place.training, place.training)
     return Pools(whole, whole.part(0, place.sampling), training, layout_table(place, whole.nodes))
 

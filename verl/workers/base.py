@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import ClassVar
 
+import ray
 import torch
 
 from verl.config import Config
@@ -16,8 +17,12 @@ from verl.engine.memory_meter import MemoryMeter, in_phase
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase
 from verl.protocol import TrainBatch
+from verl.single_controller.nodes import use_network_of
 from verl.stacks import offer_stacks
 from verl.storage import Digests
+from verl.working_dir import enter_working_dir
+
+LOOPBACK = "127.0.0.1"  # on one node it is there whatever becomes of the network
 
 
 class RankWorker:
@@ -30,6 +35,7 @@ class RankWorker:
     role: ClassVar[str]
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        enter_working_dir()
         offer_stacks()
         self.config = config
         self.rank, self.world_size = rank, world_size
@@ -40,8 +46,8 @@ class RankWorker:
         self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held_port.bind(("", 0))
         port = self._held_port.getsockname()[1]
-        host = "127.0.0.1" if self.config.trainer.nnodes == 1 else socket.gethostbyname(socket.gethostname())
-        return f"tcp://{host}:{port}"
+        host = ray.util.get_node_ip_address() if self._on_several_nodes else LOOPBACK
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def join(self, init_method: str) -> torch.device:
         """Meet the other ranks at `init_method`; returns this rank's device."""
@@ -50,9 +56,15 @@ class RankWorker:
         if trainer.deterministic:
             use_deterministic_kernels()
         device = resolve_device(trainer.device)
+        if self._on_several_nodes:
+            use_network_of(ray.util.get_node_ip_address())
         init_process_group(self.rank, self.world_size, init_method, device, trainer.step_timeout_s)
         self.memory = MemoryMeter(device_memory(device), self.role)
         return device
+
+    @property
+    def _on_several_nodes(self) -> bool:
+        return self.config.trainer.nnodes > 1
 
     @in_phase(Phase.UPDATE)
     def update(self, batch: TrainBatch) -> dict[str, float]:

@@ -1,0 +1,160 @@
+"""Hosts on one machine: each with a network, processes, a name and shared memory of its own (Linux namespaces).
+
+They are joined by a bridge, and share the disk as the nodes of a cluster share a file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from e2e_world import ENV, ROOT
+
+from verl.trainer.main_ppo import RAY_SETTINGS
+
+NETWORK = "10.77.0."
+# As Debian and Ubuntu have it: a host's own name is not the address by which others reach it.
+HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
+# Reaps what loses its parent, as the first process of a host has to.
+INIT = "sleep infinity & wait"
+UNSHARED = ("--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
+ENTERED = ("--mount", "--net", "--uts", "--pid")
+
+
+class Host:
+    """A host that is up until `power_off`."""
+
+    def __init__(self, number: int, folder: Path, shared_memory_mib: int) -> None:
+        self.name, self.address = f"host{number}", f"{NETWORK}{number}"
+        names = folder / f"{self.name}.hosts"
+        names.write_text(HOSTS_FILE.format(name=self.name))
+        set_up = (
+            f"hostname {self.name}; mount --bind {names} /etc/hosts; mkdir -p /tmp/ray; mount -t tmpfs tmpfs /tmp/ray; "
+            f"mount -t tmpfs -o size={shared_memory_mib}m tmpfs /dev/shm; ip link set lo up; echo up; {INIT}"
+        )
+        self._process = subprocess.Popen(
+            ["unshare", *UNSHARED, "bash", "-ec", set_up], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        if self._process.stdout.readline() != "up\n":
+            pytest.skip(f"no namespaces here: {self._process.stderr.read().strip()}")
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        self.pid = int(children.split()[0])  # the first process in it, as seen from outside
+
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """Run a command on this host, in the project's folder."""
+        return subprocess.Popen(
+            ["nsenter", f"--target={self.pid}", *ENTERED, "env", "-C", str(ROOT), *command],
+            env=ENV | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *command: str, timeout: float = 1800, **variables: str) -> subprocess.CompletedProcess[str]:
+        """The same, to its end; an assertion error when that is not well."""
+        process = self.start(*command, **variables)
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode == 0, f"{command} on {self.name}: {process.returncode}\n{output}\n{errors}"
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def power_off(self) -> None:
+        """All of its processes end at once."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Network(contextlib.ExitStack):
+    """`hosts`, each of which reaches every other."""
+
+    def __init__(self, number: int, folder: Path, shared_memory_mib: int = 1024) -> None:
+        super().__init__()
+        if os.geteuid():
+            pytest.skip("namespaces without a user's own need root")
+        self._folder, self._shared_memory_mib = folder, shared_memory_mib
+        self.hosts: list[Host] = []
+        try:
+            self._bridge = Host(0, folder, 1)
+            self.callback(self._bridge.power_off)
+            self._bridge.run("ip", "link", "add", "bridge", "type", "bridge")
+            self._bridge.run("ip", "link", "set", "bridge", "up")
+            for _ in range(number):
+                self.add()
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self) -> Host:
+        """One more host."""
+        host = Host(len(self.hosts) + 1, self._folder, self._shared_memory_mib)
+        self.callback(host.power_off)
+        port = _port_of(host)
+        peer = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+        # The number names a process as seen from outside: not from within the bridge's own.
+        net_only = ("nsenter", f"--target={self._bridge.pid}", "--net", "ip", "link")
+        subprocess.run([*net_only, "add", port, *peer], check=True)
+        subprocess.run([*net_only, "set", port, "master", "bridge", "up"], check=True)
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.run("ip", "link", "set", "eth0", "up")
+        self.hosts.append(host)
+        return host
+
+    def cut(self, host: Host) -> None:
+        """Nobody reaches the host, nor it anybody, until `mend`."""
+        self._bridge.run("ip", "link", "set", _port_of(host), "down")
+
+    def mend(self, host: Host) -> None:
+        self._bridge.run("ip", "link", "set", _port_of(host), "up")
+
+    def isolate(self, *hosts: Host) -> None:
+        """None of these reaches another of these any more; they and the others do reach each other."""
+        for host in hosts:
+            self._bridge.run("bridge", "link", "set", "dev", _port_of(host), "isolated", "on")
+
+
+def _port_of(host: Host) -> str:
+    return f"to-{host.name}"
+
+
+@contextlib.contextmanager
+def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2) -> Iterator[str]:
+    """A raylet on every host, the first one the head; its address."""
+    address = f"{hosts[0].address}:6379"
+    with contextlib.ExitStack() as at_the_end:
+        for host in hosts:
+            at_the_end.enter_context(ray_node(host, address, num_cpus))
+        yield address
+
+
+@contextlib.contextmanager
+def ray_node(host: Host, address: str, num_cpus: int = 2) -> Iterator[None]:
+    """A raylet on `host`, the head if the cluster's `address` is on it."""
+    head = address.startswith(f"{host.address}:")
+    where = ("--head", "--port=6379", "--include-dashboard=false") if head else (f"--address={address}",)
+    size = ("--num-gpus=0", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
+    ray = host.start(
+        *(str(ROOT / ".venv/bin/ray"), "start", "--block", f"--node-ip-address={host.address}", *where, *size),
+        **RAY_SETTINGS | {"RAY_ADDRESS": ""},
+    )
+    try:
+        wait_for_port(host, address)
+        yield
+    finally:
+        ray.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ray.communicate(timeout=60)
+        ray.kill()
+
+
+def wait_for_port(host: Host, address: str, timeout_s: float = 120) -> None:
+    """Until a connection from `host` to `address` (host:port) is accepted."""
+    connect = f"exec 3<>/dev/tcp/{address.replace(':', '/')}"
+    host.run("timeout", str(timeout_s), "bash", "-c", f"until ({connect}) 2>/dev/null; do sleep 0.1; done")
