@@ -53,7 +53,6 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
 
     def run(self, *command: str, timeout: float = 1800, **variables: str) -> subprocess.CompletedProcess[str]:

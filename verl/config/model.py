@@ -82,7 +82,12 @@ class FsdpConfig:
     optimizer_offload: bool = setting(
         False, "Keep the optimizer's state in pinned host memory while no update of this model runs."
     )
-    fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
+    fsdp_size: int = setting(
+        -1,
+        "Workers that share one copy of the model (HSDP): n_gpus_per_node gathers weights within a node only, and sums "
+        "gradients over nodes, at the memory of a copy per node. -1: all workers share one.",
+        ge=-1,
+    )
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
 
@@ -92,5 +97,5 @@ class FrozenFsdpConfig:
     """Sharding of a model that is only evaluated."""
 
     param_offload: bool = setting(False, "Keep the parameters in pinned host memory while nothing reads them.")
-    fsdp_size: int = setting(-1, "Workers in one shard group; -1: all of them, the only choice so far.", ge=-1)
+    fsdp_size: int = setting(-1, "Workers that share one copy of the model; the same as of the actor.", ge=-1)
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)

@@ -8,6 +8,8 @@ from verl.config.placement import num_ranks
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT, raise_problems
 
+REFERENCE_SIZE = "actor_rollout_ref.ref.fsdp_config.fsdp_size"
+
 
 def check_supported(config: Config) -> None:
     """Raise one ConfigError that lists everything `config` asks for and this version does not have.
@@ -41,18 +43,27 @@ def _training(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if not actor.state_masking:
         yield _not_available(f"{ACTOR}.state_masking", False, "retrieved text is never trained on; leave it at True")
-    for key, size in _shard_groups(config):
-        if size not in (-1, num_ranks(config)):
-            yield _not_available(key, size, "leave it at -1 (all workers)")
+    yield from _shard_group_problems(config)
     for key, size in _sequence_parallel_sizes(config):
         if size > 1:
             yield _not_available(key, size, "leave it at 1")
 
 
-def _shard_groups(config: Config) -> Iterator[tuple[str, int]]:
-    yield f"{ACTOR}.fsdp_config.fsdp_size", config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    yield "actor_rollout_ref.ref.fsdp_config.fsdp_size", config.actor_rollout_ref.ref.fsdp_config.fsdp_size
-    yield "critic.model.fsdp_config.fsdp_size", config.critic.model.fsdp_config.fsdp_size
+def _shard_group_problems(config: Config) -> Iterator[str]:
+    role, ranks = config.actor_rollout_ref, num_ranks(config)
+    actor, reference = role.actor.fsdp_config.fsdp_size, role.ref.fsdp_config.fsdp_size
+    critic = config.critic.model.fsdp_config.fsdp_size
+    for key, size in {f"{ACTOR}.fsdp_config.fsdp_size": actor, "critic.model.fsdp_config.fsdp_size": critic}.items():
+        if size != -1 and (size < 1 or ranks % size):
+            yield (
+                f"{key}={size} does not divide the {ranks} workers that train: set it to trainer.n_gpus_per_node for "
+                "one copy of the model on each node, or to -1 for one on all of them"
+            )
+    if reference != actor:
+        yield (
+            f"{REFERENCE_SIZE}={reference} is not the actor's ({actor}): the anchor follows the policy shard by shard; "
+            "leave it out, and it is the actor's"
+        )
 
 
 def _sequence_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:

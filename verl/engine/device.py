@@ -95,9 +95,19 @@ def init_process_group(
     )
 
 
-def device_mesh(device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension, `dp`."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+    """All ranks in one dimension, `shard`; with groups of `fsdp_size` ranks before it `replicate`, over the groups.
+
+    The ranks of a group are neighbours: those of one node, when it has as many. Raises ConfigError for a size that does
+    not divide the number of ranks.
+    """
+    num_ranks = dist.get_world_size()
+    size = num_ranks if fsdp_size == -1 else fsdp_size
+    if size < 1 or num_ranks % size:
+        raise ConfigError(f"fsdp_size is {fsdp_size}; it must divide the number of workers, {num_ranks}, or be -1")
+    if size == num_ranks:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from verl.config.critic import CriticModelConfig
@@ -32,7 +31,7 @@ def load_sharded(
     head_dtype: str = "auto",
 ) -> CausalModel:
     """The language model at `path`, sharded; without `trained` it has no gradients. Raises ConfigError."""
-    _prepare(settings.external_lib, fsdp)
+    import_modules(settings.external_lib)
     checkpointing = trained and settings.enable_gradient_checkpointing
     hf = CausalLm(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
     hf_model, slices = _begun(hf)
@@ -47,7 +46,7 @@ def load_sharded(
 
 def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> ValueModel:
     """The value model that `settings` describe, sharded. Raises ConfigError."""
-    _prepare(settings.external_lib, settings.fsdp_config)
+    import_modules(settings.external_lib)
     checkpointing = settings.enable_gradient_checkpointing
     hf = TokenClassifier(settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
     hf_model, slices = _begun(hf, new_head=True)
@@ -65,12 +64,6 @@ def _begun(hf: HfModel, new_head: bool = False) -> tuple[PreTrainedModel, Slices
     return (hf.whole() if slices is None else blank), slices
 
 
-def _prepare(external_lib: str | list[str] | None, fsdp: FsdpConfig | FrozenFsdpConfig) -> None:
-    if fsdp.fsdp_size not in (-1, dist.get_world_size()):
-        raise ConfigError(f"fsdp_size is {fsdp.fsdp_size}; only -1 (all {dist.get_world_size()} workers) works")
-    import_modules(external_lib)
-
-
 def import_modules(external_lib: str | list[str] | None) -> None:
     """Import what registers model classes (`external_lib` of a model's settings)."""
     for name in [external_lib] if isinstance(external_lib, str) else external_lib or []:
@@ -82,7 +75,7 @@ def _shard(
 ) -> None:
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     prepare_matmul(device, precision)
-    shard(model, device_mesh(device), precision, fsdp.wrap_policy.min_num_params)
+    shard(model, device_mesh(device, fsdp.fsdp_size), precision, fsdp.wrap_policy.min_num_params)
 
 
 def _fill(model: Decoder, slices: Slices | None, device: torch.device) -> None:

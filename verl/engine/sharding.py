@@ -1,9 +1,13 @@
-"""FSDP2 around a model: float32 master shards on every rank, gathered layer by layer when they are needed."""
+"""FSDP2 around a model: float32 master shards on every rank, gathered layer by layer when they are needed.
+
+With hybrid sharding (HSDP) a group of ranks, those of a node, holds the model; the other groups hold replicas.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,15 +28,17 @@ def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params
     Each decoder layer of at least `min_num_params` parameters is one unit, all else (embedding, norm, head, small
     layers) is the root unit. The root stays gathered from its forward to its backward: the head's chunks are computed
     again there, and an exact KL reads the anchor's head after the anchor's forward. It therefore must be released by
-    `reshard` after passes without a backward, before its weights change. With one rank nothing is released early.
+    `reshard` after passes without a backward, before its weights change. With one rank in a shard group nothing is
+    released early.
     """
     mixed = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=mesh.size() > 1)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=mesh.size(-1) > 1)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")
-    logger.info("sharded %d parameters over %d ranks, %d units", num_parameters(model), mesh.size(), len(layers) + 1)
+    over = " x ".join(str(size) for size in mesh.shape)
+    logger.info("sharded %d parameters over %s ranks, %d units", num_parameters(model), over, len(layers) + 1)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -59,17 +65,59 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True)
+class RowShards:
+    """A weight of which each rank of a group holds some rows, one after the other.
+
+    groups: the ranks of each by place; all groups hold the same. replica, place: this rank's group and place.
+    """
+
+    tensor: DTensor
+    groups: list[list[int]]
+    replica: int
+    place: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of this rank's group."""
+        return self.groups[self.replica]
+
+    def rows_at(self, place: int) -> slice:
+        each = -(-self.tensor.shape[0] // len(self.ranks))  # as torch.chunk cuts: only the last shards are smaller
+        ends = (min(self.tensor.shape[0], each * number) for number in (place, place + 1))
+        return slice(*ends)
+
+    @property
+    def values(self) -> slice:
+        """Those that this rank holds, counted row by row."""
+        rows, size = self.rows_at(self.place), self.tensor.numel() // max(1, self.tensor.shape[0])
+        return slice(rows.start * size, rows.stop * size)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.tensor.device_mesh.get_group(-1)
+
+
+def row_shards(tensor: torch.Tensor) -> RowShards | None:
+    """None for a weight that is not split by rows: every rank has it whole, or a model splits it in its own way."""
+    if not isinstance(tensor, DTensor) or tensor.placements[-1] != Shard(0):
+        return None
+    if not all(placement.is_replicate() for placement in tensor.placements[:-1]):
+        return None
+    mesh, size = tensor.device_mesh, tensor.device_mesh.size(-1)
+    replica, place = divmod(mesh.mesh.flatten().tolist().index(dist.get_rank()), size)
+    return RowShards(tensor, mesh.mesh.view(-1, size).tolist(), replica, place)
+
+
 def own_values(tensor: torch.Tensor) -> slice:
     """Which values of a weight, counted row by row, belong to this rank: each belongs to exactly one.
 
-    Of a weight that every rank has whole, all belong to the main rank.
+    Of a weight that every rank has whole, all belong to the main rank; of replicas the first has them.
     """
-    if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+    shards = row_shards(tensor)
+    if shards is None:
         return slice(0, tensor.numel() if is_main_rank() else 0)
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())  # as torch.chunk cuts
-    row = tensor.numel() // max(1, tensor.shape[0])
-    start = min(tensor.shape[0], rows * tensor.device_mesh.get_local_rank()) * row
-    return slice(start, start + tensor.to_local().numel())
+    return slice(shards.values.start, shards.values.stop if shards.replica == 0 else shards.values.start)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

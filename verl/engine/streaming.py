@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from verl.engine.sharding import is_main_rank, local
+from verl.engine.sharding import RowShards, is_main_rank, local, row_shards
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -83,31 +83,30 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if not isinstance(tensor, DTensor):
-        yield from [tensor.detach()] if is_main_rank() else []
-    elif tensor.device_mesh.size() > 1 and tensor.placements == (Shard(0),):
-        yield from _received(tensor) if is_main_rank() else _sent(tensor)
+    shards = row_shards(tensor)
+    if shards is not None:
+        yield from _received(shards) if is_main_rank() else _sent(shards)
     else:
-        whole = tensor.full_tensor().detach()
-        yield from [whole] if is_main_rank() else []
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield from [whole.detach()] if is_main_rank() else []
 
 
-def _received(tensor: DTensor) -> Iterator[torch.Tensor]:
+def _received(shards: RowShards) -> Iterator[torch.Tensor]:
     """The shards in the order of the rows."""
-    own = local(tensor)
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())  # as torch.chunk cuts
-    for place, rank in enumerate(tensor.device_mesh.mesh.tolist()):
-        num_rows = min(rows, max(0, tensor.shape[0] - place * rows))
+    own = local(shards.tensor)
+    for place, rank in enumerate(shards.ranks):
+        rows = shards.rows_at(place)
         if rank == dist.get_rank():
             yield own
-        elif num_rows:
-            part = own.new_empty((num_rows, *tensor.shape[1:]))
+        elif rows.start < rows.stop:
+            part = own.new_empty((rows.stop - rows.start, *shards.tensor.shape[1:]))
             dist.recv(part, src=rank)
             yield part
 
 
-def _sent(tensor: DTensor) -> Iterator[torch.Tensor]:
-    own = local(tensor)
-    if own.numel():
+def _sent(shards: RowShards) -> Iterator[torch.Tensor]:
+    """Nothing, when they are sent: the main rank has those of its own replica."""
+    own = local(shards.tensor)
+    if own.numel() and shards.replica == 0:
         dist.send(own.contiguous(), dst=0)
     yield from ()

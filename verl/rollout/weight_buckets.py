@@ -12,9 +12,9 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from verl.engine.sharding import on_mesh
+from verl.engine.sharding import RowShards, on_mesh, row_shards
 from verl.rollout.weight_checksum import NamedTensors
 
 MIB = 2**20
@@ -73,19 +73,17 @@ def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = here.to(dtype) if here.is_floating_point() else here  # before the gather: less to send
     if not isinstance(cast, DTensor):
         return cast.clone() if cast is tensor else cast
-    if cast.placements == (Shard(0),):
-        return _gathered_rows(cast)
-    return cast.full_tensor().clone()
+    shards = row_shards(cast)
+    return cast.full_tensor().clone() if shards is None else _gathered_rows(shards)
 
 
-def _gathered_rows(tensor: DTensor) -> torch.Tensor:
+def _gathered_rows(shards: RowShards) -> torch.Tensor:
     """Straight to where they stay: `full_tensor` would need the memory twice."""
-    own, num_rows, mesh = tensor.to_local(), tensor.shape[0], tensor.device_mesh
-    each = -(-num_rows // mesh.size())  # as torch.chunk cuts: only the last shards are smaller
+    own, num_rows, each = shards.tensor.to_local(), shards.tensor.shape[0], shards.rows_at(0).stop
     if len(own) < each:
         own = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])])
-    rows = own.new_empty(each * mesh.size(), *own.shape[1:])
-    dist.all_gather_single(rows, own.contiguous(), group=mesh.get_group())
+    rows = own.new_empty(each * len(shards.ranks), *own.shape[1:])
+    dist.all_gather_single(rows, own.contiguous(), group=shards.group)
     return rows[:num_rows]
 
 

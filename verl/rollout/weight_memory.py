@@ -1,8 +1,9 @@
 """Weights from trainer to samplers through memory that the processes of a host share.
 
 Every rank of the actor writes the rows that it has into the bucket, at their place and in the engines' number format:
-nothing is gathered, and nobody holds a copy. Engines on the same host map the memory and load from it. There is room
-for two buckets, so that one is written while the other is read.
+nothing is gathered, and nobody holds a copy. Where the rows of a weight are spread over several hosts, the ranks gather
+it and those of each host write it there together. Engines on the same host map the memory and load from it. There is
+room for two buckets, so that one is written while the other is read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from verl.engine.sharding import local, own_values
+from verl.engine.sharding import local, own_values, row_shards
 from verl.errors import WeightSyncError
 from verl.rollout.owned_folder import OwnedFolder
 from verl.rollout.weight_buckets import Place, gathered, places_of
@@ -113,33 +114,52 @@ class HostBuckets:
         begin = offset + place.start
         target = self.room[begin : begin + place.shape.numel() * size].view(place.dtype)
         own = own_values(tensor)
-        if not self._several_hosts and (not isinstance(tensor, DTensor) or tensor.placements == (Shard(0),)):
-            values = local(tensor).reshape(-1)[: own.stop - own.start]
-            return copy_checked(place.name, values, target[own], own.start * size)
+        part = self._part_to_write(tensor)
+        if part is not None:
+            values = local(tensor).reshape(-1)[: part.stop - part.start]
+            total = copy_checked(place.name, values, target[part], part.start * size)
+            return total if own.stop > own.start else 0
         values = gathered([(place.name, tensor)], place.dtype)[place.name].view(-1)
         require_finite(place.name, values[own])
-        share = slice(*(len(values) * part // self._num_writers for part in (self._writer, self._writer + 1)))
+        here = self._ranks_here
+        share = slice(*(len(values) * part // len(here) for part in (here.index(_rank()), here.index(_rank()) + 1)))
         target[share].copy_(values[share])
         return word_sum(values[own], own.start * size)
+
+    def _part_to_write(self, tensor: torch.Tensor) -> slice | None:
+        """The values of its own that this rank writes, maybe none; None where a host does not have all of a weight."""
+        shards = row_shards(tensor)
+        if shards is None:
+            whole = not isinstance(tensor, DTensor)
+            return slice(0, tensor.numel() if _rank() == self._ranks_here[0] else 0) if whole else None
+        places: dict[str, dict[int, int]] = {host: {} for host in self._hosts}  # by host and place, who writes it
+        for group in shards.groups:
+            for place, rank in enumerate(group):
+                places[self._hosts[rank]].setdefault(place, rank)
+        if any(len(held) < len(shards.ranks) for held in places.values()):
+            return None
+        writes = places[self._host][shards.place] == _rank()
+        return shards.values if writes else slice(0, 0)
 
     def _open(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
         self._host = host_name()
-        hosts = everyones(self._host)
-        here = [rank for rank, host in enumerate(hosts) if host == self._host]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._several_hosts = len(here) < len(hosts)
-        self._writer, self._num_writers = here.index(rank), len(here)
-        made = everyones(_tried(lambda: self._make(capacity)) if rank == here[0] else "")
+        self._hosts = everyones(self._host)
+        first = self._ranks_here[0]
+        made = everyones(_tried(lambda: self._make(capacity)) if _rank() == first else "")
         if errors := [answer for answer in made if isinstance(answer, OSError)]:
             raise WeightSyncError(
                 f"no room for {capacity / 2**20:.0f} MiB of weights in shared memory: {errors[0]}; free it or remount "
                 "it larger, or lower actor_rollout_ref.rollout.weight_sync.bucket_mib"
             )
-        self._path = str(made[here[0]])
+        self._path = str(made[first])
         self.room = torch.from_file(self._path, shared=True, size=capacity, dtype=torch.uint8)
         self.capacity = capacity
+
+    @property
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self._hosts) if host == self._host]
 
     def _make(self, capacity: int) -> str:
         """A file of memory that is really there: a page that is missing later on would be a signal, not an error."""
@@ -172,6 +192,10 @@ def open_shared(payload: bytes) -> dict[str, torch.Tensor]:
     located = Located.unpacked(payload)
     memory = _mapped(located.path, located.capacity)
     return {place.name: _view(memory, place, located.offset) for place in located.places}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def everyones(answer: Any) -> list[Any]:

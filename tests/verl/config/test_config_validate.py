@@ -13,6 +13,7 @@ from verl.config.inert import INERT_KEYS
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
+REFERENCE = "actor_rollout_ref.ref.fsdp_config"
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=4"]
 REINFORCE = ["algorithm.adv_estimator=reinforce", "algorithm.norm_adv_by_std_in_grpo=false"]
@@ -277,8 +278,9 @@ def test_a_key_without_effect_says_so(key: str) -> None:
     [
         ([*GRPO, f"{ACTOR}.state_masking=false"], f"{ACTOR}.state_masking=False is not available"),
         ([*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2 is not"),
-        ([*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=4"], f"{ACTOR}.fsdp_config.fsdp_size=4 is not available"),
-        (["critic.model.fsdp_config.fsdp_size=4"], "critic.model.fsdp_config.fsdp_size=4 is not available"),
+        ([*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=3"], f"{ACTOR}.fsdp_config.fsdp_size=3 does not divide the 8 workers"),
+        (["critic.model.fsdp_config.fsdp_size=16"], "critic.model.fsdp_config.fsdp_size=16 does not divide the 8"),
+        ([*GRPO, f"{REFERENCE}.fsdp_size=4"], f"{REFERENCE}.fsdp_size=4 is not the actor's (-1)"),
         (["critic.ulysses_sequence_parallel_size=2"], "critic.ulysses_sequence_parallel_size=2 is not available"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
@@ -302,6 +304,7 @@ def test_what_this_version_does_not_have_is_an_error(overrides: list[str], messa
         [*GRPO, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_forward"],
         [*GRPO, *TOP_K],
         [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8"],
+        [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8", "trainer.nnodes=4"],
     ],
 )
 def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:

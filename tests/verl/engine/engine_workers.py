@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
 }
 FSDP = f"{ACTOR}.fsdp_config"
+IN_PAIRS = (f"{FSDP}.fsdp_size=2",)
 OFFLOAD = (
     *(f"{FSDP}.{part}_offload=true" for part in ("param", "grad", "optimizer")),
     "actor_rollout_ref.ref.fsdp_config.param_offload=true",
@@ -48,14 +49,21 @@ def run(folder: Path, model_path: str, other_model_path: str, num_workers: int, 
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(num_workers)]
 
 
-def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
-    """All cases in the process group there is."""
+def evaluate(
+    folder: Path,
+    model_path: str,
+    other_model_path: str,
+    cases: Sequence[str] = tuple(CASES),
+    sharding: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The cases in the process group there is."""
     results: dict[str, Any] = {"gradients": {}}
     options = {"anchor_path": other_model_path}
-    for name, (num_rows, overrides) in CASES.items():
-        engine = make_engine(model_path, folder, *KL, *overrides, **options)
+    for name in cases:
+        num_rows, overrides = CASES[name]
+        engine = make_engine(model_path, folder, *KL, *sharding, *overrides, **options)
         results["gradients"][name] = engine.gradients(make_batch(num_rows))
-    engine = make_engine(model_path, folder, *KL, *MINI_BATCHES, **options)
+    engine = make_engine(model_path, folder, *KL, *sharding, *MINI_BATCHES, **options)
     batch = make_batch(12)
     for _ in range(3):
         engine.follow_anchor(0.9)
@@ -77,9 +85,11 @@ def evaluate(folder: Path, model_path: str, other_model_path: str) -> dict[str, 
     return results
 
 
-def save_and_go_on(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+def save_and_go_on(
+    folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Two steps, a state in folder/state, and one step more."""
-    engine = make_engine(model_path, folder, *KL, *MINI_BATCHES, anchor_path=other_model_path)
+    engine = make_engine(model_path, folder, *KL, *sharding, *MINI_BATCHES, anchor_path=other_model_path)
     for seed in (0, 1):
         engine.update(make_batch(12, seed=seed))
         engine.follow_anchor(0.9)

@@ -1,4 +1,4 @@
-"""One and two FSDP workers give the same numbers."""
+"""One FSDP worker, two, and two pairs that each hold a copy of the model give the same numbers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,33 @@ def one(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_p
     return engine_workers.evaluate(tmp_path_factory.mktemp("one_worker"), model_path, other_model_path)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """Hybrid sharding (HSDP): four workers, two copies of the model."""
+    folder = tmp_path_factory.mktemp("pairs_of_workers")
+    task = partial(engine_workers.evaluate, cases=("all_at_once", "top_k_kl"), sharding=engine_workers.IN_PAIRS)
+    ranks = engine_workers.run(folder, model_path, other_model_path, 4, task)
+    return ranks[0] | {"parts": [rank["part"] for rank in ranks], "folder": folder}
+
+
 @pytest.mark.parametrize("case", engine_workers.CASES)
 def test_gradient(one: dict[str, Any], two: dict[str, Any], case: str) -> None:
     assert relative_error(two["gradients"][case], one["gradients"][case]) < 1e-5
     reference = "all_at_once"
     if case in ("token_budget", "gradient_checkpointing", "one_unit"):  # the same loss, cut otherwise
         assert relative_error(two["gradients"][case], one["gradients"][reference]) < 1e-5
+
+
+def test_two_copies_of_the_model_stay_one(one: dict[str, Any], pairs: dict[str, Any]) -> None:
+    for case, gradient in pairs["gradients"].items():
+        assert relative_error(gradient, one["gradients"][case]) < 1e-5
+    for mine, theirs in zip(one["metrics"], pairs["metrics"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-4)
+    for part in ("policy", "anchor"):
+        assert relative_error(pairs[part], one[part]) < 1e-3
+    test_saved_model_is_the_gathered_policy(pairs)
+    assert all(torch.equal(tensor, pairs["policy"][name]) for name, tensor in pairs["restored"].items())
+    assert sorted(row for rows, _ in pairs["parts"] for row in rows) == list(range(12))
 
 
 def test_metrics_cover_all_ranks(one: dict[str, Any], two: dict[str, Any]) -> None:
@@ -82,14 +103,15 @@ def test_numerical_error_reaches_every_rank(two: dict[str, Any]) -> None:
     assert (two["folder"] / "failures" / "not_finite_step_3.pt").is_file()
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("savers", "loaders", "sharding"), [(1, 2, ()), (2, 1, ()), (4, 1, engine_workers.IN_PAIRS)])
 def test_a_state_is_read_by_another_number_of_workers(
-    tmp_path: Path, model_path: str, other_model_path: str, savers: int, loaders: int
+    tmp_path: Path, model_path: str, other_model_path: str, savers: int, loaders: int, sharding: tuple[str, ...]
 ) -> None:
     paths = (model_path, other_model_path)
     (tmp_path / "saved").mkdir()
     (tmp_path / "loaded").mkdir()
-    saved = engine_workers.run(tmp_path / "saved", *paths, savers, engine_workers.save_and_go_on)[0]
+    save = partial(engine_workers.save_and_go_on, sharding=sharding)
+    saved = engine_workers.run(tmp_path / "saved", *paths, savers, save)[0]
     load = partial(engine_workers.load_and_go_on, tmp_path / "saved" / "state")
     for loaded in engine_workers.run(tmp_path / "loaded", *paths, loaders, load):
         for part in ("policy", "anchor", "moments"):

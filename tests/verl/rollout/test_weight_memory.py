@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from weight_source import stream_of
 
@@ -49,11 +49,16 @@ def expected_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
-def _write_as_rank(rank: int, meeting: str, folder: Path, homes: list[Path], answers: Any, read: Any) -> None:
+def _write_as_rank(
+    rank: int, meeting: str, folder: Path, homes: list[Path], fsdp_size: int, alone: bool, answers: Any, read: Any
+) -> None:
     weight_memory.SHARED_MEMORY = homes[rank]
+    if alone:  # then nothing is gathered
+        weight_memory.gathered = None
     init_process_group(rank, len(homes), f"file://{meeting}", CPU)
-    mesh = device_mesh(CPU)
-    named = {name: distribute_tensor(w, mesh, [Shard(0)]) if w.dim() else w for name, w in some_weights().items()}
+    mesh = device_mesh(CPU, fsdp_size)
+    placements = [Replicate(), Shard(0)][-mesh.ndim :]
+    named = {name: distribute_tensor(w, mesh, placements) if w.dim() else w for name, w in some_weights().items()}
     memory = HostBuckets(folder, 2**20)
     answers.put((rank, memory.export(named, [list(named)], torch.bfloat16, 3, 0)))
     read.wait(100)
@@ -61,9 +66,23 @@ def _write_as_rank(rank: int, meeting: str, folder: Path, homes: list[Path], ans
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "fsdp_size", "alone"),
+    [
+        ((0, 0), -1, True),
+        ((0, 0, 1), -1, False),
+        pytest.param((0, 0, 1, 1), 2, True, id="a copy on each host"),
+        pytest.param((0, 1, 0, 1), 2, False, id="copies over both hosts"),
+        pytest.param((0, 0, 0, 0), 2, True, id="two copies on one host"),
+    ],
+)
 def test_every_rank_writes_its_rows_and_every_host_has_them_all(
-    hosts: tuple[int, ...], weight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: tuple[int, ...],
+    fsdp_size: int,
+    alone: bool,
+    weight_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second host has another memory: here another file system. The driver's folder is on the first one."""
     kinds = [weight_dir.parent, tmp_path]
@@ -71,7 +90,7 @@ def test_every_rank_writes_its_rows_and_every_host_has_them_all(
     context = mp.get_context("spawn")
     answers, read = context.Queue(), context.Barrier(len(hosts) + 1)
     homes = [kinds[host] for host in hosts]
-    args = (str(tmp_path / "store"), weight_dir, homes, answers, read)
+    args = (str(tmp_path / "store"), weight_dir, homes, fsdp_size, alone, answers, read)
     ranks = [context.Process(target=_write_as_rank, args=(rank, *args)) for rank in range(len(hosts))]
     try:
         for process in ranks:
