@@ -8,7 +8,12 @@
 #   WAND_PROJECT       project at W&B (the published spelling; WANDB_PROJECT works too)
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
-#   N_GPUS             devices on this machine (on a CPU machine: number of training processes)
+#   N_GPUS             devices on this machine, or on each node (on a CPU machine: number of training processes)
+# Scripts for several nodes set N_NODES_DEFAULT too. They submit the run to a Ray cluster (docs/multinode.md):
+#   N_NODES            nodes that train
+#   RAY_DASHBOARD_ADDRESS   http://HEAD:8265
+#   RUNTIME_ENV        a runtime environment of Ray, verl/trainer/runtime_env.yaml say; without one the nodes share the
+#                      folder that the script is called from
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # This checkout's packages, whatever lies in the caller's folder; then the caller's modules.
@@ -24,6 +29,7 @@ BASE_MODEL=$(locate "${BASE_MODEL:-$BASE_MODEL_DEFAULT}")
 EXPERIMENT_NAME=${EXPERIMENT_NAME:-$EXPERIMENT_NAME_DEFAULT}
 WAND_PROJECT=${WAND_PROJECT:-${WANDB_PROJECT:-Search-R1}}
 N_GPUS=${N_GPUS:-8}
+N_NODES=${N_NODES:-${N_NODES_DEFAULT:-1}}
 TRAINER=${TRAINER:-verl.trainer.main_ppo}
 
 PYTHON=python3
@@ -53,6 +59,7 @@ only_prints() {
 check_settings() {
   if only_prints "$@"; then return 0; fi
   [[ $N_GPUS =~ ^[1-9][0-9]*$ ]] || fail "N_GPUS=$N_GPUS is not a number of devices, such as 1 or 8"
+  [[ $N_NODES =~ ^[1-9][0-9]*$ ]] || fail "N_NODES=$N_NODES is not a number of nodes, such as 4"
   [[ $TRAINER =~ ^verl\.trainer\.(main_ppo|main_ppo_format|preflight|dry_run)$ ]] ||
     fail "TRAINER=$TRAINER is not verl.trainer.main_ppo, verl.trainer.main_ppo_format, verl.trainer.preflight" \
       "or verl.trainer.dry_run"
@@ -88,8 +95,26 @@ train() {
   shift
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
   if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
+  if [[ -n ${N_NODES_DEFAULT:-} ]]; then submit "${command[@]}"; fi
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
   # earlier run is added to: this one may go on with it, or be refused.
   export PYTHONUNBUFFERED=1
   exec "${command[@]}" > >(exec tee -ia "$EXPERIMENT_NAME.log") 2>&1
+}
+
+# submit COMMAND...: as a job of the Ray cluster, which runs it on its head and keeps what it prints.
+submit() {
+  [[ -n ${RAY_DASHBOARD_ADDRESS:-} ]] ||
+    fail "RAY_DASHBOARD_ADDRESS is not set; start Ray on the nodes (docs/multinode.md) and set it to http://HEAD:8265"
+  local ray="${PYTHON%/*}/ray" job options=() place=(env -C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
+  job=$EXPERIMENT_NAME-$(date +%Y-%m-%d_%H-%M-%S)
+  if [[ -n ${RUNTIME_ENV:-} ]]; then # the folder goes along, and the job starts in a copy of it
+    options=(--runtime-env="$RUNTIME_ENV")
+    place=()
+    set -- python3 "${@:2}"
+  fi
+  "$ray" job submit --address="$RAY_DASHBOARD_ADDRESS" --submission-id="$job" --no-wait "${options[@]}" \
+    -- "${place[@]}" PYTHONUNBUFFERED=1 "$@" || fail "the job was not submitted; is Ray's head at $RAY_DASHBOARD_ADDRESS?"
+  echo "submitted as $job. What it prints: $ray job logs --address=$RAY_DASHBOARD_ADDRESS --follow $job"
+  exit 0
 }

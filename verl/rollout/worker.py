@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
-from verl.errors import RolloutError, VerlError
+from verl.errors import EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
@@ -68,8 +69,11 @@ class RolloutWorker:
         return at_once
 
     async def check(self) -> None:
-        """Raise `EnvironmentUnavailable` when the environment's infrastructure does not answer."""
-        await self.environment.check()
+        """Raise `EnvironmentUnavailable` when the environment's infrastructure does not answer on this node."""
+        try:
+            await self.environment.check()
+        except EnvironmentUnavailable as error:
+            raise EnvironmentUnavailable(f"asked on host {socket.gethostname()}: {error}") from error
 
     async def play(self, new: Sequence[EpisodeRequest], how: How) -> list[tuple[int, Trajectory]]:
         """Begin `new` episodes; of all that are being played, those that have ended since the last call, at least one.

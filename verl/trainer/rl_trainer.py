@@ -264,6 +264,7 @@ class RLTrainer:
             )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
+            self.rollouts.check()
             self.rollouts.load_weights(partial(self.actor.publish_weights, self.steps_done))
         except BaseException:
             self.shutdown()
