@@ -75,7 +75,7 @@ def ray_session() -> Iterator[Any]:
     """Ray on this machine, for all tests that need it. Workers can import the helper modules that lie beside tests."""
     import ray
 
-    from verl.trainer.main_ppo import RAY_SETTINGS
+    from verl.single_controller.cluster import RAY_SETTINGS
 
     os.environ.update(RAY_SETTINGS)
     folders = [path for path in sys.path if Path(path).is_relative_to(Path(__file__).parent)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from e2e_world import ENV, ROOT
 
-from verl.trainer.main_ppo import RAY_SETTINGS
+from verl.single_controller.cluster import RAY_SETTINGS
 
 NETWORK = "10.77.0."
 # As Debian and Ubuntu have it: a host's own name is not the address by which others reach it.
@@ -23,6 +23,15 @@ HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
 INIT = "sleep infinity & wait"
 UNSHARED = ("--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 ENTERED = ("--mount", "--net", "--uts", "--pid")
+
+
+class Command(subprocess.Popen[str]):
+    """What runs on a host. Signals go to it, not to `nsenter`, whose child it is."""
+
+    def send_signal(self, number: int) -> None:
+        for child in _children_of(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
 
 
 class Host:
@@ -42,12 +51,11 @@ class Host:
         assert self._process.stdout is not None and self._process.stderr is not None
         if self._process.stdout.readline() != "up\n":
             pytest.skip(f"no namespaces here: {self._process.stderr.read().strip()}")
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        self.pid = int(children.split()[0])  # the first process in it, as seen from outside
+        [self.pid] = _children_of(self._process.pid)  # the first process in it, as seen from outside
 
-    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+    def start(self, *command: str, **variables: str) -> Command:
         """Run a command on this host, in the project's folder."""
-        return subprocess.Popen(
+        return Command(
             ["nsenter", f"--target={self.pid}", *ENTERED, "env", "-C", str(ROOT), *command],
             env=ENV | variables,
             stdout=subprocess.PIPE,
@@ -119,6 +127,14 @@ class Network(contextlib.ExitStack):
             self._bridge.run("bridge", "link", "set", "dev", _port_of(host), "isolated", "on")
 
 
+def _children_of(pid: int) -> list[int]:
+    """None when it has ended."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
 def _port_of(host: Host) -> str:
     return f"to-{host.name}"
 
@@ -141,7 +157,7 @@ def ray_node(host: Host, address: str, num_cpus: int = 2) -> Iterator[None]:
     size = ("--num-gpus=0", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
     ray = host.start(
         *(str(ROOT / ".venv/bin/ray"), "start", "--block", f"--node-ip-address={host.address}", *where, *size),
-        **RAY_SETTINGS | {"RAY_ADDRESS": ""},
+        **RAY_SETTINGS | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"},
     )
     try:
         wait_for_port(host, address)

@@ -18,9 +18,9 @@ from pathlib import Path
 from verl.config import Config
 from verl.config.stored import load_stored_config
 from verl.phases import Phase
-from verl.trainer.dry_run.gpus import GIB, least_seconds
+from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.place import Place, parse_gpus
-from verl.trainer.dry_run.report import FILLED
+from verl.trainer.dry_run.report import seconds_of
 from verl.trainer.dry_run.run import DryRun, dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,12 +47,8 @@ def row(name: str, found: DryRun, place: Place, seconds: float) -> str:
     by_phase = {phase.name: phase.total / GIB for phase in found.phases}
     left = place.memory / GIB - max(by_phase.values())
     sizes = "".join(f"{by_phase[phase]:8.1f}" for phase in Phase)
-    passes = [one for role in found.roles for one in role.passes]
-    ranks = place.num_devices
-    times = [
-        sum(one.times * least_seconds(one.work, gpu, ranks, FILLED if one.by_tokens else 1.0) for one in passes)
-        for gpu in place.gpus
-    ]
+    passes = [(one, role) for role in found.roles for one in role.passes]
+    times = [sum(seconds_of(one, role, gpu) for one, role in passes) for gpu in place.gpus]
     return f"{name:<36}{sizes}{left:8.1f}" + "".join(f"{time:9.0f}" for time in times) + f"{seconds:9.1f}"
 
 

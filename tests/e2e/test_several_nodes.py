@@ -49,7 +49,7 @@ def test_two_hosts_do_what_one_does(
         more = (*settings, "actor_rollout_ref.rollout.num_engines=2", "trainer.logger=[]", *ALGORITHMS[algorithm])
         critic = (f"critic.model.path={policy}",) if algorithm == "ppo" else ()
         command = small_run(tinywiki, policy, url, tmp_path / name, *more, *critic, *sizes)
-        print(network.hosts[0].run(PYTHON, *command, RAY_ADDRESS=ray_address).stderr)
+        print(network.hosts[0].run(PYTHON, *command, RAY_ADDRESS=ray_address, RAY_AUTH_MODE="token").stderr)
         return tmp_path / name
 
     one = train("one", "local", "trainer.n_gpus_per_node=2")

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RAY_SETTINGS = {
-    # On one machine the control store never comes back.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-    # A process per core, started in advance, would serve nobody: each role has an environment of its own.
-    "RAY_prestart_worker_first_driver": "0",
-    # Ray's own choice, 15, leaves trainers and engines a thirtieth of a core beside whatever else is busy there,
-    # a retrieval server for one.
-    "RAY_worker_niceness": "0",
-}
-"""Environment variables of a Ray that starts here, where the user has not set them."""
-
 
 def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
     """Returns the exit status, as `exit_status` says. `adapt` changes the config that the command line gave."""
@@ -73,6 +62,7 @@ def run(config: Config) -> None:
         import ray
 
         from verl.single_controller import device_of_cluster
+        from verl.single_controller.cluster import connect
         from verl.trainer.janitor import Janitor
         from verl.trainer.rl_trainer import RLTrainer
 
@@ -82,12 +72,8 @@ def run(config: Config) -> None:
         janitor = Janitor(run_dir)
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
-            for name, value in RAY_SETTINGS.items():
-                os.environ.setdefault(name, value)
-            worker_logs = bool(os.environ.get("VERL_WORKER_LOGS"))
             with phase("starting Ray"):
-                # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-                ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+                connect(worker_logs=bool(os.environ.get("VERL_WORKER_LOGS")))
             at_the_end.callback(ray.shutdown)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()

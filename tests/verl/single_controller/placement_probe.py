@@ -14,8 +14,8 @@ import ray
 
 from verl.config import load_config
 from verl.config.placement import placement_of
+from verl.single_controller.cluster import RAY_SETTINGS
 from verl.trainer.layout import reserve_pools
-from verl.trainer.main_ppo import RAY_SETTINGS
 
 
 class Role:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run.__main__ import main
 from verl.trainer.dry_run.device import device_phases
-from verl.trainer.dry_run.gpus import GIB, GPUS, least_seconds
+from verl.trainer.dry_run.gpus import GIB, GPUS, Groups, groups_of, least_seconds, sending_seconds
 from verl.trainer.dry_run.learned import Learned
 from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.place import Place, located, parse_gpus
@@ -195,7 +196,10 @@ def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:
     rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 3, 0.5, "bfloat16"
     update = Pass(Phase.UPDATE, "update", Peak(1000, 0), Work(), 1.0, by_tokens=True)
     values = Pass(Phase.SCORE, "values", Peak(700, 0), Work(), 1.0, by_tokens=True)
-    roles = [Role("actor", GIB // 4, Peak(300, 0), [update]), Role("critic", 1, Peak(200, 0), [values])]
+    roles = [
+        Role("actor", GIB // 4, Peak(300, 0), [update], Groups(1)),
+        Role("critic", 1, Peak(200, 0), [values], Groups(1)),
+    ]
     score, updated, sync = device_phases(config, roles, Place(2, 8 * GIB))
     both = {"engines": 1.5 * GIB, "processes": GIB + 1.5 * 1.25 * GIB}
     assert score.parts == {"actor at rest": 300, "critic: values": 700, "freed blocks": 0.4 * 500, **both}
@@ -252,14 +256,29 @@ def test_segments_by_hand() -> None:
 def test_a_roofline_by_hand() -> None:
     h100 = next(gpu for gpu in GPUS if gpu.name == "H100")
     work = Work([Operation(989e12, torch.bfloat16, 0), Operation(0.0, torch.bfloat16, 6_700_000_000_000)])
-    assert least_seconds(work, h100, 1) == pytest.approx(3.0)  # a second of arithmetic, and two of reading
-    assert least_seconds(work, h100, 1, share=0.5) == pytest.approx(1.5)
+    one, node = Groups(1), Groups(8)
+    assert least_seconds(work, h100, one) == pytest.approx(3.0)  # a second of arithmetic, and two of reading
+    assert least_seconds(work, h100, one, share=0.5) == pytest.approx(1.5)
     work.sent["all-reduce"] = int(450e9 * 8 / 7)
     work.sent["all-gather"] = int(900e9 * 8 / 7)
-    assert least_seconds(work, h100, 8) == pytest.approx(4.0)  # twice round, and 2 seconds, beside the 3
+    assert least_seconds(work, h100, node) == pytest.approx(4.0)  # twice round, and 2 seconds, beside the 3
 
 
-@pytest.mark.parametrize(("text", "ranks", "names"), [("8x80", 8, ["A100", "H100"]), ("4096xH200", 4096, ["H200"])])
+def test_gradients_of_copies_are_summed_between_nodes() -> None:
+    """Two nodes of 8: as one group all goes by the network cards; with a copy on each, what they sum does."""
+    h100, num_bytes = next(gpu for gpu in GPUS if gpu.name == "H100"), 10**12
+    work = Work([], Counter({"all-gather": num_bytes, "all-reduce": num_bytes}))
+    assert sending_seconds(work, h100, Groups(16)) == pytest.approx(3 * num_bytes * 15 / 16 / 50e9)
+    on_a_node, between = num_bytes * 7 / 8 / 450e9, 2 * num_bytes / 2 / 50e9
+    assert sending_seconds(work, h100, Groups(8, replicas=2)) == pytest.approx(on_a_node + between)
+    config = load_config("ppo_trainer", ["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8"])
+    assert groups_of(config, 8) == Groups(8, 2, per_node=8) and groups_of(config, -1) == Groups(16, 1, per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "names"),
+    [("8x80", 8, ["A100", "H100"]), ("4096xH200", 4096, ["H200"]), ("4x8xA100", 32, ["A100"])],
+)
 def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
     place = parse_gpus(text)
     assert (place.num_devices, [gpu.name for gpu in place.gpus]) == (ranks, names)
@@ -267,7 +286,7 @@ def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nodes", "each"), [("8x80", 1, 8), ("4096x80", 512, 8), ("4x80", 1, 4), ("12x80", 1, 12)]
+    ("gpus", "nodes", "each"), [("8x80", 1, 8), ("4096x80", 512, 8), ("4x80", 1, 4), ("3x4x80", 3, 4), ("2x4x80", 2, 4)]
 )
 def test_nodes_of_gpus(gpus: str, nodes: int, each: int, tmp_path: Path) -> None:
     """Nodes stay as large as the settings say where that divides the GPUs; the settings themselves stay as they are."""
@@ -277,7 +296,13 @@ def test_nodes_of_gpus(gpus: str, nodes: int, each: int, tmp_path: Path) -> None
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device) == (1, 8, "cpu")
 
 
-@pytest.mark.parametrize("text", ["8", "8xH1", "0x80", "x80"])
+def test_gpus_that_are_no_whole_nodes(tmp_path: Path) -> None:
+    config = load_config("tinywiki", overrides_of(tmp_path, "trainer.n_gpus_per_node=8"))
+    with pytest.raises(ConfigError, match="12 GPUs are no whole nodes of 8: .* 3x4x80"):
+        located(config, parse_gpus("12x80"))
+
+
+@pytest.mark.parametrize("text", ["8", "8xH1", "0x80", "x80", "2x0x80", "2x2x2x80"])
 def test_gpus_that_are_not_understood(text: str) -> None:
     with pytest.raises(ConfigError, match="8xH100"):
         parse_gpus(text)

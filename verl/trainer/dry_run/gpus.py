@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.config import Config
+from verl.config.placement import num_ranks
 from verl.trainer.dry_run.work import Work
 
 GIB = 2**30
@@ -40,19 +42,43 @@ GPUS = (
 )
 
 
-def least_seconds(work: Work, gpu: Gpu, num_ranks: int, share: float = 1.0) -> float:
+@dataclass(frozen=True)
+class Groups:
+    """Who talks to whom: `shard` ranks share a copy of a model, `replicas` of them are there, `per_node` on a node."""
+
+    shard: int
+    replicas: int = 1
+    per_node: int = NODE
+
+    def of(self, collective: str) -> tuple[int, bool]:
+        """How many ranks take part in one of that kind, and whether they are all on one node."""
+        if collective == "all-reduce" and self.replicas > 1:  # of gradients, between ranks that hold the same shard
+            return self.replicas, self.shard * self.replicas <= self.per_node
+        return self.shard, self.shard <= self.per_node
+
+
+def groups_of(config: Config, fsdp_size: int) -> Groups:
+    """Of a role whose `fsdp_config` has that size."""
+    ranks = num_ranks(config)
+    shard = ranks if fsdp_size == -1 else fsdp_size
+    return Groups(shard, ranks // shard, ranks // config.trainer.nnodes)
+
+
+def least_seconds(work: Work, gpu: Gpu, groups: Groups, share: float = 1.0) -> float:
     """Of one rank's work when its operations have `share` of the tokens that were counted."""
     rates = {torch.bfloat16: gpu.bf16_flops, torch.float16: gpu.bf16_flops}
     computing = sum(
         max(operation.flops / rates.get(operation.dtype, gpu.tf32_flops), operation.num_bytes / gpu.memory_bytes)
         for operation in work.operations
     )
-    return max(computing * share, sending_seconds(work, gpu, num_ranks))
+    return max(computing * share, sending_seconds(work, gpu, groups))
 
 
-def sending_seconds(work: Work, gpu: Gpu, num_ranks: int) -> float:
+def sending_seconds(work: Work, gpu: Gpu, groups: Groups) -> float:
     """In rings; an all-reduce goes round twice."""
-    link = gpu.link_bytes if num_ranks <= NODE else min(gpu.link_bytes, BETWEEN_NODES)
-    rounds = {"all-reduce": 2.0}
-    sent = sum(rounds.get(kind, 1.0) * num_bytes for kind, num_bytes in work.sent.items())
-    return sent * (num_ranks - 1) / num_ranks / link
+    seconds = 0.0
+    for kind, num_bytes in work.sent.items():
+        size, on_one_node = groups.of(kind)
+        link = gpu.link_bytes if on_one_node else min(gpu.link_bytes, BETWEEN_NODES)
+        seconds += (2.0 if kind == "all-reduce" else 1.0) * num_bytes * (size - 1) / size / link
+    return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from dataclasses import dataclass
 
@@ -19,11 +20,15 @@ USUAL = tuple(gpu for gpu in GPUS if gpu.name in ("A100", "H100"))  # where a si
 
 @dataclass(frozen=True)
 class Place:
-    """`memory` bytes of each of `num_devices`; `gpus` are those it may be, none for CPUs, which share a machine's."""
+    """`memory` bytes of each of `num_devices`; `gpus` are those it may be, none for CPUs, which share a machine's.
+
+    per_node: devices of a node, where that is said.
+    """
 
     num_devices: int
     memory: int
     gpus: tuple[Gpu, ...] = ()
+    per_node: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -36,14 +41,19 @@ class Place:
 
 
 def parse_gpus(text: str) -> Place:
-    """`8xH100`, or `8x80` for eight GPUs of 80 GB. Raises ConfigError."""
-    number, _, what = text.partition("x")
+    """`8xH100`, `8x80` for eight GPUs of 80 GB, or `4x8xH100` for four nodes of eight. Raises ConfigError."""
+    *numbers, what = text.split("x")
     found = tuple(gpu for gpu in GPUS if what.upper() == gpu.name or what == str(gpu.size))
-    if not number.isdigit() or int(number) < 1 or not (found or (what.isdigit() and int(what))):
+    counted = len(numbers) in (1, 2) and all(number.isdigit() and int(number) for number in numbers)
+    if not counted or not (found or (what.isdigit() and int(what))):
         names = ", ".join(gpu.name for gpu in GPUS)
-        raise ConfigError(f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}: 8xH100")
+        raise ConfigError(
+            f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}: 8xH100; of several "
+            "nodes also how many there are, 4x8xH100"
+        )
     memory = found[0].memory if found else USABLE * int(what)
-    return Place(int(number), int(memory * GIB), found or USUAL)
+    per_node = int(numbers[1]) if len(numbers) == 2 else None
+    return Place(math.prod(map(int, numbers)), int(memory * GIB), found or USUAL, per_node)
 
 
 def here(config: Config) -> Place:
@@ -61,15 +71,23 @@ def here(config: Config) -> Place:
 def located(config: Config, place: Place) -> Config:
     """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
 
-    Nodes keep their number of GPUs where that divides all of them; else they have 8, or all.
+    Nodes have the number of GPUs that is said, else the one of the settings where that divides all of them, else 8;
+    fewer are one node.
     """
     moved = copy.deepcopy(config)
     trainer = moved.trainer
     trainer.device = "cuda" if place.on_gpu else "cpu"
-    if place.num_devices != trainer.nnodes * trainer.n_gpus_per_node:
-        each = next((n for n in (trainer.n_gpus_per_node, NODE) if place.num_devices % n == 0), place.num_devices)
+    if place.per_node or place.num_devices != trainer.nnodes * trainer.n_gpus_per_node:
+        each = place.per_node or _per_node(place.num_devices, trainer.n_gpus_per_node)
         trainer.n_gpus_per_node, trainer.nnodes = each, place.num_devices // each
     problems = list(placement_problems(moved))
     if problems:
         raise ConfigError("\n".join(problems))
     return moved
+
+
+def _per_node(num_devices: int, asked: int) -> int:
+    for each in (asked, NODE, num_devices):
+        if num_devices % each == 0 and (each <= NODE or each == asked):
+            return each
+    raise ConfigError(f"{num_devices} GPUs are no whole nodes of {NODE}: say how many a node has, as in 3x4x80")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from verl.config import Config
 from verl.config.counts import trajectories_per_step, window_of
-from verl.config.placement import num_ranks, placement_of
+from verl.config.placement import placement_of
 from verl.trainer.dry_run.device import DevicePhase
-from verl.trainer.dry_run.gpus import GIB, least_seconds
+from verl.trainer.dry_run.gpus import GIB, Gpu, least_seconds
 from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
 
@@ -20,7 +20,7 @@ def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: 
     """The whole text but the verdict."""
     models = ", ".join(f"{role.name} {role.num_params / 1e9:.2f} B parameters" for role in roles)
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
-    return "\n".join([*lines, *_work(roles, config, place), "", *_assumed(config)])
+    return "\n".join([*lines, *_work(roles, place), "", *_assumed(config)])
 
 
 def _devices(config: Config, place: Place) -> str:
@@ -45,18 +45,23 @@ def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
         yield f"{name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
 
 
-def _work(roles: list[Role], config: Config, place: Place) -> Iterator[str]:
-    names, ranks = [gpu.name for gpu in place.gpus], num_ranks(config)
+def _work(roles: list[Role], place: Place) -> Iterator[str]:
+    names = [gpu.name for gpu in place.gpus]
     yield f"{'work of one rank in a step':<28} {'TFLOP':>9} {'GiB sent':>9}" + "".join(
         f" {f's on {name}':>10}" for name in names
     )
     totals = [0.0] * len(names)
-    for one in (one for role in roles for one in role.passes):
-        seconds = [one.times * least_seconds(one.work, gpu, ranks, _filled(one)) for gpu in place.gpus]
+    for one, of in ((one, role) for role in roles for one in role.passes):
+        seconds = [seconds_of(one, of, gpu) for gpu in place.gpus]
         totals = [total + more for total, more in zip(totals, seconds, strict=True)]
         yield f"{one.name:<28} {_flops(one):9.1f} {_sent(one):9.2f}" + "".join(f" {value:10.1f}" for value in seconds)
     if names:
         yield f"{'at least, without sampling':<48}" + "".join(f" {total:10.1f}" for total in totals)
+
+
+def seconds_of(one: Pass, role: Role, gpu: Gpu) -> float:
+    """The least that a pass takes in a step."""
+    return one.times * least_seconds(one.work, gpu, role.groups, _filled(one))
 
 
 def _flops(one: Pass) -> float:

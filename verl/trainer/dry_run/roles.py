@@ -24,6 +24,7 @@ from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered, plan_buckets
 from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch
 from verl.trainer.dry_run.fake_device import FakeDevice
+from verl.trainer.dry_run.gpus import Groups, groups_of
 from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.work import Work
 
@@ -57,6 +58,7 @@ class Role:
     num_params: int
     idle: Peak
     passes: list[Pass]
+    groups: Groups
 
 
 def run_roles(config: Config, kind: str) -> list[Role]:
@@ -97,7 +99,8 @@ class _Dry:
             if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
-            return Role("actor", num_parameters(engine.policy), idle, self.passes)
+            groups = groups_of(self.asked, role.actor.fsdp_config.fsdp_size)
+            return Role("actor", num_parameters(engine.policy), idle, self.passes, groups)
 
     def critic(self) -> Role:
         critic = self.config.critic
@@ -110,7 +113,8 @@ class _Dry:
             self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
             epochs = self.asked.critic.ppo_epochs
             self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
-            return Role("critic", num_parameters(engine.model), idle, self.passes)
+            groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size)
+            return Role("critic", num_parameters(engine.model), idle, self.passes, groups)
 
     def _score(self, engine: PolicyEngine) -> None:
         role = self.config.actor_rollout_ref

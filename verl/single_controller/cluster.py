@@ -1,0 +1,51 @@
+"""The Ray of a run: the cluster that RAY_ADDRESS names, or one of this machine that is started for it."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+from verl.errors import WorkerError
+
+ADDRESS = "RAY_ADDRESS"
+RAY_SETTINGS = {
+    # On one machine the control store never comes back.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # A process per core, started in advance, would serve nobody: each role has an environment of its own.
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray's own choice, 15, leaves trainers and engines a thirtieth of a core beside whatever else is busy there,
+    # a retrieval server for one.
+    "RAY_worker_niceness": "0",
+}
+"""Environment variables of a Ray that starts here, where the user has not set them."""
+
+TOKEN = (
+    "the cluster asks for a token that this process does not send: set RAY_AUTH_MODE=token here and where `ray start` "
+    "is called on each node, with the head's ~/.ray/auth_token on all of them (or RAY_AUTH_TOKEN)"
+)
+START_IT = "is it there? On the head: ray start --head --port=6379; to train on this machine alone: unset RAY_ADDRESS"
+
+
+def connect(worker_logs: bool) -> None:
+    """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError."""
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+        ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+    except (OSError, RuntimeError, ValueError) as error:
+        where = os.environ.get(ADDRESS)
+        if not where or where == "local":
+            raise WorkerError(f"Ray could not be started on this machine: {error}") from error
+        told = TOKEN if "InvalidAuthToken" in _whole_story(error) else START_IT
+        raise WorkerError(f"Ray's cluster at {ADDRESS}={where} cannot be joined ({error}); {told}") from error
+
+
+def _whole_story(error: BaseException) -> str:
+    causes = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(str(cause))
+        cause = cause.__cause__
+    return "\n".join(causes)
