@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl.config import Config
@@ -40,12 +40,19 @@ def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advi
     config = located(config, place)
     with _no_warnings():
         roles = run_roles(config, place.kind)
-        phases = device_phases(config, roles, place)
-        room, cache = room_for_sequences(config, policy or policy_shape(config), place)
-        text = f"{report(config, roles, phases, place)}\nKV cache: {cache}"
-        level, words = _verdict(place, phases)
-        if level == "FAIL":
-            words += _advice(config, roles, place, phases) if advise else ""
+        found = judged(config, roles, place, policy or policy_shape(config))
+        if advise and found.level == "FAIL":
+            words = f"{found.verdict}{_advice(config, roles, place, found.phases)}"
+            found = replace(found, verdict=words)
+    return found
+
+
+def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) -> DryRun:
+    """Roles that have been run, on the devices of `place`: `config` may differ from theirs in what concerns engines."""
+    phases = device_phases(config, roles, place)
+    room, cache = room_for_sequences(config, policy, place)
+    text = f"{report(config, roles, phases, place)}\nKV cache: {cache}"
+    level, words = _verdict(place, phases)
     if not room:
         level, words = "FAIL", f"KV cache: {cache}; memory {words}"
     return DryRun(roles, phases, text, level, words)

@@ -1,0 +1,82 @@
+"""Which layout to take: `.venv/bin/python -m verl.trainer.plan --model Qwen/Qwen2.5-32B --gpus 4x8xH100 key=value ...`.
+
+The settings are those of main_ppo. What they say of engines, sharding, offloading or micro-batches stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from verl.config import Config, load_config
+from verl.errors import ConfigError, VerlError
+from verl.trainer.dry_run.place import Place, parse_gpus
+from verl.trainer.model_shape import policy_shape
+from verl.trainer.plan import report
+from verl.trainer.plan.machine import machine_of
+from verl.trainer.plan.picture import draw
+from verl.trainer.plan.scaling import scaled
+from verl.trainer.plan.search import Planned, best_of, search
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0: a layout fits; 1: none does, or the settings are wrong."""
+    try:
+        return _plan(_parsed(argv))
+    except VerlError as error:
+        print(f"FAIL config: {error}")
+        return 1
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m verl.trainer.plan", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="Hugging Face name or folder; its config.json suffices")
+    parser.add_argument("--gpus", required=True, help="nodes x GPUs of a node x kind: 4x8xH100")
+    parser.add_argument("--config-name", default="ppo_trainer")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--price", type=float, help="of a GPU hour")
+    parser.add_argument("--png", type=Path, help="a picture of the plan")
+    parser.add_argument("--no_scaling", action="store_true", help="leave out more nodes, which take a dry run each")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def _plan(asked: argparse.Namespace) -> int:
+    place = parse_gpus(asked.gpus)
+    if len(place.gpus) != 1:
+        raise ConfigError(f"--gpus {asked.gpus}: time depends on the kind of GPU; name it, as in 4x8xH100")
+    models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
+
+    def load(settings: Sequence[str]) -> Config:
+        return load_config(asked.config_name, [*models, *settings, *asked.overrides])
+
+    logging.disable(logging.WARNING)  # what an engine says of its model is no news here
+    machine, policy = machine_of(place.gpus[0]), policy_shape(load([]))
+    title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
+    print(title, flush=True)
+    found = list(search(load, place, policy, machine, partial(print, file=sys.stderr, flush=True)))
+    print("\n".join(report.layouts(found, place)), flush=True)
+    best = best_of(found)
+    if best is None:
+        print(f"FAIL no layout fits; the nearest: {_nearest(found, place).verdict}")
+        return 1
+    print("\n".join(["", *report.best(best, place, asked.steps, asked.price), ""]), flush=True)
+    grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
+    if grown:
+        print("\n".join([*report.scaling(grown), ""]))
+    print("\n".join(report.assumed(best, machine)))
+    if asked.png:
+        draw(found, grown, title, asked.png)
+    return 0
+
+
+def _nearest(found: Sequence[Planned], place: Place) -> Planned:
+    return min(found, key=lambda one: max(phase.total for phase in one.phases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What a plan says: the layouts that were tried, the best one with its settings and its cost, and how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from verl.config.counts import trajectories_per_step
+from verl.phases import Phase
+from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.dry_run.place import Place
+from verl.trainer.dry_run.report import FILLED
+from verl.trainer.plan.machine import Machine
+from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S
+from verl.trainer.plan.scaling import Scaled
+from verl.trainer.plan.search import Planned
+
+
+def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
+    """A table: whether each fits, GiB left in its largest phase, seconds of a step by phase, GiB that a rank sends."""
+    names = [f"{one.engine} GPU{'s' * (one.engine > 1)} an engine, {one.sharding}" for one in found]
+    width = max(map(len, names))
+    phases = "".join(f"{phase:>8}" for phase in Phase)
+    yield f"{'layout':<{width}} {'':<4} {'left':>6}{phases}{'step s':>9}{'in node':>9}{'between':>9}  bound by"
+    for name, one in zip(names, found, strict=True):
+        left = (place.memory - max(phase.total for phase in one.phases)) / GIB
+        seconds = "".join(f"{one.costs[phase].seconds:8.1f}" for phase in Phase)
+        sent = "".join(f"{one.sent.get(where, 0.0) / GIB:9.1f}" for where in ("in node", "between nodes"))
+        yield f"{name:<{width}} {one.level:<4} {left:6.1f}{seconds}{one.seconds:9.1f}{sent}  {bottleneck(one)}"
+
+
+def bottleneck(one: Planned) -> str:
+    return f"{one.slowest}: {one.costs[one.slowest].bound_by}"
+
+
+def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterator[str]:
+    """Settings, as a command line takes them, and what so many steps cost."""
+    yield "the fastest that fits:"
+    yield from (f"  {setting} \\" for setting in [*_nodes(one), *one.settings])
+    hours = one.seconds * steps / 3600
+    cost = f", {hours * place.num_devices * price:,.0f} at {price:g} a GPU hour" if price is not None else ""
+    yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} GPU hours{cost}"
+
+
+def scaling(found: Sequence[Scaled]) -> Iterator[str]:
+    yield f"{'GPUs':>5}{'step s':>9}{'efficiency':>12}  bound by"
+    for one in found:
+        fits = "" if one.planned.fits else "  (does not fit)"
+        yield (f"{one.num_gpus:>5}{one.planned.seconds:9.1f}{one.efficiency:12.0%}  {bottleneck(one.planned)}{fits}")
+
+
+def assumed(one: Planned, machine: Machine) -> Iterator[str]:
+    kept, rows = machine.kept, trajectories_per_step(one.config)
+    yield (
+        f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; of "
+        f"the {machine.gpu.name}'s data sheet {kept.products:.0%} of the arithmetic, {kept.memory:.0%} of the memory, "
+        f"{kept.link:.0%} of the links and {kept.network:.0%} of 400 Gbit/s a GPU between nodes are reached; "
+        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search. None of "
+        "these shares was measured by this project"
+    )
+
+
+def _nodes(one: Planned) -> list[str]:
+    trainer = one.config.trainer
+    return [f"trainer.nnodes={trainer.nnodes}", f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"]

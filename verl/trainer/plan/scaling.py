@@ -1,0 +1,36 @@
+"""The same layout on more and more nodes, with the batch as it is: where more of them stop paying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from verl.trainer.dry_run.place import Place
+from verl.trainer.dry_run.roles import run_roles
+from verl.trainer.model_shape import ModelShape
+from verl.trainer.plan.machine import Machine
+from verl.trainer.plan.search import Loader, Planned, placed, planned
+
+MOST = 4096  # GPUs
+FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A layout on `num_gpus`; `efficiency`: of the speed-up over the first that the GPUs would give at best."""
+
+    num_gpus: int
+    planned: Planned
+    efficiency: float
+
+
+def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
+    """From the place of the plan on, each a dry run of its own."""
+    yield Scaled(place.num_devices, first, 1.0)
+    number = place.num_devices * FACTOR
+    while number <= MOST:
+        larger = replace(place, num_devices=number)
+        roles = run_roles(placed(load, first.settings, larger), place.kind)
+        found = planned(load, first.engine, first.sharding, roles, larger, policy, machine)
+        yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
+        number *= FACTOR

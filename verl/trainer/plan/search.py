@@ -1,0 +1,138 @@
+"""Looks for the layout with which a step is fastest among those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from verl.config import Config, check_supported
+from verl.phases import Phase
+from verl.trainer.dry_run.device import DevicePhase
+from verl.trainer.dry_run.place import Place, located
+from verl.trainer.dry_run.report import FILLED
+from verl.trainer.dry_run.roles import Role, run_roles
+from verl.trainer.dry_run.run import Level, judged
+from verl.trainer.model_shape import ModelShape
+from verl.trainer.plan.layouts import Sharding, engine_sizes, shardings
+from verl.trainer.plan.machine import COMPUTING, HOST, HOST_LINK, Cost, Machine
+from verl.trainer.plan.sampling import expected_trajectories, sampling_cost
+
+MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
+COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
+Loader = Callable[[Sequence[str]], Config]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, whether it fits, and what a step of it takes. `engine` is its GPUs; `sent` are bytes of one rank in a
+    step by the link that they go over.
+    """
+
+    engine: int
+    sharding: Sharding
+    config: Config
+    level: Level
+    verdict: str
+    phases: list[DevicePhase]
+    costs: Mapping[Phase, Cost]
+    sent: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.seconds for cost in self.costs.values())
+
+    @property
+    def slowest(self) -> Phase:
+        return max(self.costs, key=lambda phase: self.costs[phase].seconds)
+
+    @property
+    def settings(self) -> list[str]:
+        return [*engine_settings(self.engine), *self.sharding.settings]
+
+    @property
+    def fits(self) -> bool:
+        return self.level != "FAIL"
+
+
+def search(
+    load: Loader, place: Place, policy: ModelShape, machine: Machine, tell: Callable[[str], None]
+) -> Iterator[Planned]:
+    """Each layout that is tried, with the smallest engines that have room for a sequence, and the next larger ones.
+
+    `load` makes the settings of a run from those of a layout; what the user has set stays as it is.
+    """
+    for family in shardings(placed(load, [], place)):
+        for sharding in family:
+            tell(f"dry run: {sharding}")
+            config = placed(load, sharding.settings, place)
+            roles = run_roles(config, place.kind)
+            fits = False
+            for engine in engine_sizes(config):
+                found = planned(load, engine, sharding, roles, place, policy, machine)
+                if found.level == "FAIL" and "KV cache" in found.verdict:
+                    continue
+                yield found
+                if fits or not found.fits:
+                    break
+                fits = True
+            if fits:
+                break
+
+
+def planned(
+    load: Loader,
+    engine: int,
+    sharding: Sharding,
+    roles: list[Role],
+    place: Place,
+    policy: ModelShape,
+    machine: Machine,
+) -> Planned:
+    config = placed(load, [*engine_settings(engine), *sharding.settings], place)
+    found = judged(config, roles, place, policy)
+    costs = {phase: Cost() for phase in Phase}
+    costs[Phase.SAMPLE] = sampling_cost(config, policy, place, machine, expected_trajectories(config, FILLED))
+    sent: dict[str, float] = {}
+    for role in roles:
+        for one in role.passes:
+            cost = machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0).times(max(1.0, one.times))
+            costs[one.phase] += cost
+        for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
+            costs[phase] += _moving(config, role, phase)
+        for one in role.passes:
+            for kind, num_bytes in one.work.sent.items():
+                where = "in node" if role.groups.of(kind)[1] else "between nodes"
+                sent[where] = sent.get(where, 0.0) + num_bytes * max(1.0, one.times)
+    loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
+    costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
+    return Planned(engine, sharding, config, found.level, found.verdict, found.phases, costs, sent)
+
+
+def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
+    """The run on the devices of `place`. Raises ConfigError."""
+    config = located(load(settings), place)
+    check_supported(config)
+    return config
+
+
+def engine_settings(size: int) -> list[str]:
+    return [f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"]
+
+
+def best_of(found: Sequence[Planned]) -> Planned | None:
+    """The fastest that fits; one that fits narrowly only where no other does."""
+    for level in ("ok", "warn"):
+        if fitting := [one for one in found if one.level == level]:
+            return min(fitting, key=lambda one: one.seconds)
+    return None
+
+
+def _moving(config: Config, role: Role, phase: Phase) -> Cost:
+    """Of a role's parts between host memory and its GPU: there and back in each phase that needs them."""
+    settings = (config.actor_rollout_ref.actor if role.name == "actor" else config.critic.model).fsdp_config
+    if role.name == "critic" and phase is Phase.SYNC:
+        return Cost()
+    parts = ("param_offload", "optimizer_offload") if phase is Phase.UPDATE else ("param_offload",)
+    width = sum(MOVED[part] for part in parts if getattr(settings, part))
+    seconds = 2 * width * role.num_params / role.groups.shard / HOST_LINK
+    return Cost(seconds, {HOST: seconds}) if seconds else Cost()
