@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import ray
 
 from verl.errors import WorkerError
+
+log = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"
 RAY_SETTINGS = {
@@ -24,6 +27,7 @@ TOKEN = (
     "the cluster asks for a token that this process does not send: set RAY_AUTH_MODE=token here and where `ray start` "
     "is called on each node, with the head's ~/.ray/auth_token on all of them (or RAY_AUTH_TOKEN)"
 )
+ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s
 START_IT = "is it there? On the head: ray start --head --port=6379; to train on this machine alone: unset RAY_ADDRESS"
 
 
@@ -31,15 +35,24 @@ def connect(worker_logs: bool) -> None:
     """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError."""
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
-        # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-        ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
-    except (OSError, RuntimeError, ValueError) as error:
-        where = os.environ.get(ADDRESS)
-        if not where or where == "local":
-            raise WorkerError(f"Ray could not be started on this machine: {error}") from error
-        told = TOKEN if "InvalidAuthToken" in _whole_story(error) else START_IT
-        raise WorkerError(f"Ray's cluster at {ADDRESS}={where} cannot be joined ({error}); {told}") from error
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+            ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+            return
+        except Exception as error:
+            if SLOW_START not in str(error) or attempt == ATTEMPTS:
+                raise WorkerError(_why(error)) from error
+            log.warning("Ray's processes did not start within 30 s: this machine is busy; starting them once more")
+            ray.shutdown()
+
+
+def _why(error: Exception) -> str:
+    where = os.environ.get(ADDRESS)
+    if not where or where == "local":
+        return f"Ray could not be started on this machine: {error}"
+    told = TOKEN if "InvalidAuthToken" in _whole_story(error) else START_IT
+    return f"Ray's cluster at {ADDRESS}={where} cannot be joined ({error}); {told}"
 
 
 def _whole_story(error: BaseException) -> str:
