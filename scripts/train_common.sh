@@ -9,11 +9,12 @@
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
 #   N_GPUS             devices on this machine, or on each node (on a CPU machine: number of training processes)
-# Scripts for several nodes set N_NODES_DEFAULT too. They submit the run to a Ray cluster (docs/multinode.md):
+# Scripts for several nodes set N_NODES_DEFAULT too. They run on a Ray cluster (docs/multinode.md):
 #   N_NODES            nodes that train
-#   RAY_DASHBOARD_ADDRESS   http://HEAD:8265
-#   RUNTIME_ENV        a runtime environment of Ray, verl/trainer/runtime_env.yaml say; without one the nodes share the
-#                      folder that the script is called from
+#   RAY_DASHBOARD_ADDRESS   http://HEAD:8265: the run is submitted there as a job
+#   RAY_ADDRESS        HEAD:6379: without the former, the run is led from here; this machine is a node of the cluster
+#   RUNTIME_ENV        of a job: a runtime environment of Ray, verl/trainer/runtime_env.yaml say; without one the nodes
+#                      share the folder that the script is called from
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # This checkout's packages, whatever lies in the caller's folder; then the caller's modules.
@@ -95,7 +96,10 @@ train() {
   shift
   local command=("$PYTHON" -m "$TRAINER" "${overrides[@]}" "$@")
   if only_prints "$@" || [[ $TRAINER =~ (preflight|dry_run)$ ]]; then exec "${command[@]}"; fi # leaves the log alone
-  if [[ -n ${N_NODES_DEFAULT:-} ]]; then submit "${command[@]}"; fi
+  if [[ -n ${N_NODES_DEFAULT:-} && -n ${RAY_DASHBOARD_ADDRESS:-} ]]; then submit "${command[@]}"; fi
+  [[ $N_NODES == 1 || -n ${RAY_ADDRESS:-} ]] ||
+    fail "no Ray cluster is named: start one (docs/multinode.md), then set RAY_DASHBOARD_ADDRESS=http://HEAD:8265 to" \
+      "submit a job, or RAY_ADDRESS=HEAD:6379 to lead the run from here"
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
   # earlier run is added to: this one may go on with it, or be refused.
   export PYTHONUNBUFFERED=1
@@ -104,8 +108,6 @@ train() {
 
 # submit COMMAND...: as a job of the Ray cluster, which runs it on its head and keeps what it prints.
 submit() {
-  [[ -n ${RAY_DASHBOARD_ADDRESS:-} ]] ||
-    fail "RAY_DASHBOARD_ADDRESS is not set; start Ray on the nodes (docs/multinode.md) and set it to http://HEAD:8265"
   local ray="${PYTHON%/*}/ray" job options=() place=(env -C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
   job=$EXPERIMENT_NAME-$(date +%Y-%m-%d_%H-%M-%S)
   if [[ -n ${RUNTIME_ENV:-} ]]; then # the folder goes along, and the job starts in a copy of it

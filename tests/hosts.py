@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from e2e_world import ENV, ROOT
 
-from verl.single_controller.cluster import RAY_SETTINGS
-
 NETWORK = "10.77.0."
 # As Debian and Ubuntu have it: a host's own name is not the address by which others reach it.
 HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
@@ -152,13 +150,9 @@ def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2) -> Iterator[str]:
 @contextlib.contextmanager
 def ray_node(host: Host, address: str, num_cpus: int = 2) -> Iterator[None]:
     """A raylet on `host`, the head if the cluster's `address` is on it."""
-    head = address.startswith(f"{host.address}:")
-    where = ("--head", "--port=6379", "--include-dashboard=false") if head else (f"--address={address}",)
+    where = ("head", "--include-dashboard=false") if address.startswith(f"{host.address}:") else (address,)
     size = ("--num-gpus=0", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
-    ray = host.start(
-        *(str(ROOT / ".venv/bin/ray"), "start", "--block", f"--node-ip-address={host.address}", *where, *size),
-        **RAY_SETTINGS | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"},
-    )
+    ray = host.start("bash", "scripts/cluster/ray_node.sh", *where, *size, RAY_NODE_IP=host.address)
     try:
         wait_for_port(host, address)
         yield
