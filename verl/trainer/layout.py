@@ -43,7 +43,8 @@ def layout_table(place: Placement, nodes: Sequence[Node]) -> str:
     """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each."""
     ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
     if not nodes or not nodes[0].devices:
-        return f"layout: {ranks} and {engines} on CPU"
+        shown = ", ".join(node.address for node in nodes[:NODES_SHOWN]) + ", ..." * (len(nodes) > NODES_SHOWN)
+        return f"layout: {ranks} and {engines} on CPU" + f" of {_count(place.nnodes, 'node')}: {shown}" * bool(nodes)
     words = "colocated, taking turns" if place.colocated else "split"
     each = _count(place.gpus_per_engine, "GPU")
     title = f"layout {words}: {ranks} and {engines} of {each} on {_count(place.nnodes, 'node')}"
