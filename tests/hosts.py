@@ -86,6 +86,7 @@ class Network(contextlib.ExitStack):
             pytest.skip("namespaces without a user's own need root")
         self._folder, self._shared_memory_mib = folder, shared_memory_mib
         self.hosts: list[Host] = []
+        self.address = ""  # of the Ray cluster on them, if there is one
         try:
             self._bridge = Host(0, folder, 1)
             self.callback(self._bridge.power_off)

@@ -23,10 +23,11 @@ OUTPUT = re.compile(
 """A path that a command of ours writes to, as scripts, configs and pages name it."""
 LAUNCHERS = [*ROOT.glob("example/**/*.sh"), *ROOT.glob("search_r1/**/*.sh")]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), *LAUNCHERS, ROOT / ".ci" / "run"])
-TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh"]
+ON_SEVERAL_NODES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("example/multinode/*.sh"))
+TRAINERS = ["train_grpo.sh", "train_grpo_ema_pg.sh", "train_ppo.sh", *ON_SEVERAL_NODES]
 SETTINGS = {
     "DATA_DIR", "TRAIN_DATA_DIR", "TEST_DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME", "WAND_PROJECT", "WANDB_PROJECT",
-    "N_GPUS", "TRAINER",
+    "N_GPUS", "N_NODES", "TRAINER", "RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RUNTIME_ENV",
 }  # fmt: skip
 
 
@@ -147,6 +148,46 @@ def test_a_train_script_can_ask_whether_its_settings_fit(
     verdict = next(line for line in result.stdout.splitlines() if "fit" in line)
     assert verdict.split()[0] == level and "critic's update" in result.stdout
     assert not (ROOT / f"{settings['EXPERIMENT_NAME']}.log").exists(), "the log of a training run stays as it is"
+
+
+@pytest.mark.parametrize("script", ON_SEVERAL_NODES)
+def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Path) -> None:
+    assert composed(script)["trainer"]["nnodes"] == 4 and composed(script, N_NODES="2")["trainer"]["nnodes"] == 2
+    result = run(script, DATA_DIR=str(prompts))
+    assert result.returncode == 2 and "RAY_DASHBOARD_ADDRESS=http://HEAD:8265" in result.stderr
+    assert "N_NODES=few is not a number" in run(script, DATA_DIR=str(prompts), N_NODES="few").stderr
+
+
+def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_path: Path) -> None:
+    """A stand-in for `ray` notes what it is called with: the job starts in the caller's folder, with this checkout."""
+    (tmp_path / "bin").mkdir()
+    noted = tmp_path / "noted"
+    ray = tmp_path / "bin" / "ray"
+    ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {noted}\n')
+    ray.chmod(0o755)
+    command = f"source {ROOT}/scripts/train_common.sh; PYTHON={tmp_path}/bin/python; train a=1 -- b=2"
+    names = ("DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
+    environment = {**os.environ, **{f"{name}_DEFAULT": "x" for name in names}, "N_NODES_DEFAULT": "4"}
+    environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine"}
+    done = subprocess.run(["bash", "-ec", command], cwd=prompts, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = noted.read_text().splitlines()
+    assert words[:3] == ["job", "submit", "--address=http://head:8265"] and words[3].startswith("--submission-id=mine-")
+    entry = words[words.index("--") + 1 :]
+    assert entry[:3] == ["env", "-C", str(prompts)] and f"PYTHONPATH={ROOT}:{prompts}" in entry[3]
+    assert entry[-4:] == ["-m", "verl.trainer.main_ppo", "a=1", "b=2"]
+    assert f"job logs --address=http://head:8265 --follow {words[3].removeprefix('--submission-id=')}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "say head, or the address"), (("here",), "neither head nor an address"), (("head",), "there is no token")],
+)
+def test_a_node_of_a_cluster_that_cannot_start_says_why(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    result = run("scripts/cluster/ray_node.sh", *arguments, HOME=str(tmp_path), RAY_AUTH_TOKEN="")
+    assert result.returncode == 2 and message in result.stderr
 
 
 def test_ema_pg_settings() -> None:

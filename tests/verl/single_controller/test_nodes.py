@@ -1,0 +1,56 @@
+"""Several nodes, which are hosts with a network of their own: who is first, who reaches whom, who sees the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_world import ROOT
+from hosts import Network, ray_cluster
+
+from verl.single_controller.nodes import interface_of
+
+PYTHON, PROBE = str(ROOT / ".venv/bin/python"), str(Path(__file__).with_name("nodes_probe.py"))
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with Network(3, tmp_path_factory.mktemp("hosts")) as network, ray_cluster(network.hosts) as address:
+        network.address = address
+        yield network
+
+
+def asked(network: Network, number: int, run_dir: Path, nnodes: int = 3) -> dict[str, str]:
+    """What a driver on that host finds."""
+    variables = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
+    done = network.hosts[number].run(PYTHON, PROBE, str(nnodes), str(run_dir), **variables)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_driver_s_node_is_first_and_the_others_follow_by_address(network: Network, tmp_path: Path) -> None:
+    found = asked(network, 1, tmp_path)
+    assert found["table"] == "layout: 3 training ranks and 1 engine on CPU of 3 nodes: 10.77.0.2, 10.77.0.1, 10.77.0.3"
+    assert not list(tmp_path.iterdir()), "the marker is taken away"
+
+
+def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:
+    """Each host has shared memory of its own."""
+    found = asked(network, 0, Path("/dev/shm"))
+    assert found["error"].startswith(
+        "ConfigError: trainer.default_local_dir=/dev/shm is another folder on 10.77.0.2, 10.77"
+    )
+
+
+def test_nodes_that_do_not_reach_each_other_are_named(network: Network, tmp_path: Path) -> None:
+    """Ray itself notices nothing: both reach its head."""
+    network.isolate(*network.hosts[1:])
+    message = asked(network, 0, tmp_path)["error"]
+    assert message.startswith("WorkerError: 10.77.0.2 does not reach 10.77.0.3 (")
+    assert ", 10.77.0.3 does not reach 10.77.0.2 (" in message and "10.77.0.1 does not reach" not in message
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None
