@@ -91,10 +91,10 @@ def test_unusable_setting_is_named(setting: str, value: str, message: str, promp
 
 @pytest.mark.parametrize("script", TRAINERS)
 def test_composes_without_data_and_later_arguments_win(script: str) -> None:
-    tree = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="2")
+    tree = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="4")
     assert tree["trainer"]["total_training_steps"] == 20
     assert tree["trainer"]["val_before_train"] is False
-    assert tree["trainer"]["n_gpus_per_node"] == 2
+    assert tree["trainer"]["n_gpus_per_node"] == 4
     assert tree["data"]["train_batch_size"] == 512
 
 

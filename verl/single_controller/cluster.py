@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from urllib.parse import urlsplit
 
 import ray
 
@@ -12,6 +14,8 @@ from verl.errors import WorkerError
 log = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"
+CLIENT_PORT = 10001  # of ray:// addresses
+REACH_S = 10.0
 RAY_SETTINGS = {
     # On one machine the control store never comes back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
@@ -35,6 +39,10 @@ def connect(worker_logs: bool) -> None:
     """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError."""
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    try:
+        reach(os.environ.get(ADDRESS, ""))  # Ray would try for minutes
+    except (OSError, ValueError) as error:
+        raise WorkerError(_why(error)) from error
     for attempt in range(1, ATTEMPTS + 1):
         try:
             # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
@@ -45,6 +53,20 @@ def connect(worker_logs: bool) -> None:
                 raise WorkerError(_why(error)) from error
             log.warning("Ray's processes did not start within 30 s: this machine is busy; starting them once more")
             ray.shutdown()
+
+
+def reach(address: str) -> None:
+    """Raises OSError when nobody listens at `address` (host:port or ray://host:port), ValueError when it is none.
+
+    Fine for "", "local" and "auto", where Ray looks for itself.
+    """
+    if address in ("", "local", "auto"):
+        return
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    port = parts.port or (CLIENT_PORT if parts.scheme == "ray" else None)
+    if not parts.hostname or port is None:
+        raise ValueError("this is not host:port")
+    socket.create_connection((parts.hostname, port), REACH_S).close()
 
 
 def _why(error: Exception) -> str:

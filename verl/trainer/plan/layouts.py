@@ -22,6 +22,12 @@ class Sharding:
     offload: bool
     tokens: int
 
+    @classmethod
+    def of(cls, config: Config) -> Sharding:
+        """What a run has, where the user's settings have won over a plan's."""
+        actor = config.actor_rollout_ref.actor
+        return cls(actor.fsdp_config.fsdp_size, actor.fsdp_config.param_offload, actor.ppo_max_token_len_per_gpu)
+
     @property
     def settings(self) -> list[str]:
         offload = str(self.offload).lower()

@@ -57,26 +57,45 @@ class Planned:
 def search(
     load: Loader, place: Place, policy: ModelShape, machine: Machine, tell: Callable[[str], None]
 ) -> Iterator[Planned]:
-    """Each layout that is tried, with the smallest engines that have room for a sequence, and the next larger ones.
+    """Each layout that is tried.
 
     `load` makes the settings of a run from those of a layout; what the user has set stays as it is.
     """
+    tried: set[Sharding] = set()
     for family in shardings(placed(load, [], place)):
-        for sharding in family:
+        for wanted in family:
+            config = placed(load, wanted.settings, place)
+            sharding = Sharding.of(config)
+            if sharding in tried:
+                continue
+            tried.add(sharding)
             tell(f"dry run: {sharding}")
-            config = placed(load, sharding.settings, place)
             roles = run_roles(config, place.kind)
-            fits = False
-            for engine in engine_sizes(config):
-                found = planned(load, engine, sharding, roles, place, policy, machine)
-                if found.level == "FAIL" and "KV cache" in found.verdict:
-                    continue
-                yield found
-                if fits or not found.fits:
-                    break
-                fits = True
-            if fits:
+            found = list(_engines(load, config, sharding, roles, place, policy, machine))
+            yield from found
+            if any(one.fits for one in found):
                 break
+
+
+def _engines(
+    load: Loader,
+    config: Config,
+    sharding: Sharding,
+    roles: list[Role],
+    place: Place,
+    policy: ModelShape,
+    machine: Machine,
+) -> Iterator[Planned]:
+    """With the smallest engines that have room for a sequence, and where these fit also with the next larger ones."""
+    before: Planned | None = None
+    for size in engine_sizes(config):
+        found = planned(load, size, sharding, roles, place, policy, machine)
+        if (found.level == "FAIL" and "KV cache" in found.verdict) or (before and found.engine == before.engine):
+            continue
+        yield found
+        if before is not None or not found.fits:
+            return
+        before = found
 
 
 def planned(
@@ -103,6 +122,7 @@ def planned(
             for kind, num_bytes in one.work.sent.items():
                 where = "in node" if role.groups.of(kind)[1] else "between nodes"
                 sent[where] = sent.get(where, 0.0) + num_bytes * max(1.0, one.times)
+    engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
     return Planned(engine, sharding, config, found.level, found.verdict, found.phases, costs, sent)

@@ -10,34 +10,32 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from verl.config import Config
+from verl.single_controller.cluster import reach
 from verl.trainer.preflight.finding import Finding, judge
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 5.0
-DEFAULT_PORTS = {"http": 80, "https": 443, "ray": 10001}
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
     """`ray_address` is the value of RAY_ADDRESS."""
     nnodes = config.trainer.nnodes
-    yield check_port(LOOPBACK if nnodes == 1 else socket.gethostname(), nnodes)
+    yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes try each other's at the start")
     yield check_ray(ray_address, nnodes)
     if config.do_search and config.retriever.engine is None:
         yield from check_hosts(config.retriever.url)
 
 
-def check_port(host: str, nnodes: int) -> Finding:
+def check_port(host: str) -> Finding:
     """Opens a port on this machine's address `host`, and connects to it."""
     try:
-        address = socket.gethostbyname(host)
-        with socket.create_server((address, 0)) as server:
+        with socket.create_server((host, 0)) as server:
             socket.create_connection(server.getsockname()[:2], TIMEOUT_S).close()
     except OSError as error:
-        todo = "bring the interface up (ip link), or mend the name in /etc/hosts"
+        todo = "bring the interface up (ip link)"
         return Finding("FAIL", "ports", f"no connection to a port of its own on {host}: {error}", todo)
-    found = f"{host} can be listened on" if host == address else f"{host} ({address}) can be listened on"
-    todo = f"give {host} the address by which the other nodes reach it, in /etc/hosts"
-    return judge(nnodes == 1 or not address.startswith("127."), "ports", found, todo)
+    return Finding("ok", "ports", f"{host} can be listened on")
 
 
 def check_ray(address: str | None, nnodes: int) -> Finding:
@@ -52,8 +50,7 @@ def check_ray(address: str | None, nnodes: int) -> Finding:
     if address == "auto":
         return Finding("ok", "ray", "RAY_ADDRESS=auto: a cluster that was started on this machine (not looked for)")
     try:
-        host, port = _host_and_port(address)
-        socket.create_connection((host, port), TIMEOUT_S).close()
+        reach(address)
     except (OSError, ValueError) as error:
         todo = "start it there (ray start --head --port=6379), or unset RAY_ADDRESS"
         return Finding("FAIL", "ray", f"RAY_ADDRESS={address} cannot be reached: {error}", todo)

@@ -1,0 +1,101 @@
+"""Plans: what work costs and how long engines sample, by hand; which layout is taken; the command."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from verl.config import load_config
+from verl.trainer.dry_run.gpus import GPUS, Groups
+from verl.trainer.dry_run.kv_cache import kv_cache_tokens
+from verl.trainer.dry_run.place import parse_gpus
+from verl.trainer.dry_run.work import Operation, Work
+from verl.trainer.model_shape import ModelShape
+from verl.trainer.plan.__main__ import main
+from verl.trainer.plan.layouts import Sharding, shardings
+from verl.trainer.plan.machine import COMPUTING, IN_NODE, NETWORK, Cost, Kept, Machine
+from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, Trajectories, sampling_cost
+
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+HALF = Machine(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.model.path=m")
+
+
+def test_work_at_half_of_the_data_sheet() -> None:
+    """A second of arithmetic and one of reading take two each; a small kernel its launch."""
+    work = Work(
+        [
+            Operation(989e12, torch.bfloat16, 0),
+            Operation(0.0, torch.bfloat16, 3_350_000_000_000),
+            Operation(1.0, torch.bfloat16, 0),
+        ],
+        Counter({"all-gather": int(450e9 * 8 / 7), "all-reduce": int(50e9)}),
+    )
+    cost = HALF.cost(work, Groups(8, replicas=2))
+    assert cost.parts == pytest.approx({COMPUTING: 4.001, IN_NODE: 2.0, NETWORK: 2.0})  # 2 x 1/2 of it at 25 GB/s
+    assert cost.seconds == pytest.approx(4.001) and cost.bound_by == COMPUTING
+    assert HALF.cost(work, Groups(8, replicas=2), share=0.25).seconds == pytest.approx(2.0)
+
+
+def test_costs_add_up_one_after_the_other() -> None:
+    total = Cost(2.0, {COMPUTING: 2.0, NETWORK: 1.0}) + Cost(3.0, {NETWORK: 3.0}).times(2)
+    assert (total.seconds, total.parts, total.bound_by) == (8.0, {COMPUTING: 2.0, NETWORK: 7.0}, NETWORK)
+
+
+def test_sampling_by_hand() -> None:
+    """8 engines of a GPU, 16 trajectories each at once: each iteration reads 2 GB of weights and half of the keys."""
+    config = load_config("ppo_trainer", [*GRPO, "actor_rollout_ref.rollout.dtype=bfloat16", "do_search=true",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1"])  # fmt: skip
+    policy, place = ModelShape(10**9, 10, 1000, 4000, 500, None), parse_gpus("8xH100")
+    of = Trajectories(number=128, tokens=1000.0, generated=200.0, longest=500, searches=2.0)
+    assert kv_cache_tokens(config, policy, place) > 16 * 1000
+    keys = 16 * 2 * 10 * 500 * 2 * 500
+    iterations = 500 * ((2e9 + keys) / (3.35e12 / 2) + ITERATION_S)
+    context = 16 * 800 * 2e9 / (989e12 / 2)
+    cost = sampling_cost(config, policy, place, HALF, of)
+    assert cost.seconds == pytest.approx(iterations + context + 2 * SEARCH_S)
+
+
+def test_copies_are_tried_on_several_nodes_alone() -> None:
+    one, several = (load_config("ppo_trainer", [*GRPO, f"trainer.nnodes={nodes}"]) for nodes in (1, 2))
+    assert [family[0].fsdp_size for family in shardings(one)] == [-1]
+    assert [family[0].fsdp_size for family in shardings(several)] == [-1, 8]
+    assert next(shardings(one))[0] == Sharding(-1, False, 4 * 1024), "without offloading first, and the largest batches"
+
+
+def plan(model: Path, gpus: str, *overrides: str) -> tuple[str, ...]:
+    data = ("data.train_files=train.parquet", "data.val_files=test.parquet", "data.train_batch_size=8")
+    data += ("actor_rollout_ref.actor.ppo_mini_batch_size=40",)
+    return ("--model", str(model), "--gpus", gpus, *GRPO[:2], *data, *overrides)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 512}
+    Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says to set is valid, and what the user has set stays."""
+    engine = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    picture = tmp_path / "plan.png"
+    arguments = plan(model, "2x2xH100", f"{engine}=1", "--no_scaling", "--price", "2", "--png", str(picture))
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    settings = [line.strip(" \\") for line in printed.splitlines() if line.startswith("  ") and line.endswith("\\")]
+    assert "trainer.nnodes=2" in settings and "trainer.n_gpus_per_node=2" in settings and f"{engine}=1" in settings
+    load_config("ppo_trainer", [*GRPO, *settings])
+    assert "1,000 steps:" in printed and "at 2 a GPU hour" in printed and "a copy on 2" in printed
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"), [("8x80", "time depends on the kind of GPU"), ("some", "--gpus some is not understood")]
+)
+def test_gpus_without_a_kind(gpus: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan(model, gpus)) == 1 and message in capsys.readouterr().out
