@@ -108,7 +108,8 @@ train() {
 
 # submit COMMAND...: as a job of the Ray cluster, which runs it on its head and keeps what it prints.
 submit() {
-  local ray="${PYTHON%/*}/ray" job options=() place=(env -C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
+  local ray=ray job options=() place=(env -C "$PWD" "PYTHONPATH=$PYTHONPATH" PYTHONSAFEPATH=1)
+  if [[ -x $ROOT/.venv/bin/ray ]]; then ray=$ROOT/.venv/bin/ray; fi
   job=$EXPERIMENT_NAME-$(date +%Y-%m-%d_%H-%M-%S)
   if [[ -n ${RUNTIME_ENV:-} ]]; then # the folder goes along, and the job starts in a copy of it
     options=(--runtime-env="$RUNTIME_ENV")

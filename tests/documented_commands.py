@@ -156,7 +156,7 @@ class Checkout:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
         self._programs.mkdir()
-        programs = {"python3": STAND_IN, "python3.11": STAND_IN, "curl": CURL, "df": DF}
+        programs = {"python3": STAND_IN, "python3.11": STAND_IN, "ray": STAND_IN, "curl": CURL, "df": DF}
         for name, text in (programs | {"nvidia-smi": NVIDIA_SMI, "gcc": STAND_IN, "Python.h": ""}).items():
             (self._programs / name).write_text(text)
             (self._programs / name).chmod(0o755)
@@ -165,7 +165,8 @@ class Checkout:
         """Run a script to its end; the calls it made, in order."""
         self._calls.write_bytes(b"")
         paths = os.pathsep.join([str(self._programs), os.environ["PATH"]])
-        variables = {"PATH": paths, "CALLS": str(self._calls)} | command.variables
+        of_a_user = {"HOME": str(self.folder), "RAY_AUTH_TOKEN": "secret"}
+        variables = {"PATH": paths, "CALLS": str(self._calls)} | of_a_user | command.variables
         done = subprocess.run(
             command.words, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=120
         )

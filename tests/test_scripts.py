@@ -160,12 +160,12 @@ def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Pat
 
 def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_path: Path) -> None:
     """A stand-in for `ray` notes what it is called with: the job starts in the caller's folder, with this checkout."""
-    (tmp_path / "bin").mkdir()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
     noted = tmp_path / "noted"
-    ray = tmp_path / "bin" / "ray"
+    ray = tmp_path / ".venv/bin/ray"
     ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {noted}\n')
     ray.chmod(0o755)
-    command = f"source {ROOT}/scripts/train_common.sh; PYTHON={tmp_path}/bin/python; train a=1 -- b=2"
+    command = f"source {ROOT}/scripts/train_common.sh; ROOT={tmp_path}; train a=1 -- b=2"
     names = ("DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
     environment = {**os.environ, **{f"{name}_DEFAULT": "x" for name in names}, "N_NODES_DEFAULT": "4"}
     environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine"}

@@ -36,7 +36,9 @@ from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
 from verl.tracking.tracker import Tracker
 from verl.trainer.dry_run import __main__ as dry_run
+from verl.trainer.dry_run.place import parse_gpus
 from verl.trainer.main_ppo_format import with_format_reward
+from verl.trainer.plan import __main__ as plan
 from verl.trainer.preflight import __main__ as preflight
 from verl.trainer.scoring import make_reward
 
@@ -132,6 +134,13 @@ def composes_preflight(command: Command, _: Checkout) -> None:
 def composes_dry_run(command: Command, _: Checkout) -> None:
     with ends_well():
         dry_run.parse(command.arguments)
+
+
+def composes_plan(command: Command, _: Checkout) -> None:
+    with ends_well():
+        asked = plan.parse(command.arguments)
+        assert parse_gpus(asked.gpus).per_node
+        load_config(asked.config_name, [f"actor_rollout_ref.model.path={asked.model}", *asked.overrides])
 
 
 def composes_format_training(command: Command, _: Checkout) -> None:
@@ -297,6 +306,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.run_folder", composes_training),
     (r"python -m verl\.trainer\.preflight", composes_preflight),
     (r"python -m verl\.trainer\.dry_run", composes_dry_run),
+    (r"python -m verl\.trainer\.plan", composes_plan),
     (r"python -m first_run", accepts_stages),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),

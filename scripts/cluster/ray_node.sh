@@ -36,4 +36,6 @@ ulimit -n "$(ulimit -Hn)" # connections between all nodes, engines and trajector
 
 if [[ -n ${RAY_NODE_IP:-} ]]; then where+=(--node-ip-address="$RAY_NODE_IP"); fi
 unset RAY_ADDRESS # which `ray start` would take for the cluster to join
-exec .venv/bin/ray start --block --disable-usage-stats "${where[@]}" "$@"
+ray=ray
+if [[ -x .venv/bin/ray ]]; then ray=.venv/bin/ray; fi
+exec "$ray" start --block --disable-usage-stats "${where[@]}" "$@"

@@ -19,12 +19,15 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 address=$(getent ahostsv4 "${hosts[0]}" | awk 'NR == 1 { print $1 }')
 [[ -n $address ]] || fail "${hosts[0]} has no address"
 
-# The secret goes by standard input: arguments can be read by everyone on a machine. -tt ends the node with this script.
+# The secret goes by standard input: arguments can be read by everyone on a machine.
 on() { # on HOST ROLE ARGUMENT...
   local host=$1 command
   shift
   printf -v command '%q ' bash "$repository/scripts/cluster/ray_node.sh" "$@"
-  ssh -o BatchMode=yes "$host" "read -r RAY_AUTH_TOKEN; export RAY_AUTH_TOKEN; $command & trap 'kill \$!' EXIT; cat; wait" \
+  # What is started there ends with its standard input, which this script holds open.
+  ssh -o BatchMode=yes "$host" "
+    read -r RAY_AUTH_TOKEN; if [[ -n \$RAY_AUTH_TOKEN ]]; then export RAY_AUTH_TOKEN; fi
+    $command & node=\$!; trap 'kill \$node; wait \$node' EXIT TERM HUP; cat" \
     < <(echo "${RAY_AUTH_TOKEN:-}"; exec sleep infinity) &
 }
 

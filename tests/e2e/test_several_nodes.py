@@ -10,6 +10,7 @@ from e2e_world import ROOT, metrics_by_step, small_run
 from hosts import Network, ray_cluster, wait_for_port
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow  # four runs of five steps, two minutes of a core each
 PYTHON = str(ROOT / ".venv/bin/python")
 TIMED = ("timing", "perf", "memory_gib")
 

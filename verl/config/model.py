@@ -97,5 +97,10 @@ class FrozenFsdpConfig:
     """Sharding of a model that is only evaluated."""
 
     param_offload: bool = setting(False, "Keep the parameters in pinned host memory while nothing reads them.")
-    fsdp_size: int = setting(-1, "Workers that share one copy of the model; the same as of the actor.", ge=-1)
+    fsdp_size: int = setting(
+        -1,
+        "Workers that share one copy of the model; the actor's, which the anchor follows.",
+        ge=-1,
+        shown="${actor_rollout_ref.actor.fsdp_config.fsdp_size}",
+    )
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)

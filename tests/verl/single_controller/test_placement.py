@@ -1,4 +1,4 @@
-"""Which devices the roles of a run are given, by Ray itself on eight GPUs that it is told to have."""
+"""Which devices the roles of a run are given, by Ray itself on GPUs that it is told to have."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from e2e_world import ENV
 
 PROBE = Path(__file__).with_name("placement_probe.py")
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-SPLIT = f"{TP}=2 trainer.layout=split trainer.rollout_gpus_per_node=4"
+FOUR = "trainer.n_gpus_per_node=4"
+SPLIT = f"{FOUR} {TP}=1 trainer.layout=split trainer.rollout_gpus_per_node=2"
 
 
 def devices(visible: str | None, *cases: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in ENV.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    number = 8 if visible is None else len(visible.split(","))
+    number = 4 if visible is None else len(visible.split(","))
     ran = subprocess.run(
         [sys.executable, str(PROBE), str(number), *cases], env=environment, capture_output=True, text=True, check=False
     )
@@ -28,12 +29,12 @@ def devices(visible: str | None, *cases: str) -> list[dict[str, Any]]:
 
 
 def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> None:
-    shared, split = devices(None, f"{TP}=4", SPLIT)
-    assert shared["actor"] == shared["critic"] == [str(i) for i in range(8)]
-    assert shared["engines"] == ["0,1,2,3", "4,5,6,7"]
-    assert split["engines"] == ["0,1", "2,3"] and split["actor"] == split["critic"] == ["4", "5", "6", "7"]
-    assert split["table"].splitlines()[0] == "layout split: 4 training ranks and 2 engines of 2 GPUs on 1 node"
-    assert split["table"].splitlines()[2].split()[1:] == ["ranks", "0-3", "4,5,6,7", "engines", "0-1", "0,1,2,3"]
+    shared, split = devices(None, f"{FOUR} {TP}=2", SPLIT)
+    assert shared["actor"] == shared["critic"] == ["0", "1", "2", "3"]
+    assert shared["engines"] == ["0,1", "2,3"]
+    assert split["engines"] == ["0", "1"] and split["actor"] == split["critic"] == ["2", "3"]
+    assert split["table"].splitlines()[0] == "layout split: 2 training ranks and 2 engines of 1 GPU on 1 node"
+    assert split["table"].splitlines()[2].split()[1:] == ["ranks", "0-1", "2,3", "engines", "0-1", "0,1"]
 
 
 @pytest.mark.parametrize("visible", ["5,7", "GPU-a,GPU-b"])

@@ -26,13 +26,14 @@ from verl.trainer.plan.search import Planned, best_of, search
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: a layout fits; 1: none does, or the settings are wrong."""
     try:
-        return _plan(_parsed(argv))
+        return _plan(parse(argv))
     except VerlError as error:
         print(f"FAIL config: {error}")
         return 1
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What is asked for, not looked at yet."""
     parser = argparse.ArgumentParser(prog="python -m verl.trainer.plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="Hugging Face name or folder; its config.json suffices")
     parser.add_argument("--gpus", required=True, help="nodes x GPUs of a node x kind: 4x8xH100")
