@@ -99,7 +99,7 @@ class FrozenFsdpConfig:
     param_offload: bool = setting(False, "Keep the parameters in pinned host memory while nothing reads them.")
     fsdp_size: int = setting(
         -1,
-        "Workers that share one copy of the model; the actor's, which the anchor follows.",
+        "Workers that share one copy of the model; as many as of the actor, shard by shard.",
         ge=-1,
         shown="${actor_rollout_ref.actor.fsdp_config.fsdp_size}",
     )
