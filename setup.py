@@ -72,6 +72,7 @@ PACKAGE_DATA = {
     "search_r1.llm_agent": ["templates/*.txt"],
     "search_r1.rewards": ["rubrics/*.txt"],
     "search_r1.search": ["*.sh"],
+    "verl.trainer": ["runtime_env.yaml"],
 }
 
 if __name__ == "__main__":

@@ -37,10 +37,12 @@ START_IT = "is it there? On the head: ray start --head --port=6379; to train on 
 
 def connect(worker_logs: bool) -> None:
     """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError."""
-    for name, value in RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    where = os.environ.get(ADDRESS, "")
+    if where in ("", "local"):
+        for name, value in RAY_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
-        reach(os.environ.get(ADDRESS, ""))  # Ray would try for minutes
+        reach(where)  # Ray would try for minutes
     except (OSError, ValueError) as error:
         raise WorkerError(_why(error)) from error
     for attempt in range(1, ATTEMPTS + 1):

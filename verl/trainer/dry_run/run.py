@@ -38,7 +38,7 @@ def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advi
     it does not fit, which takes several times as long. Raises ConfigError for settings that no engine can be made of.
     """
     config = located(config, place)
-    with _no_warnings():
+    with no_warnings():
         roles = run_roles(config, place.kind)
         found = judged(config, roles, place, policy or policy_shape(config))
         if advise and found.level == "FAIL":
@@ -80,7 +80,7 @@ def _worst(phases: list[DevicePhase]) -> DevicePhase:
 
 
 @contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
+def no_warnings() -> Iterator[None]:
     """What an engine says of its model is no news here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -6,7 +6,6 @@ The settings are those of main_ppo. What they say of engines, sharding, offloadi
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from verl.config import Config, load_config
 from verl.errors import ConfigError, VerlError
 from verl.trainer.dry_run.place import Place, parse_gpus
+from verl.trainer.dry_run.run import no_warnings
 from verl.trainer.model_shape import policy_shape
 from verl.trainer.plan import report
 from verl.trainer.plan.machine import machine_of
@@ -26,7 +26,8 @@ from verl.trainer.plan.search import Planned, best_of, search
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: a layout fits; 1: none does, or the settings are wrong."""
     try:
-        return _plan(parse(argv))
+        with no_warnings():
+            return _plan(parse(argv))
     except VerlError as error:
         print(f"FAIL config: {error}")
         return 1
@@ -55,7 +56,6 @@ def _plan(asked: argparse.Namespace) -> int:
     def load(settings: Sequence[str]) -> Config:
         return load_config(asked.config_name, [*models, *settings, *asked.overrides])
 
-    logging.disable(logging.WARNING)  # what an engine says of its model is no news here
     machine, policy = machine_of(place.gpus[0]), policy_shape(load([]))
     title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
     print(title, flush=True)

@@ -43,7 +43,7 @@ def expected_trajectories(config: Config, filled: float) -> Trajectories:
     longest = min(config.actor_rollout_ref.rollout.response_length, turns * data.max_response_length)
     searches = filled * (turns - 1) if config.do_search else 0.0
     window = filled * window_of(config)
-    return Trajectories(trajectories_per_step(config), window, filled * longest / 2, longest, searches)
+    return Trajectories(trajectories_per_step(config), window, filled * longest, longest, searches)
 
 
 def sampling_cost(config: Config, policy: ModelShape, place: Place, machine: Machine, of: Trajectories) -> Cost:
