@@ -44,7 +44,10 @@ class Host:
             f"mount -t tmpfs -o size={shared_memory_mib}m tmpfs /dev/shm; ip link set lo up; echo up; {INIT}"
         )
         self._process = subprocess.Popen(
-            ["unshare", *UNSHARED, "bash", "-ec", set_up], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *UNSHARED, "bash", "-ec", set_up],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         if self._process.stdout.readline() != "up\n":
