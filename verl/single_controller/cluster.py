@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from traceback import format_exception
 from urllib.parse import urlsplit
 
 import ray
@@ -75,14 +76,5 @@ def _why(error: Exception) -> str:
     where = os.environ.get(ADDRESS)
     if not where or where == "local":
         return f"Ray could not be started on this machine: {error}"
-    told = TOKEN if "InvalidAuthToken" in _whole_story(error) else START_IT
+    told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT
     return f"Ray's cluster at {ADDRESS}={where} cannot be joined ({error}); {told}"
-
-
-def _whole_story(error: BaseException) -> str:
-    causes = []
-    cause: BaseException | None = error
-    while cause is not None:
-        causes.append(str(cause))
-        cause = cause.__cause__
-    return "\n".join(causes)

@@ -24,13 +24,17 @@ Level = Literal["ok", "warn", "FAIL"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out: the whole report, and whether it fits, in words (what does not, with what to change)."""
+    """What came out: the whole report, and whether it fits, in words (what does not, with what to change).
+
+    room: whether an engine has room for the longest sequence.
+    """
 
     roles: list[Role]
     phases: list[DevicePhase]
     report: str
     level: Level
     verdict: str
+    room: bool
 
 
 def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advise: bool = True) -> DryRun:
@@ -55,7 +59,7 @@ def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) 
     level, words = _verdict(place, phases)
     if not room:
         level, words = "FAIL", f"KV cache: {cache}; memory {words}"
-    return DryRun(roles, phases, text, level, words)
+    return DryRun(roles, phases, text, level, words, room)
 
 
 def _verdict(place: Place, phases: list[DevicePhase]) -> tuple[Level, str]:

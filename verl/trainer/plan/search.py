@@ -24,8 +24,8 @@ Loader = Callable[[Sequence[str]], Config]
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, whether it fits, and what a step of it takes. `engine` is its GPUs; `sent` are bytes of one rank in a
-    step by the link that they go over.
+    """A layout, whether it fits, and what a step of it takes. `engine` is its GPUs, `room` whether it holds a sequence;
+    `sent` are bytes of one rank in a step by the link that they go over.
     """
 
     engine: int
@@ -33,6 +33,7 @@ class Planned:
     config: Config
     level: Level
     verdict: str
+    room: bool
     phases: list[DevicePhase]
     costs: Mapping[Phase, Cost]
     sent: Mapping[str, float]
@@ -90,7 +91,7 @@ def _engines(
     before: Planned | None = None
     for size in engine_sizes(config):
         found = planned(load, size, sharding, roles, place, policy, machine)
-        if (found.level == "FAIL" and "KV cache" in found.verdict) or (before and found.engine == before.engine):
+        if not found.room or (before and found.engine == before.engine):
             continue
         yield found
         if before is not None or not found.fits:
@@ -114,18 +115,17 @@ def planned(
     sent: dict[str, float] = {}
     for role in roles:
         for one in role.passes:
-            cost = machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0).times(max(1.0, one.times))
-            costs[one.phase] += cost
-        for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
-            costs[phase] += _moving(config, role, phase)
-        for one in role.passes:
+            times = max(1.0, one.times)
+            costs[one.phase] += machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0).times(times)
             for kind, num_bytes in one.work.sent.items():
                 where = "in node" if role.groups.of(kind)[1] else "between nodes"
-                sent[where] = sent.get(where, 0.0) + num_bytes * max(1.0, one.times)
-    engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+                sent[where] = sent.get(where, 0.0) + num_bytes * times
+        for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
+            costs[phase] += _moving(config, role, phase)
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
-    return Planned(engine, sharding, config, found.level, found.verdict, found.phases, costs, sent)
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
+    return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
 
 
 def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
