@@ -72,6 +72,7 @@ def script(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path):
     return start
 
 
+@pytest.mark.slow  # what it shares with the next one, and with the whole loop, is seen there
 def test_grpo(script) -> None:
     run = script("train_grpo.sh", *GROUPS)
     assert len(run.trajectories(2)) == 24

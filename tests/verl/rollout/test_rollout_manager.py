@@ -207,14 +207,34 @@ def test_an_engine_holds_as_many_episodes_as_its_cache(session: Any, tiny_model_
     assert session.engine.whole_sequences == pytest.approx(tokens / 512, rel=0.02)
 
 
-def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
-    ray_session: Any, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, weight_dir: Path
+def test_two_engines_draw_what_one_draws_and_leave_no_process(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """First a bucket that is changed on its way, then a trainer that dies."""
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
+    expected = manager.collect(prompts, n=2, step=2)
+    before = engine_processes()
+    two, one_at_once = "actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.rollout.max_concurrent=1"
+    pair = RolloutManager(config_of(tiny_model_dir, two, one_at_once), POOL)
+    try:
+        assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
+        # The first prompt lasts until six others have been played, which its own engine has no room for.
+        rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]
+        assert len(pair.collect(prompts_of(byte_tokenizer, *rows), n=1, step=3)) == 8
+        engines = engine_processes() - before
+        assert len(engines) == 2
+    finally:
+        pair.shutdown()
+    for engine in engines:
+        assert_gone(engine)
+
+
+def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    """First a bucket that is changed on its way, then a trainer that dies. `manager` is of no use after it."""
     prompts = prompts_of(byte_tokenizer, *[{} for _ in range(2)])
     config = config_of(tiny_model_dir, "actor_rollout_ref.rollout.weight_sync.bucket_mib=1")
     deaths = list[bool]()
-    manager = RolloutManager(config, POOL)
     actor = ActorGroup(config, POOL, 1, False)
 
     def export(index: int) -> Exported:
@@ -244,28 +264,6 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
             manager.collect(prompts, n=1, step=1)
     finally:
         actor.shutdown()
-        manager.shutdown()
-
-
-def test_two_engines_draw_what_one_draws_and_leave_no_process(
-    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
-    expected = manager.collect(prompts, n=2, step=2)
-    before = engine_processes()
-    two, one_at_once = "actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.rollout.max_concurrent=1"
-    pair = RolloutManager(config_of(tiny_model_dir, two, one_at_once), POOL)
-    try:
-        assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
-        # The first prompt lasts until six others have been played, which its own engine has no room for.
-        rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]
-        assert len(pair.collect(prompts_of(byte_tokenizer, *rows), n=1, step=3)) == 8
-        engines = engine_processes() - before
-        assert len(engines) == 2
-    finally:
-        pair.shutdown()
-    for engine in engines:
-        assert_gone(engine)
 
 
 def test_engines_that_die_are_started_anew_with_the_weights_that_they_had(
