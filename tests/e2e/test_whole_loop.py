@@ -234,6 +234,7 @@ def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(run_dir: Path, guarded
     assert (step_4 - step_1).norm() > 0
 
 
+@pytest.mark.slow
 def test_after_a_rollback_a_killed_run_goes_on_from_where_it_went_back_to(
     guarded: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ def weights(folder: Path, step: int) -> torch.Tensor:
     return state["model.layers.0.mlp.up_proj.weight"]
 
 
+@pytest.mark.slow  # test_new_users_hour.py asks a run, too
 def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
     question = run("-m", "search_r1.evaluation.example_question", str(tinywiki / "test.parquet")).strip()
     output = run("infer.py", "--run", str(run_dir), "--retriever_url", tinywiki_url, "--question", question)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
-TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ROLLOUT = "actor_rollout_ref.rollout"
+TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 NO_SPLIT_ON_CPU = (
     "trainer.layout=split divides GPUs, and this run has none: leave it at colocated "
-    "(engines on CPU are processes beside those that train: actor_rollout_ref.rollout.num_engines)"
+    f"(engines on CPU are processes beside those that train: {ROLLOUT}.num_engines), or give the engines whole nodes "
+    f"({ROLLOUT}.nnodes)"
 )
 
 
@@ -19,7 +21,8 @@ NO_SPLIT_ON_CPU = (
 class Placement:
     """Of each of `nnodes` nodes the last `training` devices train and the first `sampling` ones sample.
 
-    Colocated roles take turns on all devices of a node. On CPU a device is a process, and engines are processes beside.
+    Colocated roles take turns on all devices of a node. With `sampling_nodes` those are nodes of their own, on which
+    `sampling` devices sample. On CPU a device is a process, and engines are processes beside.
     """
 
     nnodes: int
@@ -28,10 +31,16 @@ class Placement:
     training: int
     gpus_per_engine: int
     num_engines: int
+    sampling_nodes: int = 0
 
     @property
     def colocated(self) -> bool:
-        return self.training == self.per_node
+        return self.training == self.per_node and not self.sampling_nodes
+
+    @property
+    def engines_per_node(self) -> int:
+        """Of a node that samples; on CPU they need not be equally many."""
+        return self.num_engines // (self.sampling_nodes or self.nnodes)
 
     @property
     def num_ranks(self) -> int:
@@ -44,11 +53,12 @@ def placement_of(config: Config, device: str) -> Placement:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     nnodes, per_node, sampling = trainer.nnodes, trainer.n_gpus_per_node, _sampling(config)
     if device == "cpu":
-        if trainer.layout == "split":
+        if trainer.layout == "split" and not rollout.nnodes:
             raise ConfigError(NO_SPLIT_ON_CPU)
-        return Placement(nnodes, per_node, per_node, per_node, 1, rollout.num_engines)
+        return Placement(nnodes, per_node, per_node, per_node, 1, rollout.num_engines, rollout.nnodes)
     ranks = rollout.tensor_model_parallel_size
-    return Placement(nnodes, per_node, sampling, _training(config), ranks, nnodes * sampling // ranks)
+    num_engines = (rollout.nnodes or nnodes) * sampling // ranks
+    return Placement(nnodes, per_node, sampling, _training(config), ranks, num_engines, rollout.nnodes)
 
 
 def num_ranks(config: Config) -> int:
@@ -56,8 +66,27 @@ def num_ranks(config: Config) -> int:
     return config.trainer.nnodes * _training(config)
 
 
+def devices_of_nodes(config: Config) -> list[int]:
+    """How many the run takes of each of its nodes."""
+    trainer, sampling_nodes = config.trainer, config.actor_rollout_ref.rollout.nnodes
+    return [trainer.n_gpus_per_node] * trainer.nnodes + [_sampling(config)] * sampling_nodes
+
+
 def placement_problems(config: Config) -> Iterator[str]:
     """What cannot be placed, one message each."""
+    problems = [*(_sampling_node_problems(config) if _sampling_nodes_are_set(config) else _split_problems(config))]
+    if not problems and config.trainer.device != "cpu":
+        problems += _tensor_parallel_problems(config)
+    yield from problems
+
+
+def _sampling_nodes_are_set(config: Config) -> bool:
+    rollout = config.actor_rollout_ref.rollout
+    return bool(rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes)
+
+
+def _split_problems(config: Config) -> Iterator[str]:
+    """Of nodes that are all alike."""
     trainer = config.trainer
     share, per_node = trainer.rollout_gpus_per_node, trainer.n_gpus_per_node
     if trainer.layout == "colocated" and share is not None:
@@ -70,10 +99,35 @@ def placement_problems(config: Config) -> Iterator[str]:
     elif trainer.layout == "split" and (share is None or share >= per_node):
         yield (
             f"trainer.layout=split with trainer.rollout_gpus_per_node={'null' if share is None else share}: set it to "
-            f"the GPUs of a node that sample, fewer than the {per_node} of trainer.n_gpus_per_node; the others train"
+            f"the GPUs of a node that sample, fewer than the {per_node} of trainer.n_gpus_per_node; the others train. "
+            f"Or set {ROLLOUT}.nnodes to a number of nodes that only sample"
         )
-    elif trainer.device != "cpu":
-        yield from _tensor_parallel_problems(config)
+
+
+def _sampling_node_problems(config: Config) -> Iterator[str]:
+    """Of nodes that only sample."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    nnodes, most = rollout.nnodes, rollout.max_nnodes
+    if not nnodes:
+        yield (
+            f"{ROLLOUT}.n_gpus_per_node and {ROLLOUT}.max_nnodes are about nodes that only sample, and "
+            f"{ROLLOUT}.nnodes=0: set it to how many there are, or leave the two at null"
+        )
+        return
+    if trainer.layout == "colocated":
+        yield (
+            f"{ROLLOUT}.nnodes={nnodes} nodes would only sample, but with trainer.layout=colocated those that train "
+            "sample too: set trainer.layout=split, or leave it at 0"
+        )
+    if trainer.rollout_gpus_per_node is not None:
+        yield (
+            f"trainer.rollout_gpus_per_node={trainer.rollout_gpus_per_node} divides each node, and {ROLLOUT}.nnodes="
+            f"{nnodes} adds nodes that only sample: leave the first at null, or the second at 0"
+        )
+    if most is not None and most < nnodes:
+        yield f"{ROLLOUT}.max_nnodes={most} is fewer than {ROLLOUT}.nnodes={nnodes}"
+    if trainer.device == "cpu" and rollout.num_engines % nnodes:
+        yield f"{ROLLOUT}.num_engines={rollout.num_engines} cannot be shared equally by {ROLLOUT}.nnodes={nnodes}"
 
 
 def _tensor_parallel_problems(config: Config) -> Iterator[str]:
@@ -88,10 +142,13 @@ def _tensor_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> int:
-    """GPUs of a node."""
-    return config.trainer.rollout_gpus_per_node or config.trainer.n_gpus_per_node
+    """GPUs of a node that samples."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    own = rollout.n_gpus_per_node if rollout.nnodes else trainer.rollout_gpus_per_node
+    return own or trainer.n_gpus_per_node
 
 
 def _training(config: Config) -> int:
-    """GPUs of a node."""
-    return config.trainer.n_gpus_per_node - (_sampling(config) if config.trainer.layout == "split" else 0)
+    """GPUs of a node that trains."""
+    divided = config.trainer.layout == "split" and not config.actor_rollout_ref.rollout.nnodes
+    return config.trainer.n_gpus_per_node - (_sampling(config) if divided else 0)

@@ -84,12 +84,23 @@ class RolloutConfig:
     kv_cache_gib: float = setting(1.0, "Memory of the key-value cache of one engine on CPU, in GiB.", gt=0)
     num_threads: int | None = setting(None, "CPU threads of each engine; null: the engine's own choice.", ge=1)
     num_engines: int = setting(1, "Engines on CPU; on GPU it follows from the number of GPUs.", ge=1)
+    nnodes: int = setting(
+        0, "Whole nodes that only sample, with trainer.layout=split; those of trainer.nnodes then only train.", ge=0
+    )
+    n_gpus_per_node: int | None = setting(
+        None, "GPUs of each of these nodes; null: as many as trainer.n_gpus_per_node.", ge=1
+    )
+    max_nnodes: int | None = setting(
+        None,
+        "Most of these nodes: up to so many, those that join the cluster during the run sample too; null: nnodes.",
+        ge=1,
+    )
     seed_per_request: bool = setting(True, "Seed each turn by itself: the same tokens whatever else is in the batch.")
     max_concurrent: int | None = setting(
         None,
         "Most trajectories in progress on one engine; null: as many as its cache holds at half of their window.",
         ge=1,
     )
-    max_restarts: int = setting(2, "Times in a run that engines which died are started anew.", ge=0)
+    max_restarts: int = setting(2, "Times in a run that an engine which died is started anew.", ge=0)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)
     val_kwargs: ValKwargs = section(ValKwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from verl.agent.sampling import How
 from verl.config import Config
@@ -56,8 +56,12 @@ class Draws:
             self.num_unfinished -= 1
         self._raise_if_too_many_failed()
 
+    def return_first(self, slots: Iterable[int]) -> None:
+        """What was being sampled there is lost: it is the next to be sampled, with the seeds that it had."""
+        self.waiting.extendleft(sorted(slots, reverse=True))
+
     def put_back(self) -> None:
-        """What was being sampled is lost: it waits again, with the seeds that it had."""
+        """All that was being sampled is lost: it waits again, with the seeds that it had."""
         self.waiting = deque(slot for slot, result in enumerate(self.results) if result is None)
 
     def stats(self) -> dict[str, float]:

@@ -3,63 +3,74 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from verl.errors import EngineDied, WorkerDied
 from verl.rollout.draws import Draws
+from verl.rollout.fleet import Engine, Fleet
 from verl.single_controller import wait_for, wait_for_any
 
 
 @dataclass
 class Place:
-    """An engine's worker, how many episodes it plays `at_once`, and how many it has."""
+    """An engine, and the slots of the episodes that it has."""
 
-    worker: Any
-    at_once: int
-    held: int = 0
+    engine: Engine
+    held: set[int] = field(default_factory=set)
 
     @property
     def most(self) -> int:
         """A few more than it plays, so that it has the next one at hand while its answer is on the way."""
-        return self.at_once + self.at_once // 8 + 1
+        return self.engine.at_once + self.engine.at_once // 8 + 1
 
 
 class Stream:
     """Plays all of `draws` on the engines.
 
     An engine's call ends as soon as some of its episodes have, and the next call brings it new ones. While the queue
-    is shorter than the room that there is, all engines are given equally much. Raises `Stalled` when an engine has
-    finished nothing for `timeout_s` seconds, and what `Draws.record` and the episodes raise.
+    is shorter than the room that there is, all engines are given equally much. The episodes of an engine that dies
+    go to the others. Raises `EngineDied` when none is left, `Stalled` when an engine has finished nothing for
+    `timeout_s` seconds, and what `Draws.record` and the episodes raise.
     """
 
-    def __init__(self, places: Sequence[Place], draws: Draws, timeout_s: float) -> None:
-        self.places, self.draws, self.timeout_s = places, draws, timeout_s
+    def __init__(self, fleet: Fleet, draws: Draws, timeout_s: float) -> None:
+        self.fleet, self.draws, self.timeout_s = fleet, draws, timeout_s
+        self.places = [Place(engine) for engine in fleet.engines]
         self._calls: dict[Any, tuple[Place, float]] = {}  # with the time at which each was made
 
     def run(self) -> None:
         self.draws.put_back()
-        for place in self.places:
-            place.held = 0
         self._hand_out()
         while self._calls:
             oldest = min(made for _, made in self._calls.values())
             for call in wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest):
                 place, _ = self._calls.pop(call)
-                [finished] = wait_for([call], "rollout", self.timeout_s)
-                place.held -= len(finished)
+                try:
+                    [finished] = wait_for([call], "rollout", self.timeout_s)
+                except (EngineDied, WorkerDied) as error:
+                    self._lose(place, error)
+                    continue
                 for slot, trajectory in finished:
+                    place.held.remove(slot)
                     self.draws.record(slot, trajectory)
             self._hand_out()
 
+    def _lose(self, place: Place, error: EngineDied | WorkerDied) -> None:
+        self.fleet.lose(place.engine, error)
+        self.places.remove(place)
+        self.draws.return_first(place.held)
+        if not self.places:
+            raise EngineDied(str(error)) from error
+
     def _hand_out(self) -> None:
         """A call for every engine that has none and has, or is given, something to play."""
-        share = -(-(len(self.draws.waiting) + sum(place.held for place in self.places)) // len(self.places))
+        share = -(-(len(self.draws.waiting) + sum(len(place.held) for place in self.places)) // len(self.places))
         busy = {id(place) for place, _ in self._calls.values()}
         for place in self.places:
             if id(place) in busy:
                 continue
-            new = self.draws.take(max(0, min(place.most, share) - place.held))
-            place.held += len(new)
+            new = self.draws.take(max(0, min(place.most, share) - len(place.held)))
+            place.held |= {request.slot for request in new}
             if place.held:
-                self._calls[place.worker.play.remote(new, self.draws.how)] = (place, time.monotonic())
+                self._calls[place.engine.worker.play.remote(new, self.draws.how)] = (place, time.monotonic())

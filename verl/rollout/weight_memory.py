@@ -148,13 +148,10 @@ class HostBuckets:
         self._hosts = everyones(self._host)
         first = self._ranks_here[0]
         made = everyones(_tried(lambda: self._make(capacity)) if _rank() == first else "")
-        if errors := [answer for answer in made if isinstance(answer, OSError)]:
-            raise WeightSyncError(
-                f"no room for {capacity / 2**20:.0f} MiB of weights in shared memory: {errors[0]}; free it or remount "
-                "it larger, or lower actor_rollout_ref.rollout.weight_sync.bucket_mib"
-            )
+        if errors := [answer for answer in made if isinstance(answer, WeightSyncError)]:
+            raise errors[0]
         self._path = str(made[first])
-        self.room = torch.from_file(self._path, shared=True, size=capacity, dtype=torch.uint8)
+        self.room = _whole_file(self._path, capacity)
         self.capacity = capacity
 
     @property
@@ -162,11 +159,18 @@ class HostBuckets:
         return [rank for rank, host in enumerate(self._hosts) if host == self._host]
 
     def _make(self, capacity: int) -> str:
-        """A file of memory that is really there: a page that is missing later on would be a signal, not an error."""
-        folder = self.folder
-        if not folder.is_dir():
-            self._owned = self._owned or weight_folder()
-            folder = self._owned.path
+        if self.folder.is_dir():
+            return make_room(self.folder, capacity)
+        self._owned = self._owned or weight_folder()
+        return make_room(self._owned.path, capacity)
+
+
+def make_room(folder: Path, capacity: int) -> str:
+    """A file for buckets, in place of any other in the folder; its path. Raises WeightSyncError.
+
+    Its memory is really there: a page that is missing later on would be a signal, not an error.
+    """
+    try:
         for old in folder.glob("buckets-*"):
             old.unlink()
         file, path = tempfile.mkstemp(prefix="buckets-", dir=folder)  # a new name: readers keep the old one mapped
@@ -174,7 +178,12 @@ class HostBuckets:
             os.posix_fallocate(file, 0, capacity)
         finally:
             os.close(file)
-        return path
+    except OSError as error:
+        raise WeightSyncError(
+            f"no room for {capacity / 2**20:.0f} MiB of weights in shared memory: {error}; free it or remount it "
+            "larger, or lower actor_rollout_ref.rollout.weight_sync.bucket_mib"
+        ) from error
+    return path
 
 
 def room_for(sizes: Sequence[int], limit: int) -> int:
@@ -190,8 +199,13 @@ def _shared_memory() -> Path:
 def open_shared(payload: bytes) -> dict[str, torch.Tensor]:
     """The weights of a bucket, in the trainer's memory: they change when the next but one is written."""
     located = Located.unpacked(payload)
-    memory = _mapped(located.path, located.capacity)
+    memory = memory_of(located)
     return {place.name: _view(memory, place, located.offset) for place in located.places}
+
+
+def memory_of(located: Located) -> torch.Tensor:
+    """uint8 [capacity]: the file that the bucket is in, which stays mapped until another one is asked for."""
+    return _mapped(located.path, located.capacity)
 
 
 def _rank() -> int:
@@ -220,11 +234,15 @@ def _view(memory: torch.Tensor, place: Place, offset: int) -> torch.Tensor:
 def _mapped(path: str, capacity: int) -> torch.Tensor:
     if not Path(path).is_file():
         raise WeightSyncError(f"the trainer's memory {path} is not there; did the trainer end?")
+    return _whole_file(path, capacity)
+
+
+def _whole_file(path: str, capacity: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=capacity, dtype=torch.uint8)
 
 
-def _tried(make: Callable[[], str]) -> str | OSError:
+def _tried(make: Callable[[], str]) -> str | WeightSyncError:
     try:
         return make()
-    except OSError as error:  # the other ranks wait for an answer
+    except WeightSyncError as error:  # the other ranks wait for an answer
         return error

@@ -71,7 +71,22 @@ def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float) -> None:
     finally:
         for probe in probes:
             ray.kill(probe)
-    _require_seen(dict(zip(hosts, missing, strict=True)), run_dir)
+    _require_seen(dict(zip(hosts, missing, strict=True)))
+    if without := [host for host, paths in zip(hosts, missing, strict=True) if paths]:
+        raise ConfigError(
+            f"trainer.default_local_dir={run_dir} is another folder on {_shown(without)}: the ranks there write their "
+            "part of the state; set it to a folder of a file system that all nodes share"
+        )
+
+
+def check_working_dir(pool: ResourcePool, timeout_s: float) -> None:
+    """Raise ConfigError when the first node of the pool lacks the folder that the run was started in."""
+    probe = ray.remote(NodeProbe).options(**pool.node_options(0)).remote()
+    try:
+        [missing] = wait_for([probe.missing.remote([os.getcwd()])], "looking for the run's folder", timeout_s)
+    finally:
+        ray.kill(probe)
+    _require_seen({pool.address: missing})
 
 
 def use_network_of(address: str) -> None:
@@ -111,17 +126,12 @@ def _require_reached(unreached: Mapping[str, Mapping[str, str]]) -> None:
         )
 
 
-def _require_seen(missing: Mapping[str, Sequence[str]], run_dir: Path) -> None:
+def _require_seen(missing: Mapping[str, Sequence[str]]) -> None:
     here = os.getcwd()
     if without := [host for host, paths in missing.items() if here in paths]:
         raise ConfigError(
             f"{here}, where this run was started, is not there on {_shown(without)}, and relative paths begin there: "
             "start it in a folder that all nodes share or have, or by `ray job submit --working-dir .`, which copies it"
-        )
-    if without := [host for host, paths in missing.items() if paths]:
-        raise ConfigError(
-            f"trainer.default_local_dir={run_dir} is another folder on {_shown(without)}: the ranks there write their "
-            "part of the state; set it to a folder of a file system that all nodes share"
         )
 
 

@@ -16,6 +16,7 @@ from verl.single_controller.waiting import wait_for
 from verl.working_dir import working_dir_variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+A_BIT = 0.001  # of the resource "node:ADDRESS", of which Ray gives every node one: enough to be placed there
 JOINING_S = 60.0  # how long a node that the cluster does not have yet is waited for
 
 
@@ -49,6 +50,7 @@ class ResourcePool:
     groups: PlacementGroup | None = None
     nodes: tuple[Node, ...] = ()
     first: int = 0  # device of a node, where the ranks of a part begin
+    only_on: str | None = None  # address of the one node that it may be on
 
     @property
     def world_size(self) -> int:
@@ -56,19 +58,21 @@ class ResourcePool:
 
     def reserve(self, timeout_s: float) -> None:
         """Reserve the GPUs of every node once; on one CPU machine there is nothing to reserve."""
-        if self.device == "cpu" and self.nnodes == 1:
+        if self.device == "cpu" and self.nnodes == 1 and self.only_on is None:
             return
-        kind, amount = ("GPU", float(self.workers_per_node)) if self.device == "cuda" else ("CPU", 1.0)
+        kind, amount = self.needed
         strategy = "STRICT_SPREAD" if self.nnodes > 1 else "PACK"
-        self.groups = placement_group([{kind: amount}] * self.nnodes, strategy=strategy)
+        pinned = {f"node:{self.only_on}": A_BIT} if self.only_on else {}
+        self.groups = placement_group([{kind: amount} | pinned] * self.nnodes, strategy=strategy)
         present = [node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]]
         enough = sum(found >= amount for found in present) >= self.nnodes
         if not self.groups.wait(timeout_s if enough else min(JOINING_S, timeout_s)):
             self.release()
+            where = f"node {self.only_on}" if self.only_on else f"{self.nnodes} node(s)"
             raise WorkerError(
-                f"the Ray cluster does not offer {self.nnodes} node(s) with {amount:g} {kind} each: its nodes have "
-                f"{present} of them, and other jobs may hold some; check `ray status`, CUDA_VISIBLE_DEVICES, "
-                "trainer.nnodes and trainer.n_gpus_per_node"
+                f"the Ray cluster does not offer {where} with {amount:g} {kind} each: its nodes have {present} of "
+                "them, and other jobs may hold some; check `ray status`, CUDA_VISIBLE_DEVICES, trainer.nnodes and "
+                "trainer.n_gpus_per_node"
             )
         gpus = self.workers_per_node if self.device == "cuda" else 0
         asked = [
@@ -80,6 +84,16 @@ class ResourcePool:
         found = wait_for(asked, "asking Ray for the devices", timeout_s)
         own = ray.util.get_node_ip_address()
         self.nodes = tuple(sorted(found, key=lambda node: (node.address != own, _in_order(node.address))))
+
+    @property
+    def address(self) -> str:
+        """Of its first node; empty where nothing had to be reserved."""
+        return self.nodes[0].address if self.nodes else ""
+
+    @property
+    def needed(self) -> tuple[str, float]:
+        """What Ray is asked for on a node: of which resource, how much."""
+        return ("GPU", float(self.workers_per_node)) if self.device == "cuda" else ("CPU", 1.0)
 
     def part(self, first: int, count: int) -> ResourcePool:
         """The ranks on `count` devices of each node, from number `first` on. Released with the whole."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+
+import ray
 
 from verl.config import Config
 from verl.config.placement import Placement, placement_of
 from verl.single_controller import Node, ResourcePool
 from verl.single_controller.nodes import check_nodes
+from verl.single_controller.sampling_nodes import SamplingNodes
 
 NODES_SHOWN = 8
 
 
 class Pools(NamedTuple):
-    """`whole` is what Ray was asked for, and is to be released."""
+    """The engines are on `sampling`, or else on `sampling_nodes`. `release` gives back what Ray was asked for."""
 
-    whole: ResourcePool
     sampling: ResourcePool
+    sampling_nodes: SamplingNodes | None
     training: ResourcePool
     table: str
+    release: Callable[[], None]
 
 
 def reserve_pools(config: Config, device: str) -> Pools:
@@ -29,43 +34,66 @@ def reserve_pools(config: Config, device: str) -> Pools:
     """
     place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
-    whole.reserve(timeout_s)
-    try:
+    apart: SamplingNodes | None = None
+    if place.sampling_nodes and place.nnodes == 1 and device == "cpu":
+        whole.only_on = ray.util.get_node_ip_address()  # else its processes would be wherever there is room
+    with ExitStack() as reserved:
+        reserved.callback(whole.release)
+        whole.reserve(timeout_s)
         check_nodes(whole, Path(config.trainer.default_local_dir), timeout_s)
-    except BaseException:
-        whole.release()
-        raise
+        if place.sampling_nodes:
+            apart = SamplingNodes(place.sampling, device, [node.address for node in whole.nodes])
+            reserved.callback(apart.release)
+            apart.reserve(place.sampling_nodes, timeout_s)
+        release = reserved.pop_all().close
     training = whole.part(place.per_node - place.training, place.training)
-    return Pools(whole, whole.part(0, place.sampling), training, layout_table(place, whole.nodes))
+    table = layout_table(place, whole.nodes, [node for pool in apart.pools for node in pool.nodes] if apart else [])
+    return Pools(whole.part(0, place.sampling), apart, training, table, release)
 
 
-def layout_table(place: Placement, nodes: Sequence[Node]) -> str:
+def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = ()) -> str:
     """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each."""
     ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
     if not nodes or not nodes[0].devices:
-        shown = ", ".join(node.address for node in nodes[:NODES_SHOWN]) + ", ..." * (len(nodes) > NODES_SHOWN)
-        return f"layout: {ranks} and {engines} on CPU" + f" of {_count(place.nnodes, 'node')}: {shown}" * bool(nodes)
+        apart = f", {engines} on CPU of {_listed(sampling_nodes)}" if sampling_nodes else ""
+        what = ranks if sampling_nodes else f"{ranks} and {engines}"
+        return f"layout: {what} on CPU" + f" of {_listed(nodes)}" * bool(nodes) + apart
     words = "colocated, taking turns" if place.colocated else "split"
     each = _count(place.gpus_per_engine, "GPU")
-    title = f"layout {words}: {ranks} and {engines} of {each} on {_count(place.nnodes, 'node')}"
+    on = _count(place.nnodes, "node") + f" and {_count(place.sampling_nodes, 'node')}" * bool(sampling_nodes)
+    title = f"layout {words}: {ranks} and {engines} of {each} on {on}"
     rows: list[tuple[str, ...]] = [("node", "train", "on GPUs", "sample", "on GPUs")]
     rows += [_row(place, number, node) for number, node in enumerate(nodes[:NODES_SHOWN])]
+    rows += [_sampling_row(place, number, node) for number, node in enumerate(sampling_nodes[:NODES_SHOWN])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(nodes) > NODES_SHOWN:
-        lines.append(f"... and {_count(len(nodes) - NODES_SHOWN, 'node')} more like these")
+    for some in (nodes, sampling_nodes):
+        if len(some) > NODES_SHOWN:
+            lines.append(f"... and {_count(len(some) - NODES_SHOWN, 'node')} more like {some[0].address}")
     return "\n    ".join([title, *lines])
 
 
 def _row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
-    per_node = place.sampling // place.gpus_per_engine
-    return (
+    trained = (
         node.address,
         _numbers("rank", number * place.training, place.training),
         ",".join(node.devices[place.per_node - place.training :]),
-        _numbers("engine", number * per_node, per_node),
-        ",".join(node.devices[: place.sampling]),
     )
+    return (*trained, *(("", "") if place.sampling_nodes else _sampled(place, number, node)))
+
+
+def _sampling_row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
+    return (node.address, "", "", *_sampled(place, number, node))
+
+
+def _sampled(place: Placement, number: int, node: Node) -> tuple[str, str]:
+    count = place.engines_per_node
+    return _numbers("engine", number * count, count), ",".join(node.devices[: place.sampling])
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    shown = ", ".join(node.address for node in nodes[:NODES_SHOWN]) + ", ..." * (len(nodes) > NODES_SHOWN)
+    return f"{_count(len(nodes), 'node')}: {shown}"
 
 
 def _numbers(name: str, first: int, count: int) -> str:

@@ -157,6 +157,7 @@ class RLTrainer:
         config, timed = self.config, self.timer
         with timed("gen"):
             collected = self.collector.collect(step)
+            num_engines = self.rollouts.num_engines
             self.actor.note_memory(Phase.SAMPLE)
             self.rollouts.sleep()
         batch = collected.batch
@@ -179,6 +180,7 @@ class RLTrainer:
             max_prompt_length=config.data.max_start_length,
         )
         metrics |= health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
+        metrics["rollout/num_engines"] = float(num_engines)
         return metrics | memory_metrics([self.actor, self.critic])
 
     def _sync(self, step: int) -> None:
@@ -246,11 +248,11 @@ class RLTrainer:
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
             pools = reserve_pools(config, device)
-            self._undo.append(pools.whole.release)
+            self._undo.append(pools.release)
             for line in pools.table.splitlines():
                 tell(line)
             self.pool = pool = pools.training
-            self.rollouts = RolloutManager(config, pools.sampling)
+            self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
             self._undo.append(self.rollouts.shutdown)
             self.actor = ActorGroup(self._actor_config, pool, self.total_steps, has_anchor(self.config))
             self._undo.append(self.actor.shutdown)

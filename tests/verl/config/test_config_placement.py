@@ -8,7 +8,8 @@ from verl.config import load_config
 from verl.config.placement import Placement, num_ranks, placement_of
 from verl.errors import ConfigError
 
-TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ROLLOUT = "actor_rollout_ref.rollout"
+TP = f"{ROLLOUT}.tensor_model_parallel_size"
 SPLIT = ("trainer.layout=split", "trainer.rollout_gpus_per_node=2")
 
 
@@ -31,8 +32,19 @@ def test_split_gpus_train_or_sample() -> None:
     assert num_ranks(config) == 6
 
 
+def test_whole_nodes_that_only_sample() -> None:
+    nodes = (f"{ROLLOUT}.nnodes=2", "trainer.layout=split", "trainer.nnodes=3")
+    place = placement("cuda", *nodes, f"{TP}=4", f"{ROLLOUT}.n_gpus_per_node=4")
+    assert (place.num_ranks, place.training, place.num_engines, place.engines_per_node) == (24, 8, 2, 1)
+    assert not place.colocated
+    place = placement("cuda", *nodes, f"{TP}=4")
+    assert (place.num_ranks, place.num_engines, place.engines_per_node) == (24, 4, 2)
+    place = placement("cpu", *nodes, "trainer.device=cpu", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.num_engines=4")
+    assert (place.num_ranks, place.num_engines, place.engines_per_node, place.sampling_nodes) == (3, 4, 2, 2)
+
+
 def test_on_cpu_an_engine_is_one_process_beside_the_ranks() -> None:
-    many = "actor_rollout_ref.rollout.num_engines=3"
+    many = f"{ROLLOUT}.num_engines=3"
     place = placement("cpu", "trainer.device=cpu", "trainer.n_gpus_per_node=2", many)
     assert (place.num_engines, place.num_ranks, place.gpus_per_engine) == (3, 2, 1)
     with pytest.raises(ConfigError, match="this run has none"):

@@ -70,6 +70,24 @@ NO_DEFAULT_LIMITS = [
             ["trainer.layout=split", "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],
             "trainer.layout=split divides GPUs, and this run has none",
         ),
+        ([f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes=1 nodes would only sample, but with trainer.layout=colocated"),
+        ([f"{ROLLOUT}.max_nnodes=4"], f"are about nodes that only sample, and {ROLLOUT}.nnodes=0"),
+        (
+            ["trainer.layout=split", f"{ROLLOUT}.nnodes=1", "trainer.rollout_gpus_per_node=4"],
+            "trainer.rollout_gpus_per_node=4 divides each node",
+        ),
+        (
+            ["trainer.layout=split", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.max_nnodes=2"],
+            f"{ROLLOUT}.max_nnodes=2 is fewer than {ROLLOUT}.nnodes=3",
+        ),
+        (
+            ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", "trainer.device=cpu", f"{ROLLOUT}.num_engines=3"],
+            f"{ROLLOUT}.num_engines=3 cannot be shared equally by {ROLLOUT}.nnodes=2",
+        ),
+        (
+            ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=3"],
+            "(2) must divide the GPUs of one node that sample (3)",
+        ),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron is not available"),
         (["critic.strategy=megatron"], "critic.strategy=megatron is not available"),
         (

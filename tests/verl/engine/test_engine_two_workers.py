@@ -103,7 +103,10 @@ def test_numerical_error_reaches_every_rank(two: dict[str, Any]) -> None:
     assert (two["folder"] / "failures" / "not_finite_step_3.pt").is_file()
 
 
-@pytest.mark.parametrize(("savers", "loaders", "sharding"), [(1, 2, ()), (2, 1, ()), (4, 1, engine_workers.IN_PAIRS)])
+@pytest.mark.parametrize(
+    ("savers", "loaders", "sharding"),
+    [(1, 2, ()), (2, 1, ()), pytest.param(4, 1, engine_workers.IN_PAIRS, marks=pytest.mark.slow)],
+)
 def test_a_state_is_read_by_another_number_of_workers(
     tmp_path: Path, model_path: str, other_model_path: str, savers: int, loaders: int, sharding: tuple[str, ...]
 ) -> None:

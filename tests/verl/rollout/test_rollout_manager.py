@@ -210,6 +210,7 @@ def test_an_engine_holds_as_many_episodes_as_its_cache(session: Any, tiny_model_
 def test_two_engines_draw_what_one_draws_and_leave_no_process(
     manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
+    """Also when one of them dies."""
     prompts = prompts_of(byte_tokenizer, *[{} for _ in range(4)])
     expected = manager.collect(prompts, n=2, step=2)
     before = engine_processes()
@@ -220,12 +221,28 @@ def test_two_engines_draw_what_one_draws_and_leave_no_process(
         # The first prompt lasts until six others have been played, which its own engine has no room for.
         rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]
         assert len(pair.collect(prompts_of(byte_tokenizer, *rows), n=1, step=3)) == 8
+        first, second = engine_processes() - before
+        with killed_with_requests_open(first, first):
+            assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
+        assert pair.num_engines == 1 and second.is_running(), "the other one goes on"
+        give_until(pair, 2, tiny_model_dir, weight_dir=tmp_path)
+        assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
         engines = engine_processes() - before
-        assert len(engines) == 2
+        assert len(engines) == 2 and second in engines
     finally:
         pair.shutdown()
     for engine in engines:
         assert_gone(engine)
+
+
+def give_until(manager: RolloutManager, num_engines: int, model_dir: Path, weight_dir: Path) -> None:
+    """The weights that the engines have, again and again: what has started takes part from a sync on."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    deadline = time.monotonic() + 300
+    while manager.num_engines < num_engines:
+        assert time.monotonic() < deadline
+        manager.load_weights(lambda: stream_of(model.named_parameters(), 0, weight_dir))
+        time.sleep(0.5)
 
 
 def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
@@ -255,7 +272,7 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
             manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
         with pytest.raises(WeightSyncError, match="no complete weights"):
             manager.collect(prompts, n=1, step=1)
-        manager._start_anew()
+        ray.kill(manager._fleet.engines[0].worker)
         assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(expected)  # a new one, with version 5
         with pytest.raises(WorkerDied, match=r"ActorWorker\.export_weights: a worker process ended"):
             manager.load_weights(publish_and_die)

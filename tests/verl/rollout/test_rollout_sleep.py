@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,7 @@ from verl.config import load_config
 from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
+from verl.rollout.fleet import Engine, Fleet, Seat
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import ExportedWeights, WeightStream
 from verl.rollout.worker import RolloutWorker
@@ -53,20 +55,29 @@ def engine_on_a_gpu(calls: list[str], sleep_mode: bool = True, refuses: str = "c
     return engine
 
 
+class LocalFleet(Fleet):
+    """One worker in this process, that has one GPU."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.worker = RolloutWorker.__new__(RolloutWorker)
+        self.worker.engine = engine
+        self.engines = [Engine(self.worker, Seat(ResourcePool(1, 1, "cuda"), 0), None)]
+        self.takes_turns = False  # as if its start had been waited for
+
+    def renew(self) -> None: ...
+
+    def ask(self, method: str, *args: Any) -> None:
+        asyncio.run(getattr(self.worker, method)(*args))
+
+
 class LocalManager(RolloutManager):
-    """Of one worker in this process, that has one GPU."""
+    """Of that worker."""
 
     def __init__(self, calls: list[str], **engine: Any) -> None:
-        self.calls, self.asked = calls, engine
-        super().__init__(load_config("ppo_trainer", []), ResourcePool(1, 1, "cuda"))
-
-    def _start(self) -> None:
-        self.calls.append("start")
-        self.worker = RolloutWorker.__new__(RolloutWorker)
-        self.worker.engine = engine_on_a_gpu(self.calls, **self.asked)
-
-    def _call_all(self, method: str, *args: Any) -> None:
-        asyncio.run(getattr(self.worker, method)(*args))
+        fleet = LocalFleet(engine_on_a_gpu(calls, **engine))
+        self.worker = fleet.worker
+        with patch("verl.rollout.manager.Fleet", return_value=fleet):
+            super().__init__(load_config("ppo_trainer", []), ResourcePool(1, 1, "cuda"))
 
 
 def publish(calls: list[str], *weights: str) -> WeightStream:

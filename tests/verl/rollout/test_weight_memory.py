@@ -72,8 +72,8 @@ def _write_as_rank(
         ((0, 0), -1, True),
         ((0, 0, 1), -1, False),
         pytest.param((0, 0, 1, 1), 2, True, id="a copy on each host"),
-        pytest.param((0, 1, 0, 1), 2, False, id="copies over both hosts"),
-        pytest.param((0, 0, 0, 0), 2, True, id="two copies on one host"),
+        pytest.param((0, 1, 0, 1), 2, False, id="copies over both hosts", marks=pytest.mark.slow),
+        pytest.param((0, 0, 0, 0), 2, True, id="two copies on one host", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_writes_its_rows_and_every_host_has_them_all(

@@ -30,7 +30,7 @@ def save_model(path: Path, tied: bool, seed: int) -> None:
     model.save_pretrained(path)
 
 
-@pytest.mark.parametrize("bucket_mib", [0.05, 512])
+@pytest.mark.parametrize("bucket_mib", [0.05, pytest.param(512, marks=pytest.mark.slow)])
 def test_buckets_leave_the_engine_s_model_as_loading_its_files_does(
     bucket_mib: float, tmp_path: Path, weight_dir: Path
 ) -> None:

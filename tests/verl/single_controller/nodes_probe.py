@@ -1,6 +1,6 @@
 """Joins the Ray cluster that RAY_ADDRESS names and reserves so many of its nodes; prints what came of it as JSON.
 
-python nodes_probe.py NNODES RUN_DIR
+python nodes_probe.py NNODES RUN_DIR [OVERRIDE ...]
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from verl.single_controller.cluster import connect
 from verl.trainer.layout import reserve_pools
 
 if __name__ == "__main__":
-    nnodes, run_dir = sys.argv[1:]
-    sizes = [f"trainer.nnodes={nnodes}", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}"]
+    nnodes, run_dir, *more = sys.argv[1:]
+    sizes = [f"trainer.nnodes={nnodes}", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}", *more]
     connect(worker_logs=False)
     try:
         pools = reserve_pools(load_config("tinywiki", ["actor_rollout_ref.model.path=m", *sizes]), "cpu")
         print(json.dumps({"table": pools.table}))
-        pools.whole.release()
+        pools.release()
     except VerlError as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}))

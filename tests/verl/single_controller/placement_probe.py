@@ -35,7 +35,7 @@ def devices_of_roles(overrides: list[str]) -> dict[str, Any]:
     found = ray.get([role.found.remote() for role in roles])
     for role in roles:
         ray.kill(role)
-    pools.whole.release()
+    pools.release()
     assert all(not held for _, held in found)
     visible = [devices for devices, _ in found]
     size = pools.training.world_size

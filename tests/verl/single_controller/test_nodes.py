@@ -22,10 +22,10 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         yield network
 
 
-def asked(network: Network, number: int, run_dir: Path, nnodes: int = 3) -> dict[str, str]:
+def asked(network: Network, number: int, run_dir: Path, *overrides: str, nnodes: int = 3) -> dict[str, str]:
     """What a driver on that host finds."""
     variables = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
-    done = network.hosts[number].run(PYTHON, PROBE, str(nnodes), str(run_dir), **variables)
+    done = network.hosts[number].run(PYTHON, PROBE, str(nnodes), str(run_dir), *overrides, **variables)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -33,6 +33,15 @@ def test_the_driver_s_node_is_first_and_the_others_follow_by_address(network: Ne
     found = asked(network, 1, tmp_path)
     assert found["table"] == "layout: 3 training ranks and 1 engine on CPU of 3 nodes: 10.77.0.2, 10.77.0.1, 10.77.0.3"
     assert not list(tmp_path.iterdir()), "the marker is taken away"
+
+
+def test_whole_nodes_that_only_sample(network: Network, tmp_path: Path) -> None:
+    """The driver's node trains."""
+    rollout = "actor_rollout_ref.rollout"
+    nodes = ("trainer.layout=split", f"{rollout}.nnodes=2", f"{rollout}.num_engines=2")
+    assert asked(network, 1, tmp_path, *nodes, nnodes=1)["table"] == (
+        "layout: 1 training rank on CPU of 1 node: 10.77.0.2, 2 engines on CPU of 2 nodes: 10.77.0.1, 10.77.0.3"
+    )
 
 
 def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:

@@ -37,7 +37,7 @@ def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> N
     assert split["table"].splitlines()[2].split()[1:] == ["ranks", "0-1", "2,3", "engines", "0-1", "0,1"]
 
 
-@pytest.mark.parametrize("visible", ["5,7", "GPU-a,GPU-b"])
+@pytest.mark.parametrize("visible", ["5,7", pytest.param("GPU-a,GPU-b", marks=pytest.mark.slow)])
 def test_only_the_gpus_that_the_user_made_visible_are_used(visible: str) -> None:
     (found,) = devices(visible, f"{TP}=1 trainer.n_gpus_per_node=2")
     assert found["actor"] == found["critic"] == found["engines"] == visible.split(",")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from verl.config import Config
-from verl.config.placement import placement_problems
+from verl.config.placement import devices_of_nodes, placement_problems
 from verl.errors import ConfigError
 from verl.trainer.dry_run.gpus import GIB, GPUS, NODE, Gpu
 
@@ -59,7 +59,7 @@ def parse_gpus(text: str) -> Place:
 def here(config: Config) -> Place:
     """This machine, with as many devices as the run asks for."""
     trainer = config.trainer
-    num_devices = trainer.n_gpus_per_node * trainer.nnodes
+    num_devices = sum(devices_of_nodes(config))
     if torch.cuda.is_available() and trainer.device != "cpu":
         found = torch.cuda.get_device_properties(0)
         known = tuple(gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name)
@@ -77,9 +77,15 @@ def located(config: Config, place: Place) -> Config:
     moved = copy.deepcopy(config)
     trainer = moved.trainer
     trainer.device = "cuda" if place.on_gpu else "cpu"
-    if place.per_node or place.num_devices != trainer.nnodes * trainer.n_gpus_per_node:
+    if place.per_node or place.num_devices != sum(devices_of_nodes(moved)):
         each = place.per_node or _per_node(place.num_devices, trainer.n_gpus_per_node)
-        trainer.n_gpus_per_node, trainer.nnodes = each, place.num_devices // each
+        apart = moved.actor_rollout_ref.rollout.nnodes
+        trainer.n_gpus_per_node, trainer.nnodes = each, place.num_devices // each - apart
+        if trainer.nnodes < 1:
+            raise ConfigError(
+                f"of {place.num_devices // each} nodes of {each} GPUs, {apart} only sample "
+                "(actor_rollout_ref.rollout.nnodes): none is left that trains"
+            )
     problems = list(placement_problems(moved))
     if problems:
         raise ConfigError("\n".join(problems))

@@ -32,6 +32,8 @@ def _devices(config: Config, place: Place) -> str:
     engines = f"{found.num_engines} engines of {found.gpus_per_engine}"
     if found.colocated:
         return f"rank 0 of {found.num_ranks}; on {gpus}, {engines} take turns with the ranks"
+    if found.sampling_nodes:
+        return f"rank 0 of {found.num_ranks}; on {gpus}; {engines} on {found.sampling_nodes} x {found.sampling} more"
     own = f"{found.sampling} of each node sample ({engines}), {found.training} train"
     return f"rank 0 of {found.num_ranks}; of {gpus}, {own}"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from verl.config import Config
 from verl.config.counts import window_of
+from verl.config.placement import placement_of
 
 TOKENS = (4, 2, 1)  # windows in a micro-batch, tried from the largest on
 ACTOR, CRITIC, REFERENCE = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
@@ -56,5 +57,5 @@ def shardings(config: Config) -> Iterator[list[Sharding]]:
 
 def engine_sizes(config: Config) -> list[int]:
     """GPUs of an engine: powers of two that divide those of a node which sample."""
-    sampling = config.trainer.rollout_gpus_per_node or config.trainer.n_gpus_per_node
+    sampling = placement_of(config, "cuda").sampling
     return [size for size in (1, 2, 4, 8, 16) if sampling % size == 0]

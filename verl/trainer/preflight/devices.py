@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import ray
 
 from verl.config import Config
+from verl.config.placement import devices_of_nodes
 from verl.trainer.preflight.finding import Finding, judge
 
 
 def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
     """`ray_address` is the value of RAY_ADDRESS; `here` GPUs and `cores` has this machine."""
-    if not ray_address and config.trainer.nnodes > 1:
+    if not ray_address and len(devices_of_nodes(config)) > 1:
         return Finding("ok", "devices", "on the nodes of the Ray cluster, which is asked when the run starts")
     if ray_address in (None, "", "local"):
         return judge_nodes(config, [here], cores, "this machine")
@@ -25,13 +27,21 @@ def check_devices(config: Config, ray_address: str | None, here: int, cores: int
 def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
     """`gpus` of each node against the settings; without any, the workers share the `cores` of a node."""
     trainer = config.trainer
-    asked, nnodes = trainer.n_gpus_per_node, trainer.nnodes
+    asked, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
     if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
         todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
         return judge(asked <= cores, "devices", f"{asked} workers on {cores} CPU cores", todo, "warn")
-    found = f"{asked} GPUs on {nnodes} node(s) are asked for; {where} has {', '.join(map(str, gpus))}"
-    enough = sum(number >= asked for number in gpus) >= nnodes
+    found = f"{_counted(needed)} are asked for; {where} has {', '.join(map(str, gpus))}"
+    offered = sorted(gpus, reverse=True)
+    enough = len(offered) >= len(needed) and all(has >= need for has, need in zip(offered, needed, strict=False))
     return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
+
+
+def _counted(needed: Sequence[int]) -> str:
+    """As in `8 GPUs on 2 node(s) and 4 on 1`."""
+    by_size = Counter(needed)
+    [first, *others] = by_size.items()
+    return f"{first[0]} GPUs on {first[1]} node(s)" + "".join(f" and {gpus} on {nodes}" for gpus, nodes in others)
 
 
 def gpus_of_cluster(address: str) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from verl.config import Config
+from verl.config.placement import devices_of_nodes
 from verl.single_controller.cluster import reach
 from verl.trainer.preflight.finding import Finding, judge
 
@@ -20,7 +21,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
     """`ray_address` is the value of RAY_ADDRESS."""
-    nnodes = config.trainer.nnodes
+    nnodes = len(devices_of_nodes(config))
     yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes try each other's at the start")
     yield check_ray(ray_address, nnodes)
     if config.do_search and config.retriever.engine is None:
@@ -42,10 +43,10 @@ def check_ray(address: str | None, nnodes: int) -> Finding:
     """Whether the head of the cluster at `address` (host:port or ray://host:port) can be reached."""
     if not address:
         found = "no RAY_ADDRESS: the cluster that was started on this machine, else a new one of one node"
-        todo = f"for trainer.nnodes={nnodes} start one by `ray start --head`, or set RAY_ADDRESS=host:port"
+        todo = f"for {nnodes} nodes start one by `ray start --head`, or set RAY_ADDRESS=host:port"
         return judge(nnodes == 1, "ray", found, todo, "warn")
     if address == "local":
-        todo = f"for trainer.nnodes={nnodes} set RAY_ADDRESS=host:port"
+        todo = f"for {nnodes} nodes set RAY_ADDRESS=host:port"
         return judge(nnodes == 1, "ray", "RAY_ADDRESS=local: a new cluster of one node", todo)
     if address == "auto":
         return Finding("ok", "ray", "RAY_ADDRESS=auto: a cluster that was started on this machine (not looked for)")

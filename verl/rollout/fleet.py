@@ -1,0 +1,221 @@
+"""The engines of a run: where they sit, which of them can be asked now, and what becomes of those that die."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from verl.config import Config
+from verl.config.placement import placement_of
+from verl.errors import EngineDied, VerlError, WorkerDied
+from verl.rollout.worker import RolloutWorker
+from verl.single_controller import ResourcePool, wait_for, wait_for_any
+from verl.single_controller.sampling_nodes import SamplingNodes, is_alive
+from verl.startup import phase, tell
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an engine is: its first rank of a pool."""
+
+    pool: ResourcePool
+    rank: int
+
+    @property
+    def address(self) -> str:
+        """Of its node; empty where there is only one."""
+        nodes = self.pool.nodes
+        return nodes[self.rank // self.pool.workers_per_node].address if nodes else ""
+
+
+@dataclass(eq=False)
+class Engine:
+    """An engine's worker, which is `starting` (a reference to its answer) or plays `at_once` episodes."""
+
+    worker: Any
+    seat: Seat
+    starting: Any
+    at_once: int = 0
+
+
+class Fleet:
+    """Starts the engines and keeps `engines`, those that can be asked.
+
+    One that dies is started anew in its seat, in the background, up to `rollout.max_restarts` times in a run; the
+    others go on. Those of a node that is lost are not, and nodes that join the cluster get engines, up to
+    `rollout.max_nnodes`. Where engines and trained roles take turns on GPUs an engine is started only between two
+    versions of the weights, since it measures the free memory.
+    """
+
+    def __init__(self, config: Config, pool: ResourcePool, nodes: SamplingNodes | None) -> None:
+        """On the nodes of `pool`, or on `nodes`."""
+        self.engines: list[Engine] = []
+        self.takes_turns = pool.device == "cuda" and config.trainer.layout == "colocated"
+        self._config, self._nodes = config, nodes
+        self._place = placement_of(config, pool.device)
+        self._timeout_s = config.trainer.step_timeout_s
+        rollout = config.actor_rollout_ref.rollout
+        self._most_nodes, self._restarts_left = rollout.max_nnodes or rollout.nnodes, rollout.max_restarts
+        self._coming: list[Engine] = []
+        self._empty: list[Seat] = []
+        self._restarts_at = Counter[str]()  # by address
+        self._joined: set[str] = set()  # addresses of nodes that were not there at the start
+        self._died = EngineDied("there is no rollout engine")  # how the latest one did
+        if nodes is None:
+            seats = self._seats(pool, self._place.num_engines)
+        else:
+            seats = [seat for own in nodes.pools for seat in self._seats(own, self._place.engines_per_node)]
+        tell(f"starting {_count(seats)}")
+        self._start(seats)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no engine is left, and none is starting."""
+        return not (self.engines or self._coming or self._empty)
+
+    def wait(self) -> None:
+        """Until all that start have started. Raises what they raise, and EngineDied when all are lost."""
+        self._leave_lost_nodes()
+        self._start(self._empty)
+        if self._coming:
+            with phase(f"waiting for {_count(self._coming)}"):
+                self._admit(self._coming)
+        self._require_engines()
+
+    def renew(self) -> None:
+        """Between two versions of the weights: take in engines that have started, and nodes that have joined."""
+        self._leave_lost_nodes()
+        for pool in self._nodes.join(self._most_nodes) if self._nodes else []:
+            log.warning("node %s has joined; it samples as soon as its engines have started", pool.address)
+            self._joined.add(pool.address)
+            self._start(self._seats(pool, self._place.engines_per_node))
+        self._start(self._empty)
+        if self.takes_turns:
+            self._admit(self._coming)
+        elif self._coming:
+            started, _ = ray.wait([one.starting for one in self._coming], num_returns=len(self._coming), timeout=0)
+            self._admit([engine for engine in self._coming if engine.starting in started])
+
+    def ask(self, method: str, *args: Any) -> None:
+        """Call a method of all engines. Those that die are lost; raises EngineDied when none is left."""
+        self._answers({getattr(one.worker, method).remote(*args): one for one in self.engines}, f"rollout {method}")
+        self._require_engines()
+
+    def lose(self, engine: Engine, error: VerlError) -> None:
+        """Go on without an engine that has died of `error`; fine to be told twice."""
+        if engine not in self._everyone:
+            return
+        self._died = EngineDied(str(error))
+        self._remove([engine])
+        if (address := engine.seat.address) and not is_alive(address):
+            self._leave(address)
+        elif self._restarts_left:
+            self._restarts_left -= 1
+            self._restarts_at[address] += 1
+            log.warning("%s. The engine is started anew, at most %d times more", error, self._restarts_left)
+            self._empty.append(engine.seat)
+            if not self.takes_turns:
+                self._start(self._empty)
+        else:
+            log.warning("%s. It is not started anew (actor_rollout_ref.rollout.max_restarts)", error)
+
+    def lose_at(self, address: str, error: VerlError) -> None:
+        """Go on without the engines of a node that cannot be given weights."""
+        for engine in [one for one in self._everyone if one.seat.address == address]:
+            self.lose(engine, error)
+
+    def shutdown(self) -> None:
+        """End all engines, also those that did not start or do not answer."""
+        engines = self._everyone
+        with contextlib.suppress(Exception):  # whatever is wrong with a worker, it is killed next
+            ray.wait([one.worker.shutdown.remote() for one in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
+        self._remove(engines)
+        self._empty = []
+
+    @property
+    def _everyone(self) -> list[Engine]:
+        return [*self.engines, *self._coming]
+
+    def _seats(self, pool: ResourcePool, num_engines: int) -> list[Seat]:
+        return [Seat(pool, number * self._place.gpus_per_engine % pool.world_size) for number in range(num_engines)]
+
+    def _start(self, seats: list[Seat]) -> None:
+        """Start an engine in each of the seats, which are taken then."""
+        remote_class = ray.remote(RolloutWorker)
+        # One thread for the event loop's own process; the engine's process is given its threads by the engine.
+        variables = {"OMP_NUM_THREADS": "1"}
+        for seat in seats:
+            options = seat.pool.actor_options(seat.rank, self._place.gpus_per_engine, variables)
+            worker = remote_class.options(**options).remote(self._config, seat.pool.device)
+            self._coming.append(Engine(worker, seat, worker.start.remote()))
+        seats.clear()
+
+    def _admit(self, engines: Sequence[Engine]) -> None:
+        """Wait until they have started."""
+        starting = {engine.starting: engine for engine in engines}
+        for engine, at_once in self._answers(starting, "start of the rollout engines"):
+            engine.at_once = at_once
+            self._coming.remove(engine)
+            self.engines.append(engine)
+
+    def _answers(self, calls: dict[Any, Engine], what: str) -> list[tuple[Engine, Any]]:
+        """Of those that live; the others are lost. Raises whatever else an engine raises, as soon as it does."""
+        begun, waiting, answers = time.monotonic(), dict(calls), list[tuple[Engine, Any]]()
+        while waiting:
+            for call in wait_for_any(list(waiting), what, self._timeout_s, since=begun):
+                engine = waiting.pop(call)
+                try:
+                    [answer] = wait_for([call], what, self._timeout_s)
+                except (EngineDied, WorkerDied) as error:
+                    self.lose(engine, error)
+                except (VerlError, RayTaskError) as error:
+                    if engine.seat.address not in self._joined:
+                        raise
+                    self._leave(engine.seat.address, unusable=str(error))
+                else:
+                    answers.append((engine, answer))
+        return [(engine, answer) for engine, answer in answers if engine in self._everyone]
+
+    def _leave_lost_nodes(self) -> None:
+        """Also those on which nobody was asked for anything, or Ray waits for a place."""
+        for address in {pool.address for pool in self._nodes.pools} if self._nodes else ():
+            if not is_alive(address):
+                self._leave(address)
+
+    def _leave(self, address: str, unusable: str = "") -> None:
+        """A node that is lost, or is `unusable` for that reason."""
+        self._remove([engine for engine in self._everyone if engine.seat.address == address])
+        self._empty = [seat for seat in self._empty if seat.address != address]
+        if self._nodes:
+            self._nodes.give_up(address, unusable)
+        if not unusable:
+            self._restarts_left += self._restarts_at.pop(address, 0)  # it takes a while before a node is known as lost
+            log.warning("node %s is lost; %s left", address, _count(self.engines))
+
+    def _remove(self, engines: Sequence[Engine]) -> None:
+        """Forget them, and let them end if they have not."""
+        self.engines = [engine for engine in self.engines if engine not in engines]
+        self._coming = [engine for engine in self._coming if engine not in engines]
+        for engine in engines:
+            with contextlib.suppress(Exception):  # it is gone
+                ray.kill(engine.worker)
+
+    def _require_engines(self) -> None:
+        if not self.engines:
+            raise self._died
+
+
+def _count(engines: Sequence[Any]) -> str:
+    return "1 rollout engine" if len(engines) == 1 else f"{len(engines)} rollout engines"
