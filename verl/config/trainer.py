@@ -27,8 +27,7 @@ class TrainerConfig:
     layout: Layout = setting(
         "colocated",
         "colocated: the engines and the trained roles take turns on all GPUs; split: of each node some GPUs sample "
-        "(rollout_gpus_per_node) and the others train, or "
-        "whole nodes sample (rollout.nnodes).",
+        "(rollout_gpus_per_node) and the others train, or whole nodes sample (rollout.nnodes).",
     )
     rollout_gpus_per_node: int | None = setting(
         None, "GPUs of each node that sample, with layout=split; null with colocated.", ge=1
