@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.multiprocessing as mp
+from memory_by_name import share_by_name
 
 T = TypeVar("T")
 
@@ -60,8 +61,7 @@ def weight_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def memory_by_name() -> Iterator[None]:
-    """Shared CPU memory that any process can open by its name, as any process on a node can open GPU memory."""
     before = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")
+    share_by_name()
     yield
     mp.set_sharing_strategy(before)

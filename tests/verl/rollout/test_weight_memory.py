@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from memory_by_name import share_by_name
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from weight_source import stream_of
@@ -124,7 +125,7 @@ def config_of(model_dir: Path) -> Config:
 def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, orders: Any, answers: Any) -> None:
     """One of two actor ranks."""
     torch.set_num_threads(1)
-    mp.set_sharing_strategy("file_system")
+    share_by_name()
     weight_buckets.MIB = weight_export.MIB = SMALL_MIB
     worker = ActorWorker(config, 10, False, rank, 2)
     worker.start(f"file://{folder}/store")
