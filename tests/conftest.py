@@ -75,14 +75,13 @@ def ray_session() -> Iterator[Any]:
     """Ray on this machine, for all tests that need it. Workers can import the helper modules that lie beside tests."""
     import ray
 
-    from verl.single_controller.cluster import RAY_SETTINGS
+    from verl.single_controller.cluster import RAY_SETTINGS, init_patiently
 
     os.environ.update(RAY_SETTINGS)
     folders = [path for path in sys.path if Path(path).is_relative_to(Path(__file__).parent)]
-    ray.init(
+    init_patiently(
         num_cpus=4,
         num_gpus=8,  # said, not there: what is placed on them is asked where it sits
-        include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(folders)}},

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from traceback import format_exception
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
@@ -46,14 +47,22 @@ def connect(worker_logs: bool) -> None:
         reach(where)  # Ray would try for minutes
     except (OSError, ValueError) as error:
         raise WorkerError(_why(error)) from error
+    try:
+        # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
+        init_patiently(log_to_driver=worker_logs, logging_level="error")
+    except Exception as error:
+        raise WorkerError(_why(error)) from error
+
+
+def init_patiently(**options: Any) -> None:
+    """`ray.init`, once more where a busy machine was too slow for it. Raises what it raises, a bare Exception too."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-            ray.init(include_dashboard=False, log_to_driver=worker_logs, logging_level="error")
+            ray.init(include_dashboard=False, **options)
             return
         except Exception as error:
             if SLOW_START not in str(error) or attempt == ATTEMPTS:
-                raise WorkerError(_why(error)) from error
+                raise
             log.warning("Ray's processes did not start within 30 s: this machine is busy; starting them once more")
             ray.shutdown()
 
