@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,30 @@ import torch
 from transformers import Qwen2Config
 
 from verl.config import load_config
+from verl.errors import ConfigError
 from verl.trainer.dry_run.gpus import GPUS, Groups
 from verl.trainer.dry_run.kv_cache import kv_cache_tokens
 from verl.trainer.dry_run.place import parse_gpus
 from verl.trainer.dry_run.work import Operation, Work
 from verl.trainer.model_shape import ModelShape
+from verl.trainer.plan import calibrate
 from verl.trainer.plan.__main__ import main
 from verl.trainer.plan.layouts import Sharding, shardings
-from verl.trainer.plan.machine import COMPUTING, IN_NODE, NETWORK, Cost, Kept, Machine
+from verl.trainer.plan.machine import (
+    COMPUTING,
+    IN_NODE,
+    NETWORK,
+    Cost,
+    Kept,
+    Machine,
+    machine_of,
+    read_machine,
+    write_machine,
+)
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, Trajectories, sampling_cost
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
-HALF = Machine(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
+HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.model.path=m")
 
 
@@ -39,6 +52,18 @@ def test_work_at_half_of_the_data_sheet() -> None:
     assert cost.parts == pytest.approx({COMPUTING: 4.001, IN_NODE: 2.0, NETWORK: 2.0})  # 2 x 1/2 of it at 25 GB/s
     assert cost.seconds == pytest.approx(4.001) and cost.bound_by == COMPUTING
     assert HALF.cost(work, Groups(8, replicas=2), share=0.25).seconds == pytest.approx(2.0)
+
+
+def test_a_core_does_one_thing_after_the_other() -> None:
+    """2 s of arithmetic, 1 s of memory, 0.5 s for each to begin; 12 GB sent at 2 GB/s, and 3 calls of 0.1 s."""
+    core = Machine("core", 1e9, 1e9, 1e9, 2e9, 2e9, 0.5, "", call_s=0.1, overlap=False, rounds={"reduce-scatter": 1.5})
+    operations = [Operation(2e9, torch.float32, 10**6), Operation(0.0, torch.float32, 10**9)]
+    calls = Counter({"all-gather": 2, "reduce-scatter": 1})
+    work = Work(operations, Counter({"all-gather": 4 * 10**9, "reduce-scatter": 8 * 10**9}), calls)
+    cost = core.cost(work, Groups(4))
+    assert cost.parts == pytest.approx({COMPUTING: 4.0, IN_NODE: (3 + 9) / 2 + 0.3, NETWORK: 0.0})
+    assert cost.seconds == pytest.approx(4.0 + 6.3)
+    assert core.cost(work, Groups(1)).seconds == pytest.approx(4.0), "a group of one sends nothing"
 
 
 def test_costs_add_up_one_after_the_other() -> None:
@@ -63,8 +88,30 @@ def test_sampling_by_hand() -> None:
 def test_copies_are_tried_on_several_nodes_alone() -> None:
     one, several = (load_config("ppo_trainer", [*GRPO, f"trainer.nnodes={nodes}"]) for nodes in (1, 2))
     assert [family[0].fsdp_size for family in shardings(one)] == [-1]
-    assert [family[0].fsdp_size for family in shardings(several)] == [-1, 8]
+    found = [(family[0].sampling_nodes, family[0].fsdp_size) for family in shardings(several)]
+    assert found == [(0, -1), (0, 8), (1, -1)], "half of the nodes sample, and one is left to train"
     assert next(shardings(one))[0] == Sharding(-1, False, 4 * 1024), "without offloading first, and the largest batches"
+
+
+def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
+    write_machine(HALF, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == HALF
+    (tmp_path / "machine.json").write_text('{"name": "core"}')
+    with pytest.raises(ConfigError, match="verl.trainer.plan.calibrate"):
+        read_machine(tmp_path / "machine.json")
+    write_machine(replace(HALF, link_bytes=0.0), tmp_path / "machine.json")
+    with pytest.raises(ConfigError, match="link_bytes must be numbers above 0"):
+        read_machine(tmp_path / "machine.json")
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates that no core of any CPU is far from, and the slower number format is not the faster one by much."""
+    assert calibrate.main(["--output", str(tmp_path / "machine.json"), "--device", "cpu"]) == 0
+    machine = read_machine(tmp_path / "machine.json")
+    assert 1e9 < machine.float_flops < 1e13 and 1e9 < machine.memory_bytes < 1e12
+    assert 1e-7 < machine.launch_s < 1e-3 and 1e7 < machine.link_bytes < 1e11 and not machine.overlap
+    assert machine.name in capsys.readouterr().out
 
 
 def plan(model: Path, gpus: str, *overrides: str) -> tuple[str, ...]:
@@ -91,11 +138,32 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "trainer.nnodes=2" in settings and "trainer.n_gpus_per_node=2" in settings and f"{engine}=1" in settings
     load_config("ppo_trainer", [*GRPO, *settings])
     assert "1,000 steps:" in printed and "at 2 a GPU hour" in printed and "a copy on 2" in printed
+    assert "1 node for sampling, one copy" in printed
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what was measured; nothing is offloaded, and engines are processes."""
+    core = Machine("core", 1e11, 5e10, 1e10, 1e9, 1e9, 5e-6, "measured on a Tuesday", 1e-4, overlap=False)
+    write_machine(core, tmp_path / "machine.json")
+    assert main((*plan(model, "1x2xCPU"), "--no_scaling", "--machine", str(tmp_path / "machine.json"))) == 0
+    printed = capsys.readouterr().out
+    assert "core hours" in printed and "measured on a Tuesday" in printed and "no offload" in printed
+    assert "1 core an engine" in printed and ", offload" not in printed
+
+
+def test_the_user_s_layout_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*plan(model, "2x1xH100", "trainer.layout=colocated"), "--no_scaling")) == 0
+    assert "for sampling" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    ("gpus", "message"), [("8x80", "time depends on the kind of GPU"), ("some", "--gpus some is not understood")]
+    ("gpus", "message"),
+    [
+        ("8x80", "time depends on the kind of GPU"),
+        ("some", "--gpus some is not understood"),
+        ("4xCPU", "add --machine machine.json"),
+    ],
 )
 def test_gpus_without_a_kind(gpus: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(plan(model, gpus)) == 1 and message in capsys.readouterr().out

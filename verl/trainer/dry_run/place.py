@@ -41,18 +41,23 @@ class Place:
 
 
 def parse_gpus(text: str) -> Place:
-    """`8xH100`, `8x80` for eight GPUs of 80 GB, or `4x8xH100` for four nodes of eight. Raises ConfigError."""
+    """`8xH100`, `8x80` for eight GPUs of 80 GB, or `4x8xH100` for four nodes of eight; `4xCPU` for four workers that
+    share a machine like this one. Raises ConfigError.
+    """
     *numbers, what = text.split("x")
+    on_cpu = what.upper() == "CPU"
     found = tuple(gpu for gpu in GPUS if what.upper() == gpu.name or what == str(gpu.size))
     counted = len(numbers) in (1, 2) and all(number.isdigit() and int(number) for number in numbers)
-    if not counted or not (found or (what.isdigit() and int(what))):
+    if not counted or not (found or on_cpu or (what.isdigit() and int(what))):
         names = ", ".join(gpu.name for gpu in GPUS)
         raise ConfigError(
-            f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}: 8xH100; of several "
-            "nodes also how many there are, 4x8xH100"
+            f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}, CPU: 8xH100; of "
+            "several nodes also how many there are, 4x8xH100"
         )
-    memory = found[0].memory if found else USABLE * int(what)
     per_node = int(numbers[1]) if len(numbers) == 2 else None
+    if on_cpu:
+        return Place(math.prod(map(int, numbers)), _memory_here() // int(numbers[-1]), (), per_node)
+    memory = found[0].memory if found else USABLE * int(what)
     return Place(math.prod(map(int, numbers)), int(memory * GIB), found or USUAL, per_node)
 
 
@@ -64,8 +69,11 @@ def here(config: Config) -> Place:
         found = torch.cuda.get_device_properties(0)
         known = tuple(gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name)
         return Place(num_devices, found.total_memory, known or USUAL)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Place(num_devices, memory // trainer.n_gpus_per_node)
+    return Place(num_devices, _memory_here() // trainer.n_gpus_per_node)
+
+
+def _memory_here() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def located(config: Config, place: Place) -> Config:

@@ -17,7 +17,7 @@ from verl.trainer.dry_run.place import Place, parse_gpus
 from verl.trainer.dry_run.run import no_warnings
 from verl.trainer.model_shape import policy_shape
 from verl.trainer.plan import report
-from verl.trainer.plan.machine import machine_of
+from verl.trainer.plan.machine import Machine, machine_of, read_machine
 from verl.trainer.plan.picture import draw
 from verl.trainer.plan.scaling import scaled
 from verl.trainer.plan.search import Planned, best_of, search
@@ -37,7 +37,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """What is asked for, not looked at yet."""
     parser = argparse.ArgumentParser(prog="python -m verl.trainer.plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="Hugging Face name or folder; its config.json suffices")
-    parser.add_argument("--gpus", required=True, help="nodes x GPUs of a node x kind: 4x8xH100")
+    parser.add_argument("--gpus", required=True, help="nodes x GPUs of a node x kind: 4x8xH100; or 4xCPU")
+    parser.add_argument("--machine", type=Path, help="what verl.trainer.plan.calibrate has measured, for a data sheet")
     parser.add_argument("--config-name", default="ppo_trainer")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--price", type=float, help="of a GPU hour")
@@ -49,14 +50,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _plan(asked: argparse.Namespace) -> int:
     place = parse_gpus(asked.gpus)
-    if len(place.gpus) != 1:
-        raise ConfigError(f"--gpus {asked.gpus}: time depends on the kind of GPU; name it, as in 4x8xH100")
     models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
 
     def load(settings: Sequence[str]) -> Config:
         return load_config(asked.config_name, [*models, *settings, *asked.overrides])
 
-    machine, policy = machine_of(place.gpus[0]), policy_shape(load([]))
+    machine, policy = _machine(asked, place), policy_shape(load([]))
     title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
     print(title, flush=True)
     found = list(search(load, place, policy, machine, partial(print, file=sys.stderr, flush=True)))
@@ -68,11 +67,24 @@ def _plan(asked: argparse.Namespace) -> int:
     print("\n".join(["", *report.best(best, place, asked.steps, asked.price), ""]), flush=True)
     grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
     if grown:
-        print("\n".join([*report.scaling(grown), ""]))
+        print("\n".join([*report.scaling(grown, place), ""]))
     print("\n".join(report.assumed(best, machine)))
     if asked.png:
         draw(found, grown, title, asked.png)
     return 0
+
+
+def _machine(asked: argparse.Namespace, place: Place) -> Machine:
+    if asked.machine:
+        return read_machine(asked.machine)
+    if not place.on_gpu:
+        raise ConfigError(
+            f"--gpus {asked.gpus}: CPUs have no data sheet here; measure one by `python -m verl.trainer.plan.calibrate "
+            "--output machine.json`, and add --machine machine.json"
+        )
+    if len(place.gpus) != 1:
+        raise ConfigError(f"--gpus {asked.gpus}: time depends on the kind of GPU; name it, as in 4x8xH100")
+    return machine_of(place.gpus[0])
 
 
 def _nearest(found: Sequence[Planned], place: Place) -> Planned:

@@ -1,4 +1,6 @@
-"""The layouts that a plan tries: engines, copies of the model, what waits in host memory, and micro-batches."""
+"""The layouts that a plan tries: nodes that only sample, engines, copies of the model, what waits in host memory, and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,21 @@ ACTOR, CRITIC, REFERENCE = "actor_rollout_ref.actor", "critic", "actor_rollout_r
 @dataclass(frozen=True)
 class Sharding:
     """How the trained roles lie: `fsdp_size` ranks share a copy (-1: all), `offload` to host memory between phases,
-    `tokens` in a micro-batch of a rank.
+    `tokens` in a micro-batch of a rank. Of all nodes, `sampling_nodes` only sample.
     """
 
     fsdp_size: int
     offload: bool
     tokens: int
+    sampling_nodes: int = 0
 
     @classmethod
     def of(cls, config: Config) -> Sharding:
         """What a run has, where the user's settings have won over a plan's."""
         actor = config.actor_rollout_ref.actor
-        return cls(actor.fsdp_config.fsdp_size, actor.fsdp_config.param_offload, actor.ppo_max_token_len_per_gpu)
+        sampling_nodes = config.actor_rollout_ref.rollout.nnodes
+        fsdp = actor.fsdp_config
+        return cls(fsdp.fsdp_size, fsdp.param_offload, actor.ppo_max_token_len_per_gpu, sampling_nodes)
 
     @property
     def settings(self) -> list[str]:
@@ -41,21 +46,38 @@ class Sharding:
             f"{ACTOR}.use_dynamic_bsz=true",
             f"{ACTOR}.ppo_max_token_len_per_gpu={self.tokens}",
             f"{CRITIC}.ppo_max_token_len_per_gpu={self.tokens}",
+            *self._apart,
         ]
+
+    @property
+    def _apart(self) -> list[str]:
+        number = self.sampling_nodes
+        return ["trainer.layout=split", f"actor_rollout_ref.rollout.nnodes={number}"] if number else []
 
     def __str__(self) -> str:
         copies = "one copy" if self.fsdp_size == -1 else f"a copy on {self.fsdp_size}"
-        return f"{copies}, {'offload' if self.offload else 'no offload'}, {self.tokens} tokens"
+        nodes = f"{self.sampling_nodes} node{'s' * (self.sampling_nodes > 1)}"
+        apart = f"{nodes} for sampling, " if self.sampling_nodes else ""
+        return f"{apart}{copies}, {'offload' if self.offload else 'no offload'}, {self.tokens} tokens"
 
 
 def shardings(config: Config) -> Iterator[list[Sharding]]:
     """Families: of each, the first that fits is taken. Offloading costs time, so it comes after all without."""
-    sizes = [-1] if config.trainer.nnodes == 1 else [-1, config.trainer.n_gpus_per_node]
-    for size in sizes:
-        yield [Sharding(size, offload, windows * window_of(config)) for offload in (False, True) for windows in TOKENS]
+    trainer, apart = config.trainer, config.actor_rollout_ref.rollout.nnodes
+    own = trainer.layout == "split"  # the user has divided the devices
+    for sampling_nodes in [apart] if own else sorted({0, trainer.nnodes // 2}):  # none alone, or half of the nodes
+        training = trainer.nnodes if own else trainer.nnodes - sampling_nodes
+        for size in [-1] if training == 1 else [-1, trainer.n_gpus_per_node]:
+            yield [
+                Sharding(size, offload, windows * window_of(config), sampling_nodes)
+                for offload in ((False,) if trainer.device == "cpu" else (False, True))
+                for windows in TOKENS
+            ]
 
 
 def engine_sizes(config: Config) -> list[int]:
-    """GPUs of an engine: powers of two that divide those of a node which sample."""
+    """GPUs of an engine: powers of two that divide those of a node which sample. On CPU an engine is one process."""
+    if config.trainer.device == "cpu":
+        return [1]
     sampling = placement_of(config, "cuda").sampling
     return [size for size in (1, 2, 4, 8, 16) if sampling % size == 0]

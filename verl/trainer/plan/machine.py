@@ -1,17 +1,22 @@
-"""How much of its data sheet's promise a machine keeps, and what work costs there."""
+"""What work costs on a machine: by a share of its data sheet, or as `verl.trainer.plan.calibrate` has measured it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
 import torch
 
+from verl.errors import ConfigError
+from verl.storage import whole_file
 from verl.trainer.dry_run.gpus import BETWEEN_NODES, Gpu, Groups
 from verl.trainer.dry_run.work import Work
 
 COMPUTING, IN_NODE, NETWORK, HOST = "arithmetic and memory", "links in a node", "network", "copies to the host"
 HOST_LINK = 63e9  # bytes a second between a GPU and pinned host memory: PCIe 5 x16, in one direction
+ROUNDS: Mapping[str, float] = {"all-reduce": 2.0}  # of the whole tensor round a ring; 1 for other collectives
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Kept:
     launch_s: float
 
 
-# Not measured by this project: what is usually reported of large products, copies and NCCL's bus bandwidth.
+# What is usually reported of large products, copies and NCCL's bus bandwidth.
 KEPT: Mapping[str, Kept] = {
     "A100-40": Kept(0.65, 0.8, 0.75, 0.8, 4e-6),
     "L40S": Kept(0.6, 0.8, 0.6, 0.8, 4e-6),
@@ -56,53 +61,102 @@ class Cost:
         return Cost(self.seconds * factor, {name: seconds * factor for name, seconds in self.parts.items()})
 
 
-def side_by_side(parts: Mapping[str, float]) -> Cost:
-    """The longest is what passes."""
-    return Cost(max(parts.values(), default=0.0), parts)
-
-
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of a kind of GPU."""
+    """What one device reaches in a second; `link_bytes` and `network_bytes` are those that it sends in a ring.
 
-    gpu: Gpu
-    kept: Kept
+    An operation takes `launch_s` at the least, a collective `call_s` besides its bytes, which go round a ring `rounds`
+    times. With `overlap` the device computes while it sends, and starts operations while it computes: a GPU. A core of
+    a CPU does one after the other. `source` says where the numbers are from.
+    """
 
-    @property
-    def memory_bytes(self) -> float:
-        """A second."""
-        return self.gpu.memory_bytes * self.kept.memory
+    name: str
+    half_flops: float  # products in bfloat16 and float16
+    float_flops: float  # all others, in TF32 where the device has it
+    memory_bytes: float
+    link_bytes: float
+    network_bytes: float
+    launch_s: float
+    source: str
+    call_s: float = 0.0
+    overlap: bool = True
+    rounds: Mapping[str, float] = field(default_factory=lambda: dict(ROUNDS))
 
     def flops(self, dtype: torch.dtype) -> float:
         """A second."""
-        half = dtype in (torch.bfloat16, torch.float16)
-        return (self.gpu.bf16_flops if half else self.gpu.tf32_flops) * self.kept.products
+        return self.half_flops if dtype in (torch.bfloat16, torch.float16) else self.float_flops
 
     def cost(self, work: Work, groups: Groups, share: float = 1.0) -> Cost:
         """Of one rank's work when its operations have `share` of the tokens that were counted.
 
-        An operation takes the longest of its arithmetic, its way through memory and its launch; collectives run beside.
+        An operation takes the longer of its arithmetic and its way through memory.
         """
         computing = 0.0
         for operation in work.operations:
             arithmetic, moved = operation.flops / self.flops(operation.dtype), operation.num_bytes / self.memory_bytes
-            computing += max(max(arithmetic, moved) * share, self.kept.launch_s)
-        return side_by_side({COMPUTING: computing} | self.sending(work, groups))
+            busy = max(arithmetic, moved) * share
+            computing += max(busy, self.launch_s) if self.overlap else busy + self.launch_s
+        parts = {COMPUTING: computing} | self.sending(work, groups)
+        return Cost(max(parts.values()) if self.overlap else sum(parts.values()), parts)
 
     def sending(self, work: Work, groups: Groups) -> dict[str, float]:
-        """Seconds of the collectives by where they go, in rings; an all-reduce goes round twice."""
+        """Seconds of the collectives by where they go; none in a group of one."""
         seconds = {IN_NODE: 0.0, NETWORK: 0.0}
         for kind, num_bytes in work.sent.items():
             size, on_one_node = groups.of(kind)
-            rounds = (2.0 if kind == "all-reduce" else 1.0) * (size - 1) / size
-            seconds[IN_NODE if on_one_node else NETWORK] += rounds * num_bytes / self.link(on_one_node)
+            if size > 1:
+                sent = self.rounds.get(kind, 1.0) * (size - 1) / size * num_bytes
+                way = IN_NODE if on_one_node else NETWORK
+                seconds[way] += sent / self.link(on_one_node) + work.calls[kind] * self.call_s
         return seconds
 
     def link(self, on_one_node: bool) -> float:
-        """Bytes a second that each GPU sends in a ring."""
-        in_node = self.gpu.link_bytes * self.kept.link
-        return in_node if on_one_node else min(in_node, BETWEEN_NODES * self.kept.network)
+        """Bytes a second that each device sends in a ring."""
+        return self.link_bytes if on_one_node else min(self.link_bytes, self.network_bytes)
 
 
-def machine_of(gpu: Gpu) -> Machine:
-    return Machine(gpu, KEPT[gpu.name])
+def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
+    """By the GPU's data sheet, of which the shares of its kind are reached, or `kept`."""
+    kept = kept or KEPT[gpu.name]
+    source = (
+        f"of the {gpu.name}'s data sheet {kept.products:.0%} of the arithmetic, {kept.memory:.0%} of the memory, "
+        f"{kept.link:.0%} of the links and {kept.network:.0%} of 400 Gbit/s a GPU between nodes are reached, shares "
+        "that were not measured by this project"
+    )
+    return Machine(
+        gpu.name,
+        half_flops=gpu.bf16_flops * kept.products,
+        float_flops=gpu.tf32_flops * kept.products,
+        memory_bytes=gpu.memory_bytes * kept.memory,
+        link_bytes=gpu.link_bytes * kept.link,
+        network_bytes=BETWEEN_NODES * kept.network,
+        launch_s=kept.launch_s,
+        source=source,
+    )
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """As JSON. Raises StorageError."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(asdict(machine), indent=2) + "\n")
+
+
+def read_machine(path: Path) -> Machine:
+    """What `write_machine` wrote. Raises ConfigError."""
+    try:
+        values = json.loads(path.read_text())
+        machine = Machine(**values)
+    except (OSError, ValueError, TypeError) as error:
+        names = ", ".join(one.name for one in fields(Machine))
+        raise ConfigError(
+            f"--machine {path} cannot be read ({error}): it is a file of `python -m verl.trainer.plan.calibrate`, with "
+            f"{names}"
+        ) from error
+    rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes")
+    if wrong := [name for name in rates if not _is_rate(getattr(machine, name))]:
+        raise ConfigError(f"--machine {path}: {', '.join(wrong)} must be numbers above 0")
+    return machine
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0

@@ -12,12 +12,12 @@ from verl.trainer.dry_run.report import FILLED
 from verl.trainer.plan.machine import Machine
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S
 from verl.trainer.plan.scaling import Scaled
-from verl.trainer.plan.search import Planned
+from verl.trainer.plan.search import RELAY_BYTES, Planned
 
 
 def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
     """A table: whether each fits, GiB left in its largest phase, seconds of a step by phase, GiB that a rank sends."""
-    names = [f"{one.engine} GPU{'s' * (one.engine > 1)} an engine, {one.sharding}" for one in found]
+    names = [f"{one.engine} {_unit(place)}{'s' * (one.engine > 1)} an engine, {one.sharding}" for one in found]
     width = max(map(len, names))
     phases = "".join(f"{phase:>8}" for phase in Phase)
     yield f"{'layout':<{width}} {'':<4} {'left':>6}{phases}{'step s':>9}{'in node':>9}{'between':>9}  bound by"
@@ -36,27 +36,30 @@ def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterato
     """Settings, as a command line takes them, and what so many steps cost."""
     yield "the fastest that fits:"
     yield from (f"  {setting} \\" for setting in [*_nodes(one), *one.settings])
-    hours = one.seconds * steps / 3600
-    cost = f", {hours * place.num_devices * price:,.0f} at {price:g} a GPU hour" if price is not None else ""
-    yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} GPU hours{cost}"
+    hours, unit = one.seconds * steps / 3600, _unit(place)
+    cost = f", {hours * place.num_devices * price:,.0f} at {price:g} a {unit} hour" if price is not None else ""
+    yield f"{steps:,} steps: {hours:,.1f} h, {hours * place.num_devices:,.0f} {unit} hours{cost}"
 
 
-def scaling(found: Sequence[Scaled]) -> Iterator[str]:
-    yield f"{'GPUs':>5}{'step s':>9}{'efficiency':>12}  bound by"
+def scaling(found: Sequence[Scaled], place: Place) -> Iterator[str]:
+    yield f"{_unit(place) + 's':>5}{'step s':>9}{'efficiency':>12}  bound by"
     for one in found:
         fits = "" if one.planned.fits else "  (does not fit)"
         yield (f"{one.num_gpus:>5}{one.planned.seconds:9.1f}{one.efficiency:12.0%}  {bottleneck(one.planned)}{fits}")
 
 
 def assumed(one: Planned, machine: Machine) -> Iterator[str]:
-    kept, rows = machine.kept, trajectories_per_step(one.config)
+    rows = trajectories_per_step(one.config)
     yield (
-        f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; of "
-        f"the {machine.gpu.name}'s data sheet {kept.products:.0%} of the arithmetic, {kept.memory:.0%} of the memory, "
-        f"{kept.link:.0%} of the links and {kept.network:.0%} of 400 Gbit/s a GPU between nodes are reached; "
-        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search. None of "
-        "these shares was measured by this project"
+        f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; "
+        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search; to nodes "
+        f"that only sample weights go at {RELAY_BYTES / 1e9:g} GB/s; "
+        f"{machine.source}"
     )
+
+
+def _unit(place: Place) -> str:
+    return "GPU" if place.on_gpu else "core"
 
 
 def _nodes(one: Planned) -> list[str]:

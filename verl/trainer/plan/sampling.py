@@ -53,7 +53,8 @@ def sampling_cost(config: Config, policy: ModelShape, place: Place, machine: Mac
     share = math.ceil(of.number / found.num_engines)
     room = max(1, int(kv_cache_tokens(config, policy, place) // max(1.0, of.tokens)))
     at_once = min(share, room, rollout.max_num_seqs)
-    rate, memory = machine.flops(torch.bfloat16) * ranks, machine.memory_bytes * ranks
+    rate = machine.flops(torch.float32 if width == 4 else torch.bfloat16) * ranks
+    memory = machine.memory_bytes * ranks
     keys = 2 * policy.num_layers * policy.key_width * width * of.tokens / 2  # of a sequence that is half there
     moved = (width * policy.num_params + at_once * keys) / memory
     computed = 2 * policy.num_params * at_once / rate

@@ -9,7 +9,7 @@ from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import run_roles
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.plan.machine import Machine
-from verl.trainer.plan.search import Loader, Planned, placed, planned
+from verl.trainer.plan.search import Loader, Planned, engine_settings, placed, planned
 
 MOST = 4096  # GPUs
 FACTOR = 4
@@ -30,7 +30,9 @@ def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machi
     number = place.num_devices * FACTOR
     while number <= MOST:
         larger = replace(place, num_devices=number)
-        roles = run_roles(placed(load, first.settings, larger), place.kind)
-        found = planned(load, first.engine, first.sharding, roles, larger, policy, machine)
+        apart = first.sharding.sampling_nodes * number // place.num_devices
+        sharding = replace(first.sharding, sampling_nodes=apart)
+        roles = run_roles(placed(load, [*engine_settings(first.engine), *sharding.settings], larger), place.kind)
+        found = planned(load, first.engine, sharding, roles, larger, policy, machine)
         yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
         number *= FACTOR

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.config import Config, check_supported
+from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase
 from verl.trainer.dry_run.place import Place, located
@@ -14,10 +15,11 @@ from verl.trainer.dry_run.roles import Role, run_roles
 from verl.trainer.dry_run.run import Level, judged
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.plan.layouts import Sharding, engine_sizes, shardings
-from verl.trainer.plan.machine import COMPUTING, HOST, HOST_LINK, Cost, Machine
+from verl.trainer.plan.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost, Machine
 from verl.trainer.plan.sampling import expected_trajectories, sampling_cost
 
 MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
+RELAY_BYTES = 2e9  # a second, of Ray's objects from one node to another; an assumption
 COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
 Loader = Callable[[Sequence[str]], Config]
 
@@ -65,7 +67,9 @@ def search(
     tried: set[Sharding] = set()
     for family in shardings(placed(load, [], place)):
         for wanted in family:
-            config = placed(load, wanted.settings, place)
+            config = _possible(load, wanted, place)
+            if config is None:
+                break
             sharding = Sharding.of(config)
             if sharding in tried:
                 continue
@@ -124,6 +128,7 @@ def planned(
             costs[phase] += _moving(config, role, phase)
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
+    costs[Phase.SYNC] += _relaying(config, roles[0], machine)
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
     return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
 
@@ -133,6 +138,16 @@ def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
     config = located(load(settings), place)
     check_supported(config)
     return config
+
+
+def _possible(load: Loader, wanted: Sharding, place: Place) -> Config | None:
+    """None where the user's settings leave no such layout."""
+    try:
+        return placed(load, wanted.settings, place)
+    except ConfigError:
+        if wanted.sampling_nodes:
+            return None
+        raise
 
 
 def engine_settings(size: int) -> list[str]:
@@ -145,6 +160,15 @@ def best_of(found: Sequence[Planned]) -> Planned | None:
         if fitting := [one for one in found if one.level == level]:
             return min(fitting, key=lambda one: one.seconds)
     return None
+
+
+def _relaying(config: Config, policy: Role, machine: Machine) -> Cost:
+    """Of the weights to the nodes that only sample, through host memory: once to each, from one that trains."""
+    receivers = config.actor_rollout_ref.rollout.nnodes
+    if not receivers:
+        return Cost()
+    seconds = 2 * policy.num_params / min(RELAY_BYTES, machine.network_bytes / receivers)
+    return Cost(seconds, {NETWORK: seconds})
 
 
 def _moving(config: Config, role: Role, phase: Phase) -> Cost:
