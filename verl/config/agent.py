@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl.config.fields import setting
+
+RetrieverPlacement = Literal["apart", "per_node"]
 
 FEEDBACK = (
     "This turn held neither a search nor an answer. Write one query between search tags, "
@@ -47,6 +49,15 @@ class RetrieverConfig:
     """The retrieval service."""
 
     url: str = setting("http://127.0.0.1:8000/retrieve", "Address of the retrieval service.")
+    placement: RetrieverPlacement = setting(
+        "apart",
+        "apart: it is there, at url; per_node: the run starts one on each node that samples, by launch, and ends it.",
+    )
+    launch: str | None = setting(
+        None,
+        "With placement=per_node: the command that starts a retriever at url, for bash, in the folder that the run was "
+        "started in.",
+    )
     engine: str | None = setting(
         None, "Dotted name of a class with search(query), or of a function of a query, asked instead of the service."
     )

@@ -80,6 +80,13 @@ def placement_problems(config: Config) -> Iterator[str]:
     yield from problems
 
 
+def fewer_nodes_problems(config: Config) -> Iterator[str]:
+    """Of what is left of the nodes."""
+    fewest, nnodes = config.trainer.min_nnodes, config.trainer.nnodes
+    if fewest is not None and fewest > nnodes:
+        yield f"trainer.min_nnodes={fewest} is more than trainer.nnodes={nnodes}: lower it, or leave it at null"
+
+
 def _sampling_nodes_are_set(config: Config) -> bool:
     rollout = config.actor_rollout_ref.rollout
     return bool(rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes)

@@ -23,6 +23,12 @@ class TrainerConfig:
     experiment_name: str = setting("default", "Name of the run in the experiment trackers.")
     logger: list[Logger] = setting(["console", "wandb"], "Where metrics go besides the run folder.")
     nnodes: int = setting(1, "Machines.", ge=1)
+    min_nnodes: int | None = setting(
+        None,
+        "Fewest machines to start on when the cluster has not all of nnodes within a minute; null: nnodes. A run that "
+        "lost one and is restarted goes on with those that are left.",
+        ge=1,
+    )
     n_gpus_per_node: int = setting(8, "Workers per machine: GPUs, or processes with device=cpu.", ge=1)
     layout: Layout = setting(
         "colocated",

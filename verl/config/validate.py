@@ -10,13 +10,14 @@ from verl.config.counts import trajectories_per_step
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
-from verl.config.placement import placement_problems
+from verl.config.placement import fewer_nodes_problems, placement_problems
 from verl.config.rollout import ValKwargs
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GUARD_ANSWERS = ("action", "patience", "max_rollbacks")
 
 
@@ -137,12 +138,33 @@ def _run(config: Config) -> Iterator[str]:
     if config.retriever.engine is None and config.retriever.engine_kwargs:
         yield "retriever.engine_kwargs has no effect without retriever.engine: set the engine, or leave them out"
     yield from _retriever_url(config)
+    yield from _own_retrievers(config)
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
         if tag in config.agent.feedback:
             yield f"agent.feedback contains {tag}, which would be read as an action: describe the tag in words"
     for key in ("save_freq", "test_freq", "eval_ref_policy_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be a number of steps, or -1 for never"
+
+
+def _own_retrievers(config: Config) -> Iterator[str]:
+    retriever = config.retriever
+    if retriever.placement == "apart":
+        if retriever.launch is not None:
+            yield "retriever.launch has no effect with retriever.placement=apart: set it to per_node, or leave it out"
+        return
+    if retriever.launch is None:
+        yield (
+            'retriever.placement=per_node needs the command that starts a retriever: "retriever.launch='
+            "'CORPUS_PATH=data/wiki-18.jsonl bash retrieval_launch.sh'\""
+        )
+    if retriever.engine is not None:
+        yield "retriever.placement=per_node starts what answers at retriever.url, and retriever.engine is asked instead"
+    if urlsplit(retriever.url).hostname not in LOOPBACK:
+        yield (
+            f"retriever.placement=per_node: each node asks its own retriever, and retriever.url={retriever.url} is not "
+            "an address of its own host: write http://127.0.0.1:8000/retrieve"
+        )
 
 
 def _retriever_url(config: Config) -> Iterator[str]:
@@ -201,6 +223,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _groups,
     _batches,
     placement_problems,
+    fewer_nodes_problems,
     _strategies,
     _advantages,
     *OBJECTIVE_CHECKS,

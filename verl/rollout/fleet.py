@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from verl.config import Config
 from verl.config.placement import placement_of
 from verl.errors import EngineDied, VerlError, WorkerDied
+from verl.rollout.node_retriever import NodeRetrievers
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for, wait_for_any
 from verl.single_controller.sampling_nodes import SamplingNodes, is_alive
@@ -34,10 +35,14 @@ class Seat:
     rank: int
 
     @property
+    def node(self) -> int:
+        """Which one of the pool."""
+        return self.rank // self.pool.workers_per_node
+
+    @property
     def address(self) -> str:
         """Of its node; empty where there is only one."""
-        nodes = self.pool.nodes
-        return nodes[self.rank // self.pool.workers_per_node].address if nodes else ""
+        return self.pool.nodes[self.node].address if self.pool.nodes else ""
 
 
 @dataclass(eq=False)
@@ -73,6 +78,7 @@ class Fleet:
         self._restarts_at = Counter[str]()  # by address
         self._joined: set[str] = set()  # addresses of nodes that were not there at the start
         self._died = EngineDied("there is no rollout engine")  # how the latest one did
+        self._retrievers = NodeRetrievers(config)
         if nodes is None:
             seats = self._seats(pool, self._place.num_engines)
         else:
@@ -142,6 +148,7 @@ class Fleet:
         with contextlib.suppress(Exception):  # whatever is wrong with a worker, it is killed next
             ray.wait([one.worker.shutdown.remote() for one in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         self._remove(engines)
+        self._retrievers.close()
         self._empty = []
 
     @property
@@ -159,7 +166,8 @@ class Fleet:
         for seat in seats:
             options = seat.pool.actor_options(seat.rank, self._place.gpus_per_engine, variables)
             worker = remote_class.options(**options).remote(self._config, seat.pool.device)
-            self._coming.append(Engine(worker, seat, worker.start.remote()))
+            retriever = self._retrievers.ready_at(seat.pool, seat.node)
+            self._coming.append(Engine(worker, seat, worker.start.remote(retriever)))
         seats.clear()
 
     def _admit(self, engines: Sequence[Engine]) -> None:
@@ -198,6 +206,7 @@ class Fleet:
         """A node that is lost, or is `unusable` for that reason."""
         self._remove([engine for engine in self._everyone if engine.seat.address == address])
         self._empty = [seat for seat in self._empty if seat.address != address]
+        self._retrievers.leave(address)
         if self._nodes:
             self._nodes.give_up(address, unusable)
         if not unusable:

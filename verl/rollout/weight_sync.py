@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -16,12 +15,11 @@ import torch
 
 from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
+from verl.parent import end_with_parent
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_ipc import device_name, open_exports
 from verl.rollout.weight_memory import host_name, open_shared
 from verl.stacks import offer_stacks
-
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class WeightSyncExtension:
@@ -57,7 +55,7 @@ class WeightSyncExtension:
         """
         offer_stacks()
         if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 

@@ -53,8 +53,11 @@ class RolloutWorker:
         self.device = device
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
 
-    async def start(self) -> int:
-        """Load the model and the environment. Returns how many episodes are played at once."""
+    async def start(self, retriever: object = None) -> int:
+        """Load the model and the environment. Returns how many episodes are played at once.
+
+        Ray begins when `retriever` is there, of a node that starts one.
+        """
         config = self.config
         self.tokenizer = load_policy_tokenizer(config)
         self.environment = make_environment(config, self.tokenizer)

@@ -102,12 +102,15 @@ class ResourcePool:
     def actor_options(self, rank: int, num_gpus: int = 1, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
         """Ray options of a role at `rank` that sees `num_gpus` GPUs starting at the rank's own."""
         node, local_rank = divmod(rank, self.workers_per_node)
-        env = working_dir_variable() | dict(env_vars or {})
+        env = dict(env_vars or {})
         if self.device == "cuda":
             own = self.nodes[node].devices[self.first + local_rank :][:num_gpus]
             env |= {VISIBLE: ",".join(own), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        # Without task events: Ray's control service keeps those of the last 100,000 calls, 4 KB each.
-        return self.node_options(node) | {"enable_task_events": False, "runtime_env": {"env_vars": env}}
+        return self._quiet_options(node, env)
+
+    def plain_options(self, node: int) -> dict[str, Any]:
+        """Ray options of an actor on a node that uses no GPU."""
+        return self._quiet_options(node, {})
 
     def node_options(self, node: int) -> dict[str, Any]:
         """Ray options of something that runs on a node, beside what works there."""
@@ -120,6 +123,11 @@ class ResourcePool:
         if self.groups is not None:
             remove_placement_group(self.groups)
             self.groups = None
+
+    def _quiet_options(self, node: int, env: dict[str, str]) -> dict[str, Any]:
+        # Without task events: Ray's control service keeps those of the last 100,000 calls, 4 KB each.
+        variables = {"env_vars": working_dir_variable() | env}
+        return self.node_options(node) | {"enable_task_events": False, "runtime_env": variables}
 
     def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(placement_group=self.groups, placement_group_bundle_index=index)

@@ -63,6 +63,7 @@ def run(config: Config) -> None:
 
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect
+        from verl.trainer.fewer_nodes import on_nodes_that_are_there
         from verl.trainer.janitor import Janitor
         from verl.trainer.rl_trainer import RLTrainer
 
@@ -77,7 +78,8 @@ def run(config: Config) -> None:
             at_the_end.callback(ray.shutdown)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()
-        trainer = RLTrainer(config, device_of_cluster(config.trainer.device))
+        device = device_of_cluster(config.trainer.device)
+        trainer = RLTrainer(on_nodes_that_are_there(config, device), device)
         at_the_end.callback(trainer.shutdown)
         janitor.watch()
         print(f"report: {trainer.fit()}")

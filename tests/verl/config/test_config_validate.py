@@ -65,6 +65,17 @@ NO_DEFAULT_LIMITS = [
         ),
         (["trainer.layout=split"], "trainer.rollout_gpus_per_node=null: set it to the GPUs of a node that sample"),
         (["trainer.layout=split", "trainer.rollout_gpus_per_node=8"], "fewer than the 8 of trainer.n_gpus_per_node"),
+        (["retriever.launch=serve"], "retriever.launch has no effect with retriever.placement=apart"),
+        (["retriever.placement=per_node"], "needs the command that starts a retriever: "),
+        (
+            ["retriever.placement=per_node", "retriever.launch=serve", "retriever.url=http://10.0.0.1:8000/retrieve"],
+            "retriever.url=http://10.0.0.1:8000/retrieve is not an address of its own host",
+        ),
+        (
+            ["retriever.placement=per_node", "retriever.launch=serve", "retriever.engine=mine.Engine"],
+            "and retriever.engine is asked instead",
+        ),
+        (["trainer.min_nnodes=2"], "trainer.min_nnodes=2 is more than trainer.nnodes=1"),
         (["trainer.rollout_gpus_per_node=4"], "has no effect with trainer.layout=colocated"),
         (
             ["trainer.layout=split", "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],

@@ -11,6 +11,7 @@ import sys
 from verl.config import load_config
 from verl.errors import VerlError
 from verl.single_controller.cluster import connect
+from verl.trainer.fewer_nodes import on_nodes_that_are_there
 from verl.trainer.layout import reserve_pools
 
 if __name__ == "__main__":
@@ -18,7 +19,8 @@ if __name__ == "__main__":
     sizes = [f"trainer.nnodes={nnodes}", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}", *more]
     connect(worker_logs=False)
     try:
-        pools = reserve_pools(load_config("tinywiki", ["actor_rollout_ref.model.path=m", *sizes]), "cpu")
+        config = load_config("tinywiki", ["actor_rollout_ref.model.path=m", *sizes])
+        pools = reserve_pools(on_nodes_that_are_there(config, "cpu", wait_s=2.0), "cpu")
         print(json.dumps({"table": pools.table}))
         pools.release()
     except VerlError as error:

@@ -44,6 +44,13 @@ def test_whole_nodes_that_only_sample(network: Network, tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_may_have_fewer_nodes_takes_those_that_are_there(network: Network, tmp_path: Path) -> None:
+    """Two of the copies of the model that three nodes in pairs would hold are none, so two nodes are taken."""
+    assert asked(network, 0, tmp_path, "trainer.min_nnodes=2", nnodes=5)["table"].startswith("layout: 3 training ranks")
+    pairs = ("trainer.min_nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
+    assert asked(network, 0, tmp_path, *pairs, nnodes=4)["table"].startswith("layout: 2 training ranks")
+
+
 def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:
     """Each host has shared memory of its own."""
     found = asked(network, 0, Path("/dev/shm"))

@@ -129,7 +129,10 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
     yield _tried_reward(config, sources)
     lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
     yield from lengths
-    yield check_environment(config, environment)
+    if config.retriever.placement == "per_node":
+        yield Finding("ok", "environment", "the run starts retrievers of its own, and asks them before the first step")
+    else:
+        yield check_environment(config, environment)
     if all(finding.level != "FAIL" for finding in lengths):
         yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
 

@@ -99,7 +99,8 @@ def _check_critic(config: Config) -> None:
 
 async def _check(config: Config, environment: Environment) -> None:
     try:
-        await environment.check()
+        if config.retriever.placement == "apart":
+            await environment.check()
         await try_step(config, environment)
     finally:
         await environment.close()

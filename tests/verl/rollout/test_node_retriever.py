@@ -1,0 +1,72 @@
+"""A server that a run starts on its node: it is there before the engines, and gone after them."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_world import free_port
+
+from verl.config import Config, load_config
+from verl.errors import EnvironmentUnavailable
+from verl.rollout.node_retriever import NodeRetrievers
+from verl.single_controller import ResourcePool, wait_for
+
+POOL = ResourcePool(1, 1, "cpu")
+
+
+def config_of(port: int, launch: str) -> Config:
+    own = ["retriever.placement=per_node", f"retriever.launch='{launch}'", f"retriever.url=http://127.0.0.1:{port}/r"]
+    return load_config("tinywiki", ["actor_rollout_ref.model.path=m", *own])
+
+
+def test_it_serves_from_the_run_s_folder_until_the_run_ends(
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    (tmp_path / "page").write_text("found")
+    monkeypatch.chdir(tmp_path)
+    retrievers = NodeRetrievers(config_of(port, f"NAME=x; python3 -m http.server --bind 127.0.0.1 {port}"))
+    ready = retrievers.ready_at(POOL, 0)
+    assert retrievers.ready_at(POOL, 0) is ready, "one for all engines of a node"
+    [log] = wait_for([ready], "waiting", 60)
+    address = f"http://127.0.0.1:{port}/page"
+    assert urllib.request.urlopen(address, timeout=10).read() == b"found" and Path(log).is_file()
+    retrievers.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(address, timeout=10)
+
+
+def test_a_command_that_ends_is_an_error_with_its_last_words(ray_session: Any) -> None:
+    retrievers = NodeRetrievers(config_of(free_port(), "echo there is no index; exit 3"))
+    with pytest.raises(EnvironmentUnavailable, match=r"ended with status 3; .*\nthere is no index$"):
+        wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
+    retrievers.close()
+
+
+def test_an_engine_that_waits_for_it_fails_with_the_same_error(ray_session: Any) -> None:
+    """As a method does that is given the reference."""
+
+    @ray_session.remote
+    def engine(retriever: object) -> object:
+        return retriever
+
+    retrievers = NodeRetrievers(config_of(free_port(), "exit 4"))
+    with pytest.raises(EnvironmentUnavailable, match="status 4"):
+        wait_for([engine.remote(retrievers.ready_at(POOL, 0))], "starting", 60)
+    retrievers.close()
+
+
+def test_a_server_that_is_there_already_is_not_taken_for_its_own(ray_session: Any, tinywiki_url: str) -> None:
+    port = int(re.findall(r":(\d+)/", tinywiki_url)[0])
+    retrievers = NodeRetrievers(config_of(port, "exit 5"))
+    with pytest.raises(EnvironmentUnavailable, match=f"something listens at 127.0.0.1:{port} already"):
+        wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
+    retrievers.close()
+
+
+def test_none_is_started_where_none_is_asked_for() -> None:
+    assert NodeRetrievers(load_config("tinywiki", ["actor_rollout_ref.model.path=m"])).ready_at(POOL, 0) is None

@@ -1,0 +1,56 @@
+"""A run on fewer nodes than it asks for, where `trainer.min_nnodes` allows that: after one was lost, say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import ray
+
+from verl.config import Config, check_supported
+from verl.config.placement import placement_of
+from verl.errors import ConfigError
+from verl.single_controller.resource_pool import JOINING_S, ResourcePool
+
+LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING_S) -> Config:
+    """The run on the largest number of training nodes, from `min_nnodes` to `nnodes`, that Ray's cluster has and the
+    settings allow; `wait_s` is how long all of them are waited for. As it was where none is: what follows says why.
+    """
+    trainer = config.trainer
+    if trainer.min_nnodes is None:
+        return config
+    wanted = trainer.nnodes
+    deadline = time.monotonic() + wait_s
+    while (found := _nodes_to_train_on(config, device)) < wanted and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    for nnodes in range(min(found, wanted), trainer.min_nnodes - 1, -1):
+        fewer = replace(config, trainer=replace(trainer, nnodes=nnodes))
+        try:
+            check_supported(fewer)
+        except ConfigError as error:
+            log.warning("not on %d of trainer.nnodes=%d nodes: %s", nnodes, wanted, error)
+            continue
+        if nnodes < wanted:
+            log.warning(
+                "the cluster offers %d of trainer.nnodes=%d nodes: training on %d (trainer.min_nnodes=%d)",
+                found,
+                wanted,
+                nnodes,
+                trainer.min_nnodes,
+            )
+        return fewer
+    return config
+
+
+def _nodes_to_train_on(config: Config, device: str) -> int:
+    """Nodes that are up and have what a node of the run needs, without those that only sample."""
+    place = placement_of(config, device)
+    kind, amount = ResourcePool(place.nnodes, place.per_node, device).needed
+    present = sum(node["Alive"] and node["Resources"].get(kind, 0.0) >= amount for node in ray.nodes())
+    return present - place.sampling_nodes
