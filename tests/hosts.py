@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e_world import ENV, ROOT
 
@@ -54,15 +55,16 @@ class Host:
             pytest.skip(f"no namespaces here: {self._process.stderr.read().strip()}")
         [self.pid] = _children_of(self._process.pid)  # the first process in it, as seen from outside
 
-    def start(self, *command: str, **variables: str) -> Command:
-        """Run a command on this host, in the project's folder."""
-        return Command(
-            ["nsenter", f"--target={self.pid}", *ENTERED, "env", "-C", str(ROOT), *command],
-            env=ENV | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *command: str, log: Path | None = None, **variables: str) -> Command:
+        """Run a command on this host, in the project's folder. What it says is added to `log`, or is for the caller."""
+        with log.open("ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
+            return Command(
+                ["nsenter", f"--target={self.pid}", *ENTERED, "env", "-C", str(ROOT), *command],
+                env=ENV | variables,
+                stdout=output,
+                stderr=output,
+                text=True,
+            )
 
     def run(self, *command: str, timeout: float = 1800, **variables: str) -> subprocess.CompletedProcess[str]:
         """The same, to its end; an assertion error when that is not well."""
@@ -73,6 +75,16 @@ class Host:
             process.kill()
         assert process.returncode == 0, f"{command} on {self.name}: {process.returncode}\n{output}\n{errors}"
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Those of this host with `title` in their command line."""
+        return [process for process in psutil.process_iter() if self._has(process, title)]
+
+    def _has(self, process: psutil.Process, title: str) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            ours = os.path.samefile(f"/proc/{process.pid}/ns/pid", f"/proc/{self.pid}/ns/pid")
+            return ours and title in " ".join(process.cmdline())
+        return False
 
     def power_off(self) -> None:
         """All of its processes end at once."""

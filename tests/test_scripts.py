@@ -21,6 +21,7 @@ OUTPUT = re.compile(
     r"|\"--(?:output|folder|save_dir)\",(?: type=Path,)? default=(?:Path\()?)\"?([a-z]\w*[/.][\w./${}-]*)"
 )
 """A path that a command of ours writes to, as scripts, configs and pages name it."""
+SHAPES = ROOT / "tests/verl/trainer/shapes"  # config.json of published models
 LAUNCHERS = [*ROOT.glob("example/**/*.sh"), *ROOT.glob("search_r1/**/*.sh")]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/**/*.sh"), *LAUNCHERS, ROOT / ".ci" / "run"])
 ON_SEVERAL_NODES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("example/multinode/*.sh"))
@@ -156,6 +157,20 @@ def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Pat
     result = run(script, DATA_DIR=str(prompts))
     assert result.returncode == 2 and "RAY_DASHBOARD_ADDRESS=http://HEAD:8265" in result.stderr
     assert "N_NODES=few is not a number" in run(script, DATA_DIR=str(prompts), N_NODES="few").stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ON_SEVERAL_NODES)
+def test_a_script_for_several_nodes_fits_the_cluster_that_it_is_for(script: str, prompts: Path) -> None:
+    """By its own model's shape: on 4 x 8 GPUs of 80 GB with room, and on 4 x 8 of 40 GB not."""
+    [name] = re.findall(r"BASE_MODEL_DEFAULT=Qwen/(\S+)", (ROOT / script).read_text())
+    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": str(SHAPES / name), "TRAINER": "verl.trainer.preflight"}
+    for gpus, status, level in (("4x8x80", 0, "ok"), ("4x8x40", 1, "FAIL")):
+        result = run(script, "--estimate_only", "--gpus", gpus, **settings)
+        assert result.returncode == status, result.stdout + result.stderr
+        verdict, *_ = (line for line in result.stdout.splitlines() if "fit" in line)
+        print(script, verdict)
+        assert verdict.split()[0] == level and "of 4 x 8 GPUs" in result.stdout.replace("on 4 x 8", "of 4 x 8")
 
 
 def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_path: Path) -> None:

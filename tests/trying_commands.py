@@ -50,6 +50,9 @@ NOT_OURS = {
     "git": "fetches code",
     "pip": "installs from the network",
     "ray": "starts a cluster",
+    "kubectl": "asks a cluster; tests/test_cluster_scripts.py checks the files",
+    "helm": "asks a cluster; tests/test_cluster_scripts.py checks the files",
+    "sbatch": "asks a cluster; tests/test_cluster_scripts.py has a stand-in",
     "ruff": "runs beside this test in scripts/test.sh",
     "lint-imports": "runs beside this test in scripts/test.sh",
 }
@@ -116,6 +119,11 @@ def supervises(command: Command, checkout: Checkout) -> None:
 def fetches_tools(command: Command, _: Checkout) -> None:
     """They come from the network; tests/test_security_script.py runs it with stand-ins for them."""
     assert command.words == ("bash", "scripts/security.sh")
+
+
+def reaches_machines(command: Command, _: Checkout) -> None:
+    """By ssh; tests/test_cluster_scripts.py runs it with a stand-in for that."""
+    assert command.words[2] == "start" and len(command.words) > 3
 
 
 def composes_training(command: Command, _: Checkout) -> None:
@@ -298,7 +306,8 @@ def post(url: str, request: object) -> dict:
 SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "--num_sft_rows", "8")
 
 RULES: list[tuple[str, Rule]] = [
-    (r"bash (?!scripts/(run_with_restart|security)\.sh)\S+\.sh", rehearses),
+    (r"bash (?!scripts/(run_with_restart|security|cluster/ssh)\.sh)\S+\.sh", rehearses),
+    (r"bash scripts/cluster/ssh\.sh", reaches_machines),
     (r"bash scripts/run_with_restart\.sh", supervises),
     (r"bash scripts/security\.sh", fetches_tools),
     (r"python -m verl\.trainer\.main_ppo", composes_training),
@@ -307,6 +316,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.preflight", composes_preflight),
     (r"python -m verl\.trainer\.dry_run", composes_dry_run),
     (r"python -m verl\.trainer\.plan", composes_plan),
+    (r"python -m verl\.trainer\.plan\.calibrate", accepts_options),
     (r"python -m first_run", accepts_stages),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m verl\.config\.docs", writes_a_page),
