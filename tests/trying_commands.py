@@ -354,7 +354,7 @@ RULES: list[tuple[str, Rule]] = [
         r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
         accepts_options,
     ),
-    (r"python scripts/bench/weight_sync\.py", accepts_options),
+    (r"python scripts/bench/(weight_sync|parallel_efficiency)\.py", accepts_options),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),

@@ -21,7 +21,7 @@ STEPS = 6
 DOWN_S = 5.0
 GONE_S = 120.0  # Ray notices a lost node after 20 to 30 s, on busy cores
 PHASES = {
-    "rollout": "ray::RolloutWorker",
+    "rollout": "ray::RolloutWorker.play",
     "update": "ray::ActorWorker.update",
     "sync": "ray::ActorWorker.export_weights",
     "save": "ray::ActorWorker.save",
@@ -126,8 +126,8 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
             state = list(saved_state.saved(run.folder))[-1]
             saved_state.verify(state)
             assert f"with trainer.resume_mode=auto the run goes on from {state}" in run.said
-            left_s = wait_until_none(other, "ray::", cut_at)
-            wait_until_none(first, "ray::", cut_at)
+            left_s = wait_until_no_worker_is_left(other, cut_at)
+            wait_until_no_worker_is_left(first, cut_at)
             print(
                 f"{phase}: ended after {ended_s:.1f} s, {state.name}, workers of the lost host {left_s:.1f} s: {told}"
             )
@@ -143,9 +143,9 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
             assert sorted(more.metrics()) == list(range(1, STEPS + 1))
 
 
-def wait_until_none(host: Host, title: str, since: float) -> float:
-    """Seconds from `since` until the host has no such process; an assertion error when it still has after a while."""
-    while left := host.processes(title):
+def wait_until_no_worker_is_left(host: Host, since: float) -> float:
+    """Seconds from `since` until the host has no trainer and no engine; an assertion error when one stays."""
+    while left := [*host.processes("Worker"), *host.processes("EngineCore")]:
         assert time.monotonic() - since < 2 * GONE_S, [title_of(process) for process in left]
         time.sleep(0.1)
     return time.monotonic() - since
