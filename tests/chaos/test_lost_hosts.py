@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow  # seven runs on two hosts, one to two minutes eac
 STEPS = 6
 DOWN_S = 5.0
 GONE_S = 120.0  # Ray notices a lost node after 20 to 30 s, on busy cores
+WORKERS = ("ray::RolloutWorker", "ray::ActorWorker", "EngineCore")
 PHASES = {
     "rollout": "ray::RolloutWorker.play",
     "update": "ray::ActorWorker.update",
@@ -126,8 +127,8 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
             state = list(saved_state.saved(run.folder))[-1]
             saved_state.verify(state)
             assert f"with trainer.resume_mode=auto the run goes on from {state}" in run.said
-            left_s = wait_until_no_worker_is_left(other, cut_at)
             wait_until_no_worker_is_left(first, cut_at)
+            left_s = wait_until_no_worker_is_left(other, cut_at)
             print(
                 f"{phase}: ended after {ended_s:.1f} s, {state.name}, workers of the lost host {left_s:.1f} s: {told}"
             )
@@ -145,7 +146,7 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
 
 def wait_until_no_worker_is_left(host: Host, since: float) -> float:
     """Seconds from `since` until the host has no trainer and no engine; an assertion error when one stays."""
-    while left := [*host.processes("Worker"), *host.processes("EngineCore")]:
+    while left := [process for title in WORKERS for process in host.processes(title)]:
         assert time.monotonic() - since < 2 * GONE_S, [title_of(process) for process in left]
         time.sleep(0.1)
     return time.monotonic() - since
