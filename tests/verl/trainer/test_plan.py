@@ -153,7 +153,7 @@ def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_user_s_layout_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((*plan(model, "2x1xH100", "trainer.layout=colocated"), "--no_scaling")) == 0
+    assert main((*plan(model, "2x2xH100", "trainer.layout=colocated"), "--no_scaling")) == 0
     assert "for sampling" not in capsys.readouterr().out
 
 

@@ -177,7 +177,7 @@ def _collectives(device: torch.device, num_ranks: int) -> Rates:
     """Of each kind: bytes a second that a rank sends if a tensor goes round a ring once, and seconds of a small one."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (num_ranks, device.type, folder), num_ranks)
-        ranks: list[Rates] = [torch.load(Path(folder) / str(rank)) for rank in range(num_ranks)]
+        ranks: list[Rates] = [torch.load(Path(folder) / str(rank), weights_only=True) for rank in range(num_ranks)]
     return {
         kind: (statistics.mean(rank[kind][0] for rank in ranks), statistics.mean(rank[kind][1] for rank in ranks))
         for kind in COLLECTIVES
