@@ -10,20 +10,23 @@ import torch
 import torch.multiprocessing as mp
 
 ATTEMPTS, TOO_SLOW = 30, "Shared memory manager connection has timed out"  # after a second, however busy the machine
+PATIENT = "asks_again"
 
 
 def share_by_name() -> None:
     """In this process, from now on."""
     mp.set_sharing_strategy("file_system")
     storage: Any = torch.UntypedStorage
-    if not hasattr(storage._share_filename_cpu_, "__wrapped__"):
-        storage._share_filename_cpu_ = _patient(storage._share_filename_cpu_)
-        storage._new_shared_filename_cpu = staticmethod(_patient(storage._new_shared_filename_cpu))
+    if not hasattr(storage._share_filename_cpu_, PATIENT):
+        storage._share_filename_cpu_ = patient(storage._share_filename_cpu_)
+        storage._new_shared_filename_cpu = staticmethod(patient(storage._new_shared_filename_cpu))
 
 
-def _patient(call: Callable[..., Any]) -> Callable[..., Any]:
+def patient(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, asked again while PyTorch's memory manager is too slow."""
+
     @functools.wraps(call)
-    def tried_again(*args: Any, **named: Any) -> Any:
+    def asks_again(*args: Any, **named: Any) -> Any:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return call(*args, **named)
@@ -31,4 +34,5 @@ def _patient(call: Callable[..., Any]) -> Callable[..., Any]:
                 if TOO_SLOW not in str(error) or attempt == ATTEMPTS:
                     raise
 
-    return tried_again
+    setattr(asks_again, PATIENT, True)
+    return asks_again
