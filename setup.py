@@ -12,6 +12,7 @@ REQUIRED = [
     "aiohttp>=3.11",
     "bm25s>=0.3.16",
     "cachetools>=5.5",
+    "click>=8.1",
     "faiss-cpu>=1.15",
     "fastapi>=0.133,<0.137",  # vLLM's range
     "httpx>=0.28",
@@ -86,6 +87,8 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.11",
         packages=find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]),
+        py_modules=["infer"],
+        entry_points={"console_scripts": ["search-r1 = search_r1.command:main"]},
         package_data=PACKAGE_DATA,
         install_requires=REQUIRED,
         extras_require=EXTRAS,

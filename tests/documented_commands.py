@@ -20,7 +20,7 @@ SHELLS = ("bash", "sh", "shell")
 _FENCE = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^\$ ", re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`((?:[^`\n]|\n(?!\n))+)`(?!`)")
-_RUNS_A_PROGRAM = re.compile(r"(\w+=\S+ )*(\S*/)?(bash|python3?|torchrun|ray|curl|pip|git)\s+[\w./\[-]")
+_RUNS_A_PROGRAM = re.compile(r"(\w+=\S+ )*(\S*/)?(bash|python3?|torchrun|ray|curl|pip|git|search-r1)\s+[\w./\[-]")
 _SETTING = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 

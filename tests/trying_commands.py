@@ -17,7 +17,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from documented_commands import ROOT, Checkout, Command
 from e2e_world import free_port, wait_until_up
 
 import infer
+from search_r1.command import DATA, PROGRAMS, benchmarks
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.llm_agent.command_line import agent_config
@@ -81,10 +82,22 @@ def try_command(command: Command, checkout: Checkout) -> None:
         assert path.exists(), f"{command.where}: {path.relative_to(ROOT)} does not exist"
     if Path(command.words[0]).name in NOT_OURS:
         return
+    if Path(command.words[0]).name == "search-r1":
+        if command.words[1:] == ("--help",):
+            return  # tests/search_r1/test_command.py reads what it shows
+        command = started_by(command)
     fitting = [rule for pattern, rule in RULES if re.match(rf"(?:{pattern})(?=\s|$)", command.line, re.DOTALL)]
     assert fitting, f"{command.where}: add a way to try `{command.line}` to RULES in {Path(__file__).name}"
     assert len(fitting) == 1, f"{command.where}: more than one rule fits `{command.line}`"
     fitting[0](command, checkout)
+
+
+def started_by(command: Command) -> Command:
+    """What a command of `search-r1` starts: its example is tried, too."""
+    tree = {(one.name,): one for one in PROGRAMS} | {("data", one.name): one for one in DATA}
+    tree |= {("bench", one.name): one for one in benchmarks()}
+    name = next(name for name in tree if command.words[1:][: len(name)] == name)
+    return replace(command, words=tuple(tree[name].words(command.words[1 + len(name) :])))
 
 
 def paths_of_ours(command: Command) -> Iterator[Path]:
@@ -337,6 +350,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/data_process/nq_rag\.py", accepts_options),
     (r"python scripts/download\.py", accepts_options),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
+    (r"python -m search_r1\.doctor", runs()),
     (r"python -m search_r1\.replay$", runs("--help")),
     (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
     (r"python -m search_r1\.search\.workers\.front_end", part_of_set_up),

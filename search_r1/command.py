@@ -1,0 +1,138 @@
+"""`search-r1 COMMAND ...`: every program of the project under one name.
+
+Each command starts a program that can also be started by itself, with the arguments that follow it; this file says
+which, and imports none of them, so that `search-r1 --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+CLONE = Path(__file__).resolve().parents[1]  # of the repository, if this is one
+AS_THEY_ARE = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+COMPLETION = """\
+Completion of commands, for the shell that you have open (bash; for zsh and fish put their names in place of bash):
+
+    eval "$(_SEARCH_R1_COMPLETE=bash_source search-r1)"
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command starts: a module (`verl.trainer.sft`), or a script of the repository (`scripts/quickstart.sh`)."""
+
+    name: str
+    target: str
+    summary: str
+    example: str
+
+    @property
+    def is_script(self) -> bool:
+        return "/" in self.target
+
+    def words(self, arguments: Sequence[str]) -> list[str]:
+        """The whole command. Raises ClickException for a script where there is no clone of the repository."""
+        if not self.is_script:
+            return [sys.executable, "-m", self.target, *arguments]
+        script = CLONE / self.target
+        if not script.is_file():
+            raise click.ClickException(
+                f"'search-r1 {self.name}' starts {self.target}, which is part of the repository and not of the "
+                "installed package: clone the repository and start it there"
+            )
+        return ["bash" if script.suffix == ".sh" else sys.executable, str(script), *arguments]
+
+
+PROGRAMS = (
+    Program("quickstart", "scripts/quickstart.sh", "Train a search agent end to end on this machine.", "--seed 3"),
+    Program("train", "verl.trainer.main_ppo", "Train by reinforcement learning.", "--config-name tinywiki max_turns=3"),
+    Program("sft", "verl.trainer.sft", "Warm-start a model on written episodes.", "data.train_files=rows.parquet"),
+    Program("preflight", "verl.trainer.preflight", "Would this run start, and fit?", "--config-name tinywiki"),
+    Program("dry-run", "verl.trainer.dry_run", "Memory and work of a run, without a GPU.", "--gpus 8x80 max_turns=4"),
+    Program("plan", "verl.trainer.plan", "Which layout to take.", "--model Qwen/Qwen2.5-7B --gpus 8xH100"),
+    Program("report", "verl.tracking.report", "Write the report of a run.", "runs/mine"),
+    Program("eval", "search_r1.evaluation", "Evaluate on question sets.", "--run runs/mine --data test.parquet"),
+    Program("infer", "infer", "Ask a question.", '--run runs/mine --question "Who wrote Ulysses?"'),
+    Program("serve", "search_r1.serve", "Serve the agent to chat clients.", "--run runs/mine"),
+    Program("replay", "search_r1.replay", "Score or export stored trajectories.", "export train_step_1.parquet"),
+    Program(
+        "retriever", "search_r1.search.retrieval_server", "Serve passages.", "--corpus_path wiki.jsonl --port 8000"
+    ),
+    Program("index", "search_r1.search.index_builder", "Build an index.", "--corpus_path wiki.jsonl --save_dir index"),
+    Program("doctor", "search_r1.doctor", "Check this installation.", ""),
+)
+DATA = (
+    Program("tinywiki", "search_r1.data.tinywiki", "Write a TinyWiki folder.", "--output_dir data/tinywiki"),
+    Program("download", "scripts/download.py", "Fetch corpus, indexes and questions.", "--save_path data --what qa"),
+    Program(
+        "train", "scripts/data_process/qa_search_train_merge.py", "Training prompts.", "--data_sources nq,hotpotqa"
+    ),
+    Program("test", "scripts/data_process/qa_search_test_merge.py", "Test prompts.", "--data_sources nq,triviaqa"),
+)
+
+
+class Group(click.Group):
+    """Lists its commands in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def benchmarks() -> tuple[Program, ...]:
+    """Those of the repository, if this is one."""
+    scripts = sorted((CLONE / "scripts" / "bench").glob("*.py"))
+    started = [path for path in scripts if '__name__ == "__main__"' in path.read_text()]
+    return tuple(
+        Program(path.stem.replace("_", "-"), f"scripts/bench/{path.name}", _first_line(path), "") for path in started
+    )
+
+
+def group_of(name: str, summary: str, programs: Sequence[Program], parents: str = "") -> click.Group:
+    """A command for each of the programs."""
+    group = Group(name, help=summary, no_args_is_help=True, context_settings={"max_content_width": 120})
+    for program in programs:
+        group.add_command(_command(program, f"{parents}{name}"))
+    return group
+
+
+def _command(program: Program, parents: str) -> click.Command:
+    def start(arguments: tuple[str, ...]) -> None:
+        if {"--help", "-h"} & set(arguments[:1]):
+            click.echo(f"{program.summary}\n\n    {parents} {program.name} {program.example}\n".replace(" \n", "\n"))
+        words = program.words(arguments)
+        sys.stdout.flush()
+        os.execvp(words[0], words)
+
+    everything = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    return click.Command(
+        program.name,
+        callback=start,
+        params=[everything],
+        short_help=program.summary,
+        context_settings=AS_THEY_ARE,
+        add_help_option=False,
+    )
+
+
+def _first_line(path: Path) -> str:
+    """Of a script's docstring."""
+    return path.read_text().split('"""')[1].partition("\n")[0]
+
+
+def make() -> click.Group:
+    """The whole tree."""
+    summary = "Train language models to search while they reason, by reinforcement learning."
+    group = group_of("search-r1", f"{summary}\n\n\b\n{COMPLETION}", PROGRAMS)
+    group.add_command(group_of("data", "Make or fetch data.", DATA, "search-r1 "))
+    group.add_command(group_of("bench", "Measure.", benchmarks(), "search-r1 "))
+    return group
+
+
+def main() -> None:
+    make()(prog_name="search-r1")

@@ -1,0 +1,106 @@
+"""`.venv/bin/python -m search_r1.doctor`: does this installation have all that a run needs? Starts nothing that stays.
+
+Every library is imported in a process of its own, so that one which crashes is told, too. Whether a certain run would
+start, and fit, says `verl.trainer.preflight`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from verl.storage import free_bytes
+from verl.trainer.preflight import machine
+from verl.trainer.preflight.finding import Finding, judge
+
+GIB = 2**30
+LEAST_MEMORY, LEAST_DISK, LEAST_SHARED = 8 * GIB, 5 * GIB, GIB // 2
+IMPORTS = {
+    "torch": "print(torch.__version__, 'with CUDA' if torch.backends.cuda.is_built() else 'for CPU')",
+    "transformers": "print(transformers.__version__)",
+    "vllm": "from vllm.platforms import current_platform; print(vllm.__version__, 'on', current_platform.device_type)",
+    "ray": "print(ray.__version__)",
+    "faiss": "print(faiss.__version__)",
+    "bm25s": "print(bm25s.__version__)",
+    "pyarrow": "print(pyarrow.__version__)",
+}
+GPUS = """
+import torch
+for number in range(torch.cuda.device_count()):
+    found = torch.cuda.get_device_properties(number)
+    print(f"{found.name} with {found.total_memory / 2**30:.0f} GiB")
+"""
+SET_UP = "bash scripts/setup.sh, on an NVIDIA machine with --gpu"
+IMPORT_S = 300
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0: all is well (warnings count as that); 1: not."""
+    parser = argparse.ArgumentParser(prog="python -m search_r1.doctor", description=(__doc__ or "").partition("\n")[0])
+    parser.parse_args(argv)
+    failed = False
+    for finding in findings():
+        print(finding, flush=True)
+        failed |= finding.level == "FAIL"
+    print("something is missing: see FAIL" if failed else "all is there")
+    return int(failed)
+
+
+def findings() -> Iterator[Finding]:
+    """What takes longest last."""
+    yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
+    yield from _machine()
+    for name, code in IMPORTS.items():
+        yield imported(name, code)
+    yield _gpus()
+
+
+def imported(name: str, code: str) -> Finding:
+    """Whether a library can be imported, and what `code` then says of it."""
+    ran = _run(f"import {name}\n{code}")
+    last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().rpartition("\n")[2]
+    if ran.returncode < 0:
+        last = f"the process ended by signal {-ran.returncode}"
+    return judge(ran.returncode == 0, f"import {name}", last or "no error was told", SET_UP)
+
+
+def _machine() -> Iterator[Finding]:
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    yield judge(cores >= 2, "cores", str(cores), "two are the least that is pleasant", "warn")
+    yield judge(memory >= LEAST_MEMORY, "memory", f"{memory / GIB:.0f} GiB", "16 GiB are advised", "warn")
+    yield machine.check_open_files(machine.open_files_limit())
+    free = free_bytes(Path.cwd())
+    yield judge(free >= LEAST_DISK, "disk", f"{free / GIB:.0f} GiB free in {Path.cwd()}", "free some", "warn")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        found = shutil.disk_usage(shared).free
+        todo = "in a container: docker run --shm-size=8g"
+        yield judge(found >= LEAST_SHARED, "/dev/shm", f"{found / GIB:.1f} GiB free", todo, "warn")
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    yield judge(compiler is not None, "C compiler", compiler or "none", "apt-get install build-essential", "warn")
+
+
+def _gpus() -> Finding:
+    found = _run(GPUS).stdout.strip().splitlines()
+    if found:
+        return Finding("ok", "GPUs", f"{len(found)}: {', '.join(dict.fromkeys(found))}")
+    driver = shutil.which("nvidia-smi")
+    todo = "torch does not see them: bash scripts/setup.sh --gpu says why"
+    return judge(driver is None, "GPUs", "none" if driver is None else f"none, though {driver} is there", todo, "warn")
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`search-r1`: which programs it starts, with which arguments, and what it says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from search_r1 import command
+from search_r1.command import DATA, PROGRAMS, Program, benchmarks
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = [*PROGRAMS, *DATA, *benchmarks()]
+
+
+def search_r1(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", "from search_r1.command import main; main()", *arguments]
+    return subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("program", ALL, ids=lambda program: program.target)
+def test_what_a_command_starts_is_there(program: Program) -> None:
+    if program.is_script:
+        assert (ROOT / program.target).is_file()
+    else:
+        assert importlib.util.find_spec(program.target) is not None
+
+
+@pytest.mark.parametrize(
+    "words", [(one.name,) for one in PROGRAMS] + [("data", one.name) for one in DATA], ids=" ".join
+)
+def test_help_has_an_example_and_that_of_the_program(words: tuple[str, ...]) -> None:
+    [program] = [one for one in (DATA if words[0] == "data" else PROGRAMS) if one.name == words[-1]]
+    shown = search_r1(*words, "--help")
+    assert shown.returncode == 0, shown.stderr
+    first, empty, example, *rest = shown.stdout.splitlines()
+    assert (first, empty, example) == (
+        program.summary,
+        "",
+        f"    search-r1 {' '.join(words)} {program.example}".rstrip(),
+    )
+    assert any("usage:" in line or "bash scripts/" in line for line in rest)
+
+
+def test_all_commands_are_listed() -> None:
+    shown = search_r1("--help").stdout
+    listed = [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines() if line[2:3].strip()]
+    assert listed == [*(one.name for one in PROGRAMS), "data", "bench"]
+    assert "retrieval-bm25" in search_r1("bench").stderr + search_r1("bench", "--help").stdout
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """Else not even --help would answer at once."""
+    code = "import sys, search_r1.command; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "numpy", "ray", "vllm", "transformers", "pyarrow", "omegaconf", "verl"} & set(loaded.split())
+
+
+def test_arguments_and_the_exit_status_go_through() -> None:
+    by_command = search_r1("train", "--config-name", "tinywiki", "trainer.no_such_key=1")
+    program = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "tinywiki", "trainer.no_such_key=1"]
+    by_itself = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert by_command.returncode == by_itself.returncode == 2 and "no_such_key" in by_command.stderr
+    assert (
+        search_r1("train", "--config-name", "tinywiki", "--cfg", "job", "max_turns=3").stdout.count("max_turns: 3") == 1
+    )
+
+
+def test_an_unknown_command_is_told() -> None:
+    shown = search_r1("trian")
+    assert shown.returncode == 2 and "No such command 'trian'" in shown.stderr
+
+
+def test_a_script_without_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "CLONE", tmp_path)
+    with pytest.raises(command.click.ClickException, match="clone the repository and start it there"):
+        PROGRAMS[0].words(())
+
+
+def test_a_shell_can_complete_the_commands() -> None:
+    assert "_search_r1_completion" in search_r1(_SEARCH_R1_COMPLETE="bash_source").stdout.lower()
+    completed = search_r1(_SEARCH_R1_COMPLETE="bash_complete", COMP_WORDS="search-r1 d", COMP_CWORD="1").stdout
+    assert [line.partition(",")[2] for line in completed.split()] == ["dry-run", "doctor", "data"]
+
+
+def test_the_package_installs_it() -> None:
+    said: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("setuptools.setup", said.update)
+        runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
+    assert said["entry_points"] == {"console_scripts": ["search-r1 = search_r1.command:main"]}
+    assert said["py_modules"] == ["infer"]

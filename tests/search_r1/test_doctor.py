@@ -1,0 +1,28 @@
+"""What `search-r1 doctor` says of this installation, and of one that lacks something."""
+
+from __future__ import annotations
+
+import pytest
+
+from search_r1 import doctor
+
+
+def test_this_installation_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert not [line for line in said if line.startswith("FAIL")] and said[-1] == "all is there"
+    for name in ("python", "memory", "disk", "import torch", "import vllm", "import faiss", "GPUs"):
+        assert [line for line in said if line.startswith((f"ok   {name}: ", f"warn {name}: "))], name
+
+
+def test_a_library_that_is_missing_or_crashes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert str(doctor.imported("json", "print('here')")) == "ok   import json: here"
+    absent = doctor.imported("no_such_library", "")
+    assert absent.level == "FAIL" and "No module named 'no_such_library'" in absent.found and "setup.sh" in absent.todo
+    crashes = doctor.imported("os", "os.kill(os.getpid(), 11)")
+    assert crashes.level == "FAIL" and crashes.found == "the process ended by signal 11"
+    monkeypatch.setattr(doctor, "IMPORTS", {"no_such_library": ""})
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "something is missing: see FAIL"
