@@ -49,22 +49,25 @@ class Program:
         return ["bash" if script.suffix == ".sh" else sys.executable, str(script), *arguments]
 
 
+RUN = "--config-name tinywiki actor_rollout_ref.model.path=MODEL data.train_files=A.parquet data.val_files=B.parquet"
+WARM_START = "--config-name tinywiki_sft model.path=MODEL data.train_files=ROWS.parquet"
+EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
+INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
+
 PROGRAMS = (
     Program("quickstart", "scripts/quickstart.sh", "Train a search agent end to end on this machine.", "--seed 3"),
-    Program("train", "verl.trainer.main_ppo", "Train by reinforcement learning.", "--config-name tinywiki max_turns=3"),
-    Program("sft", "verl.trainer.sft", "Warm-start a model on written episodes.", "data.train_files=rows.parquet"),
-    Program("preflight", "verl.trainer.preflight", "Would this run start, and fit?", "--config-name tinywiki"),
-    Program("dry-run", "verl.trainer.dry_run", "Memory and work of a run, without a GPU.", "--gpus 8x80 max_turns=4"),
+    Program("train", "verl.trainer.main_ppo", "Train by reinforcement learning.", RUN),
+    Program("sft", "verl.trainer.sft", "Warm-start a model on written episodes.", WARM_START),
+    Program("preflight", "verl.trainer.preflight", "Would this run start, and fit?", RUN),
+    Program("dry-run", "verl.trainer.dry_run", "Memory and work of a run, without a GPU.", f"--gpus 8x80 {RUN}"),
     Program("plan", "verl.trainer.plan", "Which layout to take.", "--model Qwen/Qwen2.5-7B --gpus 8xH100"),
-    Program("report", "verl.tracking.report", "Write the report of a run.", "runs/mine"),
-    Program("eval", "search_r1.evaluation", "Evaluate on question sets.", "--run runs/mine --data test.parquet"),
-    Program("infer", "infer", "Ask a question.", '--run runs/mine --question "Who wrote Ulysses?"'),
-    Program("serve", "search_r1.serve", "Serve the agent to chat clients.", "--run runs/mine"),
-    Program("replay", "search_r1.replay", "Score or export stored trajectories.", "export train_step_1.parquet"),
-    Program(
-        "retriever", "search_r1.search.retrieval_server", "Serve passages.", "--corpus_path wiki.jsonl --port 8000"
-    ),
-    Program("index", "search_r1.search.index_builder", "Build an index.", "--corpus_path wiki.jsonl --save_dir index"),
+    Program("report", "verl.tracking.report", "Write the report of a run.", "RUN"),
+    Program("eval", "search_r1.evaluation", "Evaluate on question sets.", EVALUATION),
+    Program("infer", "infer", "Ask a question.", '--run RUN --question "Who wrote Ulysses?"'),
+    Program("serve", "search_r1.serve", "Serve the agent to chat clients.", "--run RUN"),
+    Program("replay", "search_r1.replay", "Score or export trajectories.", "export STEP.parquet --output ROWS.parquet"),
+    Program("retriever", "search_r1.search.retrieval_server", "Serve passages.", "--corpus_path WIKI.jsonl"),
+    Program("index", "search_r1.search.index_builder", "Build an index.", INDEX),
     Program("doctor", "search_r1.doctor", "Check this installation.", ""),
 )
 DATA = (
@@ -87,24 +90,27 @@ class Group(click.Group):
 def benchmarks() -> tuple[Program, ...]:
     """Those of the repository, if this is one."""
     scripts = sorted((CLONE / "scripts" / "bench").glob("*.py"))
-    started = [path for path in scripts if '__name__ == "__main__"' in path.read_text()]
+    texts = {path: path.read_text() for path in scripts}
     return tuple(
-        Program(path.stem.replace("_", "-"), f"scripts/bench/{path.name}", _first_line(path), "") for path in started
+        Program(path.stem.replace("_", "-"), f"scripts/bench/{path.name}", _first_line(text), "")
+        for path, text in texts.items()
+        if '__name__ == "__main__"' in text
     )
 
 
-def group_of(name: str, summary: str, programs: Sequence[Program], parents: str = "") -> click.Group:
+def group_of(name: str, summary: str, programs: Sequence[Program]) -> click.Group:
     """A command for each of the programs."""
     group = Group(name, help=summary, no_args_is_help=True, context_settings={"max_content_width": 120})
     for program in programs:
-        group.add_command(_command(program, f"{parents}{name}"))
+        group.add_command(_command(program))
     return group
 
 
-def _command(program: Program, parents: str) -> click.Command:
+def _command(program: Program) -> click.Command:
     def start(arguments: tuple[str, ...]) -> None:
         if {"--help", "-h"} & set(arguments[:1]):
-            click.echo(f"{program.summary}\n\n    {parents} {program.name} {program.example}\n".replace(" \n", "\n"))
+            example = f"{click.get_current_context().command_path} {program.example}".rstrip()
+            click.echo(f"{program.summary}\n\n    {example}\n")
         words = program.words(arguments)
         sys.stdout.flush()
         os.execvp(words[0], words)
@@ -120,17 +126,17 @@ def _command(program: Program, parents: str) -> click.Command:
     )
 
 
-def _first_line(path: Path) -> str:
+def _first_line(text: str) -> str:
     """Of a script's docstring."""
-    return path.read_text().split('"""')[1].partition("\n")[0]
+    return text.split('"""')[1].partition("\n")[0]
 
 
 def make() -> click.Group:
     """The whole tree."""
     summary = "Train language models to search while they reason, by reinforcement learning."
     group = group_of("search-r1", f"{summary}\n\n\b\n{COMPLETION}", PROGRAMS)
-    group.add_command(group_of("data", "Make or fetch data.", DATA, "search-r1 "))
-    group.add_command(group_of("bench", "Measure.", benchmarks(), "search-r1 "))
+    group.add_command(group_of("data", "Make or fetch data.", DATA))
+    group.add_command(group_of("bench", "Measure.", benchmarks()))
     return group
 
 

@@ -93,7 +93,7 @@ def try_command(command: Command, checkout: Checkout) -> None:
 
 
 def started_by(command: Command) -> Command:
-    """What a command of `search-r1` starts: its example is tried, too."""
+    """What a command of `search-r1` starts."""
     tree = {(one.name,): one for one in PROGRAMS} | {("data", one.name): one for one in DATA}
     tree |= {("bench", one.name): one for one in benchmarks()}
     name = next(name for name in tree if command.words[1:][: len(name)] == name)

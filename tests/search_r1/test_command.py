@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def test_help_has_an_example_and_that_of_the_program(words: tuple[str, ...]) -> 
         f"    search-r1 {' '.join(words)} {program.example}".rstrip(),
     )
     assert any("usage:" in line or "bash scripts/" in line for line in rest)
+    assert required_of("\n".join(rest)) <= set(program.example.split()), "it would not start as it stands"
+
+
+def required_of(help_text: str) -> set[str]:
+    """The options that a usage line has outside of brackets."""
+    usage, _, _ = help_text.partition("usage:")[2].partition("\n\n")
+    while (without := re.sub(r"\[[^\[\]]*\]", "", usage)) != usage:
+        usage = without
+    return {word for word in usage.split() if word.startswith("--")}
 
 
 def test_all_commands_are_listed() -> None:
