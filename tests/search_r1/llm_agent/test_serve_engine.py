@@ -153,7 +153,8 @@ def test_the_stream_is_the_whole_reply_piece_by_piece(client: openai.OpenAI) -> 
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
     reasoning = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
     assert "".join(reasoning) == whole.choices[0].message.reasoning_content
-    assert len(reasoning) > 20 and not any("\ufffd" in text for text in reasoning)
+    # A slow reader is given several tokens at once, so how many pieces there are depends on the machine.
+    assert len(reasoning) > 2 * len(OBSERVATIONS) and not any("\ufffd" in text for text in reasoning)
     assert join(chunks) == PARTS
     *_, last, usage = chunks
     assert last.choices[0].finish_reason == "stop" and usage.usage == whole.usage
