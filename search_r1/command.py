@@ -98,6 +98,12 @@ def benchmarks() -> tuple[Program, ...]:
     )
 
 
+def programs() -> dict[tuple[str, ...], Program]:
+    """Every program, by the words of its command: `("data", "tinywiki")`."""
+    named = {(one.name,): one for one in PROGRAMS} | {("data", one.name): one for one in DATA}
+    return named | {("bench", one.name): one for one in benchmarks()}
+
+
 def group_of(name: str, summary: str, programs: Sequence[Program]) -> click.Group:
     """A command for each of the programs."""
     group = Group(name, help=summary, no_args_is_help=True, context_settings={"max_content_width": 120})

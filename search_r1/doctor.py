@@ -24,7 +24,6 @@ from verl.trainer.preflight.finding import Finding, judge
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK, LEAST_SHARED = 8 * GIB, 5 * GIB, GIB // 2
 IMPORTS = {
-    "torch": "print(torch.__version__, 'with CUDA' if torch.backends.cuda.is_built() else 'for CPU')",
     "transformers": "print(transformers.__version__)",
     "vllm": "from vllm.platforms import current_platform; print(vllm.__version__, 'on', current_platform.device_type)",
     "ray": "print(ray.__version__)",
@@ -32,13 +31,15 @@ IMPORTS = {
     "bm25s": "print(bm25s.__version__)",
     "pyarrow": "print(pyarrow.__version__)",
 }
-GPUS = """
+TORCH = """
 import torch
+print(torch.__version__, "with CUDA" if torch.backends.cuda.is_built() else "for CPU", flush=True)
 for number in range(torch.cuda.device_count()):
     found = torch.cuda.get_device_properties(number)
     print(f"{found.name} with {found.total_memory / 2**30:.0f} GiB")
 """
 SET_UP = "bash scripts/setup.sh, on an NVIDIA machine with --gpu"
+DRIVER = "torch does not see them: bash scripts/setup.sh --gpu says why"
 IMPORT_S = 300
 
 
@@ -58,18 +59,31 @@ def findings() -> Iterator[Finding]:
     """What takes longest last."""
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
     yield from _machine()
+    yield from torch_and_gpus()
     for name, code in IMPORTS.items():
         yield imported(name, code)
-    yield _gpus()
 
 
 def imported(name: str, code: str) -> Finding:
     """Whether a library can be imported, and what `code` then says of it."""
     ran = _run(f"import {name}\n{code}")
-    last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().rpartition("\n")[2]
+    return judge(ran.returncode == 0, f"import {name}", _last_words(ran), SET_UP)
+
+
+def torch_and_gpus(code: str = TORCH) -> Iterator[Finding]:
+    """Both from one process, since torch takes seconds to import. `code` prints a line on torch, then one a GPU."""
+    ran = _run(code)
+    version, *gpus = ran.stdout.splitlines() or [""]
+    yield judge(version != "", "import torch", version or _last_words(ran), SET_UP)
+    if version:
+        yield _gpus(gpus) if ran.returncode == 0 else Finding("warn", "GPUs", _last_words(ran), DRIVER)
+
+
+def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
     if ran.returncode < 0:
-        last = f"the process ended by signal {-ran.returncode}"
-    return judge(ran.returncode == 0, f"import {name}", last or "no error was told", SET_UP)
+        return f"the process ended by signal {-ran.returncode}"
+    last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().rpartition("\n")[2]
+    return last or "no error was told"
 
 
 def _machine() -> Iterator[Finding]:
@@ -88,13 +102,12 @@ def _machine() -> Iterator[Finding]:
     yield judge(compiler is not None, "C compiler", compiler or "none", "apt-get install build-essential", "warn")
 
 
-def _gpus() -> Finding:
-    found = _run(GPUS).stdout.strip().splitlines()
+def _gpus(found: list[str]) -> Finding:
     if found:
         return Finding("ok", "GPUs", f"{len(found)}: {', '.join(dict.fromkeys(found))}")
     driver = shutil.which("nvidia-smi")
-    todo = "torch does not see them: bash scripts/setup.sh --gpu says why"
-    return judge(driver is None, "GPUs", "none" if driver is None else f"none, though {driver} is there", todo, "warn")
+    seen = "none" if driver is None else f"none, though {driver} is there"
+    return judge(driver is None, "GPUs", seen, DRIVER, "warn")
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:

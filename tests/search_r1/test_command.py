@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from search_r1 import command
-from search_r1.command import DATA, PROGRAMS, Program, benchmarks
+from search_r1.command import PROGRAMS, Program, programs
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = [*PROGRAMS, *DATA, *benchmarks()]
+ALL = programs()
+HEAVY = ("torch", "vllm", "ray", "transformers")
 
 
 def search_r1(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +25,7 @@ def search_r1(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
     return subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("program", ALL, ids=lambda program: program.target)
+@pytest.mark.parametrize("program", ALL.values(), ids=lambda program: program.target)
 def test_what_a_command_starts_is_there(program: Program) -> None:
     if program.is_script:
         assert (ROOT / program.target).is_file()
@@ -32,11 +33,9 @@ def test_what_a_command_starts_is_there(program: Program) -> None:
         assert importlib.util.find_spec(program.target) is not None
 
 
-@pytest.mark.parametrize(
-    "words", [(one.name,) for one in PROGRAMS] + [("data", one.name) for one in DATA], ids=" ".join
-)
+@pytest.mark.parametrize("words", [words for words in ALL if words[0] != "bench"], ids=" ".join)
 def test_help_has_an_example_and_that_of_the_program(words: tuple[str, ...]) -> None:
-    [program] = [one for one in (DATA if words[0] == "data" else PROGRAMS) if one.name == words[-1]]
+    program = ALL[words]
     shown = search_r1(*words, "--help")
     assert shown.returncode == 0, shown.stderr
     first, empty, example, *rest = shown.stdout.splitlines()
@@ -69,6 +68,32 @@ def test_nothing_heavy_is_imported() -> None:
     code = "import sys, search_r1.command; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "ray", "vllm", "transformers", "pyarrow", "omegaconf", "verl"} & set(loaded.split())
+
+
+HELP_OF_EACH = """
+import io, runpy, sys
+from contextlib import redirect_stdout
+for target in sys.argv[1:]:
+    sys.argv = [target, "--help"]
+    with redirect_stdout(io.StringIO()) as shown:
+        try:
+            run = runpy.run_path if "/" in target else runpy.run_module
+            run(target, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, (target, end.code)
+    assert "usage:" in shown.getvalue(), target
+    print(target, *sorted(set(%r) & set(sys.modules)))
+"""
+
+
+def test_help_imports_nothing_that_takes_seconds() -> None:
+    """All in one process: the first program that imports too much is the first with a second word."""
+    targets = [one.target for words, one in ALL.items() if words[0] != "bench" and not one.target.endswith(".sh")]
+    ran = subprocess.run(
+        [sys.executable, "-c", HELP_OF_EACH % (HEAVY,), *targets], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n")[:-1] == targets
 
 
 def test_arguments_and_the_exit_status_go_through() -> None:

@@ -26,3 +26,17 @@ def test_a_library_that_is_missing_or_crashes(
     monkeypatch.setattr(doctor, "IMPORTS", {"no_such_library": ""})
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "something is missing: see FAIL"
+
+
+def test_torch_and_the_gpus_are_asked_for_in_one_process() -> None:
+    two = "print('2.0 with CUDA'); print('H100 with 79 GiB'); print('H100 with 79 GiB')"
+    assert [str(one) for one in doctor.torch_and_gpus(two)] == [
+        "ok   import torch: 2.0 with CUDA",
+        "ok   GPUs: 2: H100 with 79 GiB",
+    ]
+    torch, gpus = doctor.torch_and_gpus("print('2.0 with CUDA'); raise RuntimeError('the driver is too old')")
+    assert str(torch) == "ok   import torch: 2.0 with CUDA"
+    assert gpus.level == "warn" and gpus.found == "RuntimeError: the driver is too old"
+    assert "setup.sh --gpu" in gpus.todo
+    [absent] = doctor.torch_and_gpus("import no_such_library")
+    assert absent.level == "FAIL" and "No module named 'no_such_library'" in absent.found

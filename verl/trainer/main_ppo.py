@@ -54,7 +54,7 @@ def run(config: Config) -> None:
     check_start(config.trainer)
 
     with phase("checking prompt files, reward, models and environment"):
-        from verl.trainer.preflight import check_inputs
+        from verl.trainer.preflight.inputs import check_inputs
 
         tell(f"loads {check_inputs(config)}")
 

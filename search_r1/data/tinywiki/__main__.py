@@ -3,15 +3,19 @@
 `--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's own values.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from search_r1.data.tinywiki.build import LONG, Recipe, build
 from verl.errors import VerlError
 from verl.startup import PLAIN, log_to_stderr
+
+if TYPE_CHECKING:
+    from search_r1.data.tinywiki.build import Recipe
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train_hops", type=hops, help="hop counts of the training prompts in turn, as in 1,2,2")
     given = parser.parse_args(arguments)
     log_to_stderr(PLAIN)
+
+    from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
+
     recipe = recipe_of(given)
     try:
         build(recipe, given.output_dir)
@@ -40,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def recipe_of(given: argparse.Namespace) -> Recipe:
     """The recipe of the mode, with the values that were given."""
+    from search_r1.data.tinywiki.build import LONG, Recipe
+
     recipe = replace(
         LONG if given.long else Recipe(), seed=given.seed, num_passages=given.num_passages, num_test=given.num_test
     )

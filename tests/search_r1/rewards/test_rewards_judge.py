@@ -26,7 +26,7 @@ from verl.agent.text import encode_text
 from verl.config import load_config
 from verl.errors import ConfigError, RewardUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.trainer.preflight import check_inputs
+from verl.trainer.preflight.inputs import check_inputs
 from verl.trainer.scoring import Scorer
 
 ONE_ROW = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")

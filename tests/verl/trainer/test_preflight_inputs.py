@@ -11,7 +11,7 @@ from preflight_run import small_run
 
 from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
-from verl.trainer.preflight import check_inputs
+from verl.trainer.preflight.inputs import check_inputs
 
 
 def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(

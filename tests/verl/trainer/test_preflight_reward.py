@@ -13,8 +13,8 @@ from preflight_run import QUESTION, small_run
 
 from verl.config import Config, load_config
 from verl.errors import RewardError, RewardUnavailable
-from verl.trainer.preflight import check_inputs
 from verl.trainer.preflight.__main__ import main
+from verl.trainer.preflight.inputs import check_inputs
 
 
 def half(data_source, solution_str, ground_truth, extra_info=None):

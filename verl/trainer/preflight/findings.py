@@ -1,0 +1,123 @@
+"""All that the preflight looks at, in the order in which it is shown."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.config import Config
+from verl.config.doubtful import doubts
+from verl.data.files import check_files
+from verl.errors import VerlError
+from verl.storage import free_bytes
+from verl.trainer.dry_run.kv_cache import room_for_sequences
+from verl.trainer.dry_run.run import dry_run
+from verl.trainer.model_shape import ModelShape
+from verl.trainer.preflight import disk, machine, prompts
+from verl.trainer.preflight.command_line import Asked
+from verl.trainer.preflight.devices import check_devices
+from verl.trainer.preflight.finding import Finding
+from verl.trainer.preflight.inputs import Sources, check_sources
+from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.network import check_network
+from verl.trainer.preflight.retrieval import check_environment
+from verl.trainer.preflight.reward import try_reward
+from verl.trainer.resuming import check_start, goes_on, settings_since
+
+
+def all_findings(asked: Asked, models: Models) -> Iterator[Finding]:
+    """What takes longest last."""
+    if not asked.estimate_only:
+        yield from findings(asked, models)
+    yield _memory(asked, models.policy)
+
+
+def _memory(asked: Asked, policy: ModelShape) -> Finding:
+    """A dry run of what is trained, else the engine's room for a sequence."""
+    if asked.config.trainer.val_only:
+        room, cache = room_for_sequences(asked.config, policy, asked.place)
+        return Finding("ok" if room else "FAIL", "KV cache", cache)
+    try:
+        found = dry_run(asked.config, asked.place, policy)
+    except VerlError as error:
+        return Finding("FAIL", "memory", str(error))
+    return Finding(found.level, "memory", f"{found.verdict}\n{found.report}")
+
+
+def findings(asked: Asked, models: Models) -> Iterator[Finding]:
+    """All but memory."""
+    config = asked.config
+    yield Finding("ok", "config", f"for {asked.entry_point}")
+    yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
+    yield from _machine(asked, models)
+    yield from check_network(config, os.environ.get("RAY_ADDRESS"))
+    try:
+        sources = check_sources(config)
+    except VerlError as error:
+        yield Finding("FAIL", "inputs", str(error))
+        return  # what follows reads the same files and asks the same environment
+    yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
+    tokenizer, environment, _ = sources
+    yield from prompts.check_templates(config, environment)
+    yield from prompts.check_tags(environment, tokenizer)
+    yield _tried_reward(config, sources)
+    lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
+    yield from lengths
+    if config.retriever.placement == "per_node":
+        yield Finding("ok", "environment", "the run starts retrievers of its own, and asks them before the first step")
+    else:
+        yield check_environment(config, environment)
+    if all(finding.level != "FAIL" for finding in lengths):
+        yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
+
+
+def _tried_reward(config: Config, sources: Sources) -> Finding:
+    try:
+        return Finding("ok", "reward", try_reward(config, sources))
+    except VerlError as error:
+        return Finding("FAIL", "reward", str(error))
+
+
+def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
+    config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
+    yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
+    if not asked.elsewhere:
+        cores = os.cpu_count() or 1
+        yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), cores)
+    yield machine.check_open_files(machine.open_files_limit())
+    yield disk.check_folder(folder)
+    yield from _start(config)
+    yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        exported = asked.place.on_gpu and config.trainer.layout == "colocated"
+        bucket_mib = config.actor_rollout_ref.rollout.weight_sync.bucket_mib
+        yield machine.check_shared_memory(models, exported, bucket_mib, shutil.disk_usage(shared).free)
+
+
+def _start(config: Config) -> Iterator[Finding]:
+    """Whether the run folder is free, and the settings that a resumed run changes."""
+    try:
+        check_start(config.trainer)
+        changes = settings_since(config)
+    except VerlError as error:
+        yield Finding("FAIL", "start", str(error))
+        return
+    known = goes_on(config.trainer) or config.trainer.resume_mode == "resume_path"
+    yield Finding("ok", "start", "goes on with an earlier run" if known else "a new run")
+    for change in changes:
+        yield Finding("ok" if change.harmless else "warn", "start", str(change))
+
+
+def num_steps(config: Config) -> int | None:
+    """RL steps of the run; None while the prompt files cannot be read."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    try:
+        rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
+    except VerlError:
+        return None
+    return max(1, rows // config.data.train_batch_size) * config.trainer.total_epochs
