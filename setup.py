@@ -57,6 +57,7 @@ EXTRAS = {
         "ipython>=9.0",
         "kubernetes-validate>=1.37",
         "mcp>=2.3,<3",
+        "mkdocs-material>=9.8,<10",
         "mypy>=1.15",
         "nbclient>=0.10",
         "nbformat>=5.10",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from verl.errors import ConfigError
 
 # What a reader has made or downloaded before.
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
-PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train")
+PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine")
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 
 
@@ -29,6 +30,7 @@ QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     """With the files of the reader, and as the current folder."""
     made = Checkout(tmp_path)
+    shutil.copytree(ROOT / "tests/e2e/new_user", made.folder / "mine")
     for folder in PROMPTS:
         (made.folder / folder).mkdir(parents=True)
         for split in ("train", "test"):

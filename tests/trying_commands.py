@@ -26,7 +26,7 @@ from documented_commands import ROOT, Checkout, Command
 from e2e_world import free_port, wait_until_up
 
 import infer
-from search_r1.command import DATA, PROGRAMS, benchmarks
+from search_r1.command import programs
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.llm_agent.command_line import agent_config
@@ -56,6 +56,7 @@ NOT_OURS = {
     "sbatch": "asks a cluster; tests/test_cluster_scripts.py has a stand-in",
     "ruff": "runs beside this test in scripts/test.sh",
     "lint-imports": "runs beside this test in scripts/test.sh",
+    "cp": "copies the reader's files, which the checkout has",
 }
 
 
@@ -94,10 +95,9 @@ def try_command(command: Command, checkout: Checkout) -> None:
 
 def started_by(command: Command) -> Command:
     """What a command of `search-r1` starts."""
-    tree = {(one.name,): one for one in PROGRAMS} | {("data", one.name): one for one in DATA}
-    tree |= {("bench", one.name): one for one in benchmarks()}
-    name = next(name for name in tree if command.words[1:][: len(name)] == name)
-    return replace(command, words=tuple(tree[name].words(command.words[1 + len(name) :])))
+    name, program = next((name, one) for name, one in programs().items() if command.words[1:][: len(name)] == name)
+    words = program.words(command.words[1 + len(name) :])
+    return replace(command, words=tuple(word.removeprefix(f"{ROOT}/") for word in words))
 
 
 def paths_of_ours(command: Command) -> Iterator[Path]:
@@ -335,7 +335,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),
     (r"python -m verl\.trainer\.last_checkpoint", accepts_options),
-    (r"python infer\.py", composes_answering),
+    (r"python (infer\.py|-m infer)", composes_answering),
     (r"python -m search_r1\.serve", composes_serving),
     (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),
     (r"python -m search_r1\.data\.tinywiki\.difficulty", runs()),
@@ -345,8 +345,8 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/bench/memory_tiers\.py", runs()),
     (r"python -m search_r1\.evaluation", composes_an_evaluation),
     (r"python scripts/data_process/(nq|nq_search|qa_search_\w+_merge)\.py(?=.*--input_dir)", runs("--limit", "1")),
-    (r"python scripts/data_process/qa_search_\w+_merge\.py(?=.*=example/)", runs()),
-    (r"python scripts/data_process/qa_search_\w+_merge\.py(?!.*(=example/|--input_dir))", accepts_options),
+    (r"python scripts/data_process/qa_search_\w+_merge\.py(?=.*=(example|mine)/)", runs()),
+    (r"python scripts/data_process/qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))", accepts_options),
     (r"python scripts/data_process/nq_rag\.py", accepts_options),
     (r"python scripts/download\.py", accepts_options),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
