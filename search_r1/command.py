@@ -100,8 +100,8 @@ def benchmarks() -> tuple[Program, ...]:
 
 def programs() -> dict[tuple[str, ...], Program]:
     """Every program, by the words of its command: `("data", "tinywiki")`."""
-    named = {(one.name,): one for one in PROGRAMS} | {("data", one.name): one for one in DATA}
-    return named | {("bench", one.name): one for one in benchmarks()}
+    groups: dict[tuple[str, ...], tuple[Program, ...]] = {(): PROGRAMS, ("data",): DATA, ("bench",): benchmarks()}
+    return {(*group, one.name): one for group, found in groups.items() for one in found}
 
 
 def group_of(name: str, summary: str, programs: Sequence[Program]) -> click.Group:
