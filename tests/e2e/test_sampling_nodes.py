@@ -14,22 +14,24 @@ from runs_on_hosts import HostRun, assert_same, retriever_on
 pytestmark = pytest.mark.slow  # two runs of forty steps, two to three minutes each
 STEPS = 40  # an engine takes longer to start than some of them
 NODES = ("trainer.layout=split", "actor_rollout_ref.rollout.nnodes=2")
+BETWEEN_NODES = "actor_rollout_ref.rollout.weight_sync.between_nodes"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with Network(3, tmp_path_factory.mktemp("hosts")) as network:
         yield network
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url(network: Network, tinywiki: Path) -> Iterator[str]:
     with retriever_on(network.hosts[0], tinywiki / "corpus.jsonl") as url:
         yield url
 
 
+@pytest.mark.parametrize("way", ["objects", "broadcast"])
 def test_a_host_is_lost_and_another_joins(
-    network: Network, url: str, tinywiki: Path, policy: Path, tmp_path: Path
+    network: Network, url: str, tinywiki: Path, policy: Path, tmp_path: Path, way: str
 ) -> None:
     """Every metric that is not a time, and every weight, to the last bit those of one undisturbed host."""
 
@@ -42,7 +44,7 @@ def test_a_host_is_lost_and_another_joins(
     address = f"{network.hosts[0].address}:6379"
     with ray_node(network.hosts[0], address), ray_node(network.hosts[1], address):
         with ray_node(network.hosts[2], address):
-            run = start("three", address, *NODES)
+            run = start("three", address, *NODES, f"{BETWEEN_NODES}={way}")
             run.wait_for_step(2)
             network.hosts[2].power_off()
         lost = time.monotonic()

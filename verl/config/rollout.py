@@ -27,6 +27,11 @@ class WeightSyncConfig:
         "Weights that go to the engines at once, in MiB; a single weight that is larger goes whole.",
         ge=1,
     )
+    between_nodes: Literal["auto", "broadcast", "objects"] = setting(
+        "auto",
+        "How they get to nodes that only sample. broadcast: sent once to all engines, by NCCL or on CPU by gloo; what "
+        "fails goes by objects. objects: through Ray's object store. auto: broadcast on GPUs, objects on CPU.",
+    )
 
 
 @dataclass

@@ -25,8 +25,8 @@ from verl.agent.environment import Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
+from verl.rollout.exported_weights import ExportedWeights  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
-from verl.rollout.weight_stream import ExportedWeights  # noqa: E402
 
 HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
@@ -67,7 +67,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
-        await self._on_ranks("join_run", os.getpid())
+        await self.on_ranks("join_run", os.getpid())
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. A stop string and an end-of-sequence token are part of the result.
@@ -144,14 +144,14 @@ class VLLMEngine:
         """By rank, what is wrong with the bucket."""
         sums = (dict(exported.exports), dict(exported.sums))
         try:
-            return await self._on_ranks("load_bucket", *sums, exported.index, exported.count)
+            return await self.on_ranks("load_bucket", *sums, exported.index, exported.count)
         except EngineDied:
             raise
         except Exception as error:
             raise WeightSyncError(f"{what}: the engine could not load them: {error}") from error
 
-    async def _on_ranks(self, method: str, *args: Any) -> list[Any]:
-        """The answers of the engine's ranks to a method of `WeightSyncExtension`."""
+    async def on_ranks(self, method: str, *args: Any) -> list[Any]:
+        """The answers of the engine's ranks to a method of `WeightSyncExtension`. Raises `EngineDied`."""
         with _death_is_told():
             call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
             try:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,11 @@ class Fleet:
         """Call a method of all engines. Those that die are lost; raises EngineDied when none is left."""
         self._answers({getattr(one.worker, method).remote(*args): one for one in self.engines}, f"rollout {method}")
         self._require_engines()
+
+    def ask_each(self, method: str, args: Mapping[Engine, tuple[Any, ...]]) -> dict[Engine, Any]:
+        """Call a method of some engines, each with arguments of its own. The answers of those that live."""
+        calls = {getattr(engine.worker, method).remote(*own): engine for engine, own in args.items()}
+        return dict(self._answers(calls, f"rollout {method}"))
 
     def lose(self, engine: Engine, error: VerlError) -> None:
         """Go on without an engine that has died of `error`; fine to be told twice."""

@@ -15,10 +15,14 @@ from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws
+from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import SHUTDOWN_S, Fleet
 from verl.rollout.stream import Stream
+from verl.rollout.weight_broadcast import WeightBroadcast
 from verl.rollout.weight_relay import WeightRelay
+from verl.rollout.weight_sender import WeightSender
 from verl.rollout.weight_stream import WeightStream
+from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
 
@@ -49,6 +53,7 @@ class RolloutManager:
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
         self._fleet = Fleet(config, pool, nodes)
+        self._broadcast = _broadcast(config, self._fleet, pool.device) if nodes else None
         if self._fleet.takes_turns:
             self._surviving(partial(self._enter, Phase.UPDATE))  # the trained roles load next, on the same devices
 
@@ -121,15 +126,23 @@ class RolloutManager:
             self._relay.serve(self._nodes.pools)
         stream = publish()
         try:
+            if self._broadcast and stream.sender:
+                self._broadcast.prepare(stream.sender)
             for bucket in stream.buckets:
-                everywhere = self._relay.carried(bucket, self._fleet.lose_at) if self._relay else bucket
-                self._fleet.ask("load_weights", everywhere)
+                self._fleet.ask("load_weights", self._everywhere(bucket, stream.sender))
         except BaseException:
             with contextlib.suppress(WorkerError):  # of a trainer that is dead, and has been told
                 stream.release()
             raise
         stream.release()
         self._enter(Phase.SAMPLE)
+
+    def _everywhere(self, bucket: ExportedWeights, sender: WeightSender | None) -> ExportedWeights:
+        """The bucket when all engines can read it."""
+        received = self._broadcast.received(bucket, sender) if self._broadcast and sender else None
+        if received or not self._relay:
+            return received or bucket
+        return self._relay.carried(bucket, self._fleet.lose_at)
 
     def _enter(self, phase: Phase) -> None:
         if self._device == "cuda":
@@ -142,3 +155,9 @@ class RolloutManager:
             calls = [engine.worker.abandon.remote() for engine in self._fleet.engines]
             ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
             raise
+
+
+def _broadcast(config: Config, fleet: Fleet, device: str) -> WeightBroadcast | None:
+    chosen = config.actor_rollout_ref.rollout.weight_sync.between_nodes
+    wanted = chosen == "broadcast" or (chosen == "auto" and device == "cuda")
+    return WeightBroadcast(fleet, ranks_per_engine(config, device)) if wanted else None

@@ -8,11 +8,11 @@ import torch
 
 from verl.config import Config
 from verl.engine.device import DTYPES
+from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_buckets import MIB, plan_buckets
 from verl.rollout.weight_checksum import NamedTensors
 from verl.rollout.weight_ipc import DeviceBuckets
 from verl.rollout.weight_memory import HostBuckets
-from verl.rollout.weight_stream import ExportedWeights
 
 
 class WeightExporter:

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from verl.engine.sharding import local, own_values, row_shards
 from verl.errors import WeightSyncError
+from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.owned_folder import OwnedFolder
 from verl.rollout.weight_buckets import Place, gathered, places_of
 from verl.rollout.weight_checksum import copy_checked, key_of, require_finite, word_sum
-from verl.rollout.weight_stream import ExportedWeights
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
@@ -41,6 +41,11 @@ class Located:
     capacity: int
     offset: int
     places: tuple[Place, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """From `offset` on."""
+        return self.places[-1].end
 
     def packed(self) -> bytes:
         places = [[place.name, str(place.dtype), list(place.shape), place.start] for place in self.places]
@@ -199,8 +204,17 @@ def _shared_memory() -> Path:
 def open_shared(payload: bytes) -> dict[str, torch.Tensor]:
     """The weights of a bucket, in the trainer's memory: they change when the next but one is written."""
     located = Located.unpacked(payload)
-    memory = memory_of(located)
-    return {place.name: _view(memory, place, located.offset) for place in located.places}
+    return tensors_in(bucket_of(located), located.places)
+
+
+def bucket_of(located: Located) -> torch.Tensor:
+    """uint8 [num_bytes]: the bucket in the memory that it is in."""
+    return memory_of(located)[located.offset :][: located.num_bytes]
+
+
+def tensors_in(bucket: torch.Tensor, places: Sequence[Place]) -> dict[str, torch.Tensor]:
+    """The weights of a bucket, of uint8 on any device."""
+    return {place.name: _view(bucket, place) for place in places}
 
 
 def memory_of(located: Located) -> torch.Tensor:
@@ -225,9 +239,9 @@ def _place(name: str, dtype: str, shape: list[int], start: int) -> Place:
     return Place(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
 
 
-def _view(memory: torch.Tensor, place: Place, offset: int) -> torch.Tensor:
-    begin = offset + place.start
-    return memory[begin : begin + place.shape.numel() * place.dtype.itemsize].view(place.dtype).view(place.shape)
+def _view(bucket: torch.Tensor, place: Place) -> torch.Tensor:
+    values = bucket[place.start :][: place.shape.numel() * place.dtype.itemsize]
+    return values.view(place.dtype).view(place.shape)
 
 
 @lru_cache(maxsize=1)

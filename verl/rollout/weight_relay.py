@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from verl.errors import WorkerDied
-from verl.rollout.weight_memory import Located, host_name, make_room, memory_of, weight_folder
-from verl.rollout.weight_stream import ExportedWeights
+from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.weight_memory import Located, bucket_of, host_name, make_room, weight_folder
 from verl.single_controller import ResourcePool, wait_for
 
 CLOSE_S = 2.0
@@ -27,8 +27,7 @@ class WeightSender:
 
     def read(self, exports: dict[str, bytes]) -> list[ray.ObjectRef]:
         """A reference to the bytes of a bucket. `exports`: of an `ExportedWeights`."""
-        located = Located.unpacked(exports[host_name()])
-        return [ray.put(memory_of(located)[located.offset :][: located.places[-1].end].numpy())]
+        return [ray.put(bucket_of(Located.unpacked(exports[host_name()])).numpy())]
 
 
 class WeightReceiver:
@@ -52,7 +51,7 @@ class WeightReceiver:
             self._path, self._capacity = make_room(self._folder.path, len(values)), len(values)
         [packed, *_] = exports.values()
         located = replace(Located.unpacked(packed), path=self._path, capacity=self._capacity, offset=0)
-        memory_of(located).numpy()[: len(values)] = values
+        bucket_of(located).numpy()[:] = values
         return located.packed()
 
     def close(self) -> None:

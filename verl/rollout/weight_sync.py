@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
 from verl.parent import end_with_parent
 from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_group import RECEIVED, Meeting, WeightDrain
 from verl.rollout.weight_ipc import device_name, open_exports
 from verl.rollout.weight_memory import host_name, open_shared
 from verl.stacks import offer_stacks
@@ -31,6 +32,8 @@ class WeightSyncExtension:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    rank: int
+    weight_drain: WeightDrain | None = None
 
     def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
         """Load bucket `index` of `count`, in order, and return what is wrong with it; then nothing of it is loaded.
@@ -40,13 +43,33 @@ class WeightSyncExtension:
         It writes to the memory that the weights have, which CUDA graphs need.
         """
         try:
-            tensors = open_weights(exports, self.device)
+            tensors = self._drain.take(exports[RECEIVED]) if RECEIVED in exports else open_weights(exports, self.device)
         except WeightSyncError as error:
             return [str(error)]
         if wrong := differing(sums_of(tensors.items()), sums):
             return [f"other values in {name} than the trainer wrote" for name in wrong]
         self._reload(tensors, index, count)
         return []
+
+    def join_weight_group(self, host: str, port: int, size: int, first_rank: int) -> str:
+        """Take part in broadcasts of weights, as the member that follows `first_rank` by this rank of the engine.
+
+        What went wrong; empty when nothing did, here and below.
+        """
+        return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
+
+    def receive_bucket(self, packed: bytes, ticket: bytes) -> str:
+        """Receive the bucket that is sent, for `load_bucket` with this ticket among the exports."""
+        return failure_of(lambda: self._drain.receive(packed, ticket))
+
+    def leave_weight_group(self) -> str:
+        return failure_of(self._drain.leave)
+
+    @property
+    def _drain(self) -> WeightDrain:
+        if self.weight_drain is None:
+            self.weight_drain = WeightDrain(self.device)
+        return self.weight_drain
 
     def join_run(self, owner: int) -> None:
         """Let this process end when the one that started it ends, however that happens; offer stacks.
@@ -110,6 +133,14 @@ def keep_what_waits(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
             for name, value in call.arguments.items():
                 if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in lent:
                     call.arguments[name] = value.clone()
+
+
+def failure_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except WeightSyncError as error:
+        return str(error)
+    return ""
 
 
 def end_with(engine: int, owner: int) -> None:

@@ -14,12 +14,13 @@ from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
-from verl.errors import EnvironmentUnavailable, RolloutError, VerlError
+from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
-from verl.rollout.weight_stream import ExportedWeights
+from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.weight_group import Meeting
 from verl.stacks import offer_stacks
 from verl.working_dir import enter_working_dir
 
@@ -107,6 +108,17 @@ class RolloutWorker:
     async def load_weights(self, exported: ExportedWeights) -> None:
         await self.engine.load_weights(exported)
 
+    async def join_weight_group(self, meeting: Meeting, first_rank: int) -> str:
+        """With all ranks of the engine. What went wrong; empty when nothing did, here and below."""
+        return await self._tried("join_weight_group", meeting.host, meeting.port, meeting.size, first_rank)
+
+    async def receive_weights(self, packed: bytes, ticket: bytes) -> str:
+        """A bucket that the trainer sends to the group, for `load_weights`."""
+        return await self._tried("receive_bucket", packed, ticket)
+
+    async def leave_weight_group(self) -> str:
+        return await self._tried("leave_weight_group")
+
     async def enter(self, phase: Phase) -> None:
         await self.engine.enter(phase)
 
@@ -116,6 +128,15 @@ class RolloutWorker:
             self.engine.shutdown()
         if hasattr(self, "environment"):
             await self.environment.close()
+
+    async def _tried(self, method: str, *args: object) -> str:
+        try:
+            answers = await self.engine.on_ranks(method, *args)
+        except EngineDied:
+            raise
+        except Exception as error:  # vLLM's, which says what a rank has raised
+            return in_words(error)
+        return next(filter(None, answers), "")
 
     def _as_the_cache_holds(self) -> int:
         """While they last trajectories fill half of their window on average, if they fill it at all."""

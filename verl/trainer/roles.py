@@ -17,6 +17,7 @@ from verl.errors import VerlError
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.weight_memory import weight_folder
+from verl.rollout.weight_sender import WeightSender
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.startup import phase
@@ -89,6 +90,7 @@ class ActorGroup(Role):
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
         self._weights = weight_folder()
+        self._sender = WeightSender(self.group.workers[0], self.group.timeout_s)
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
         """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""
@@ -103,7 +105,8 @@ class ActorGroup(Role):
         def export(index: int) -> Exported:
             return self.group.begin_all("export_weights", version, of, index, str(self._weights.path))
 
-        return WeightStream(stream_buckets(export), partial(self.group.call_all, "release_weights"))
+        buckets = stream_buckets(export, self._sender.send)
+        return WeightStream(buckets, partial(self.group.call_all, "release_weights"), self._sender)
 
     def load(self, path: Path, of: str = "policy") -> None:
         """Replace the weights by a saved model's; the optimizer starts anew."""

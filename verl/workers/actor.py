@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ray
+
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.memory_meter import in_phase
@@ -12,8 +14,9 @@ from verl.engine.sharding import named_tensors, reshard
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import TrainBatch
+from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_stream import ExportedWeights
+from verl.rollout.weight_group import Meeting, WeightSource
 from verl.workers.base import RankWorker
 
 
@@ -52,6 +55,23 @@ class ActorWorker(RankWorker):
         model = self.engine.model_of(of)
         reshard(model)
         return self.exporter.export(named_tensors(model), version, index)
+
+    def open_weight_group(self, size: int) -> Meeting:
+        """A place where `size` members meet: this rank, which sends, and those that receive."""
+        if not hasattr(self, "source"):
+            self.source = WeightSource(self.engine.device)
+        return self.source.open(ray.util.get_node_ip_address(), size)
+
+    def join_weight_group(self) -> None:
+        self.source.join()
+
+    def send_weights(self, exports: dict[str, bytes]) -> None:
+        """Begin to send the bucket that `export_weights` has laid out on this host."""
+        self.source.send(exports)
+
+    def leave_weight_group(self) -> None:
+        if hasattr(self, "source"):
+            self.source.leave()
 
     def release_weights(self) -> None:
         """Free what is exported, where memory is short; the engines have read it."""

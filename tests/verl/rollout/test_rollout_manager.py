@@ -20,10 +20,12 @@ from weight_source import stream_of
 from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, Trajectory
+from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_stream import Exported, ExportedWeights, WeightStream, stream_buckets
+from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
+from verl.single_controller.sampling_nodes import SamplingNodes
 from verl.trainer.roles import ActorGroup
 
 POOL = ResourcePool(1, 1, "cpu")
@@ -367,6 +369,61 @@ def next_worker_killed_as_it_starts() -> Iterator[None]:
         done.set()
         killer.join()
     assert not none_came
+
+
+def test_weights_that_are_broadcast_go_another_way_when_an_engine_dies_in_between(
+    ray_session: Any, byte_tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines as on a node that only samples, which here is the trainer's own."""
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(2)])
+    rollout = "actor_rollout_ref.rollout"
+    settings = [f"{rollout}.nnodes=1", f"{rollout}.num_engines=2", f"{rollout}.weight_sync.between_nodes=broadcast"]
+    config = config_of(tiny_model_dir, "trainer.layout=split", f"{rollout}.weight_sync.bucket_mib=1", *settings)
+    before = engine_processes()
+    nodes = SamplingNodes(1, "cpu", taken=())
+    nodes.reserve(1, timeout_s=60)
+    actor = ActorGroup(config, POOL, 1, False)
+    manager = RolloutManager(config, POOL, nodes)
+    try:
+        manager.load_weights(lambda: elsewhere(actor.publish_weights(1)))
+        expected = manager.collect(prompts, n=2, step=1)
+        assert {trajectory.weight_version for trajectory in expected} == {1} and not told_of_broadcasts(caplog)
+        [first, _] = engine_processes() - before
+        manager.load_weights(lambda: killing(first, actor.publish_weights(2)))
+        assert "an engine has died" in told_of_broadcasts(caplog)
+        again = manager.collect(prompts, n=2, step=1)
+        assert sampled(again) == sampled(expected) and {trajectory.weight_version for trajectory in again} == {2}
+        caplog.clear()
+        manager.load_weights(lambda: elsewhere(actor.publish_weights(3)))
+        assert not told_of_broadcasts(caplog), "those that are there are a new group"
+        assert sampled(manager.collect(prompts, n=2, step=1)) == sampled(expected)
+    finally:
+        manager.shutdown()
+        actor.shutdown()
+        nodes.release()
+
+
+def elsewhere(stream: WeightStream) -> WeightStream:
+    """As for engines on hosts that cannot read the trainer's memory."""
+    buckets = (replace(one, exports={"elsewhere": next(iter(one.exports.values()))}) for one in stream.buckets)
+    return replace(stream, buckets=buckets)
+
+
+def killing(engine: psutil.Process, stream: WeightStream) -> WeightStream:
+    """An engine's process ends when it has the first of the buckets."""
+
+    def buckets() -> Iterator[ExportedWeights]:
+        for bucket in stream.buckets:
+            if bucket.index == 1:
+                engine.kill()
+                engine.wait(30)
+            yield bucket
+
+    return replace(stream, buckets=buckets())
+
+
+def told_of_broadcasts(caplog: pytest.LogCaptureFixture) -> str:
+    return "".join(record.getMessage() for record in caplog.records if "not by broadcast" in record.getMessage())
 
 
 def test_environment_that_cannot_be_imported_is_a_config_error(ray_session: Any, tiny_model_dir: Path) -> None:

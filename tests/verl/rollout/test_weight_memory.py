@@ -19,12 +19,12 @@ from verl.config import Config, load_config
 from verl.engine.device import device_mesh, init_process_group
 from verl.errors import NumericalError, WeightSyncError
 from verl.rollout import weight_buckets, weight_export, weight_memory
+from verl.rollout.exported_weights import ExportedWeights, merge_exports
 from verl.rollout.weight_buckets import places_of, plan_buckets
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_export import WeightExporter
 from verl.rollout.weight_ipc import DeviceBuckets
 from verl.rollout.weight_memory import HostBuckets
-from verl.rollout.weight_stream import ExportedWeights, merge_exports
 from verl.rollout.weight_sync import open_weights
 from verl.workers.actor import ActorWorker
 

@@ -1,0 +1,181 @@
+"""Buckets of weights sent once to several processes, by gloo; and what becomes of the group when one of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from verl.errors import WeightSyncError
+from verl.rollout import weight_group
+from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_group import Meeting, WeightDrain, WeightSource
+from verl.rollout.weight_memory import HostBuckets
+from verl.rollout.weight_sync import failure_of
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+NOT_TOLD = "not done after"  # of a member that waited until the limit
+
+
+def buckets_of(folder: Path) -> list[ExportedWeights]:
+    """Two, which lie side by side in one file."""
+    named = {
+        "wide": torch.randn(300, 70),
+        "bias": torch.randn(7),
+        "steps": torch.tensor(12),
+        "head": torch.randn(64, 9),
+    }
+    memory = HostBuckets(folder, 2**20)
+    plan = [["wide", "bias"], ["steps", "head"]]
+    return [memory.export(named, plan, torch.bfloat16, 3, index) for index in range(2)]
+
+
+def _receive(rank: int, driver: Any) -> None:
+    """Carry out orders: (method, arguments) of a drain, or a check of what it gives."""
+    drain = WeightDrain(CPU)
+    driver.send("ready")
+    while (order := driver.recv()) is not None:
+        driver.send(_carried_out(drain, rank, *order))
+
+
+def _carried_out(drain: WeightDrain, rank: int, method: str, *args: Any) -> Any:
+    if method == "join":
+        return failure_of(lambda: drain.join(*args, rank))
+    if method != "check":
+        return failure_of(lambda: getattr(drain, method)(*args))
+    ticket, sums = args
+    try:
+        return differing(sums_of(drain.take(ticket).items()), sums)
+    except WeightSyncError as error:
+        return str(error)
+
+
+class Receivers:
+    """Two processes, which are the ranks 1 and 2 of a group."""
+
+    def __init__(self) -> None:
+        spawn = mp.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(2)]
+        self.ends = [own for own, _ in pipes]
+        self.processes = [
+            spawn.Process(target=_receive, args=(number + 1, theirs), daemon=True)
+            for number, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+        assert self.answers() == ["ready"] * 2  # until then they import torch
+
+    def begin(self, *order: Any) -> None:
+        for end in self.ends:
+            end.send(order)
+
+    def answers(self) -> list[Any]:
+        return [self.answer(number) for number in range(2)]
+
+    def answer(self, number: int) -> Any:
+        assert self.ends[number].poll(300), "no answer"
+        return self.ends[number].recv()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(30)
+
+
+@pytest.fixture(scope="module")
+def receivers() -> Any:
+    receivers = Receivers()
+    yield receivers
+    receivers.close()
+
+
+def joined(receivers: Receivers) -> WeightSource:
+    source = WeightSource(CPU)
+    receivers.begin("join", source.open(HOST, 3))
+    source.join()
+    assert receivers.answers() == ["", ""]
+    return source
+
+
+def test_all_have_the_bucket_that_was_sent_and_give_it_to_whoever_has_its_ticket(
+    receivers: Receivers, tmp_path: Path
+) -> None:
+    source = joined(receivers)
+    first, second = buckets_of(tmp_path)
+    for number, bucket in enumerate((first, second, first)):
+        ticket = str(number).encode()
+        source.send(bucket.exports)
+        receivers.begin("receive", next(iter(bucket.exports.values())), ticket)
+        assert receivers.answers() == ["", ""]
+        receivers.begin("check", ticket, dict(bucket.sums))
+        assert receivers.answers() == [[], []]
+    receivers.begin("check", ticket, {})
+    assert all("was not received here" in told for told in receivers.answers())
+    source.leave()
+
+
+def test_a_group_that_is_left_is_no_longer_there_and_another_can_be_formed(
+    receivers: Receivers, tmp_path: Path
+) -> None:
+    [bucket, _] = buckets_of(tmp_path)
+    packed = next(iter(bucket.exports.values()))
+    source = joined(receivers)
+    source.leave()
+    with pytest.raises(WeightSyncError, match="is in no group"):
+        source.send(bucket.exports)
+    receivers.begin("receive", packed, b"")
+    for told in receivers.answers():
+        assert "the broadcast of weights failed" in told and NOT_TOLD not in told
+    receivers.begin("leave")
+    receivers.answers()
+    source = joined(receivers)
+    source.send(bucket.exports)
+    receivers.begin("receive", packed, b"")
+    assert receivers.answers() == ["", ""]
+    source.leave()
+
+
+def test_who_does_not_come_is_not_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_group, "JOIN_S", 1.0)
+    source = WeightSource(CPU)
+    source.open(HOST, 2)
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the group at 127.0.0.1:\d+"):
+        source.join()
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not join"):
+        WeightDrain(CPU).join(Meeting(HOST, free_port(), 2), 1)
+
+
+def test_a_receiver_that_ends_is_told_to_all_others(tmp_path: Path) -> None:
+    receivers = Receivers()
+    [bucket, _] = buckets_of(tmp_path)
+    source = joined(receivers)
+    assert (pid := receivers.processes[1].pid)
+    os.kill(pid, signal.SIGKILL)
+    receivers.processes[1].join(30)
+    receivers.ends[0].send(("receive", next(iter(bucket.exports.values())), b""))
+    source_told = failure_of(lambda: send_all(source, bucket))
+    source.leave()
+    told = receivers.answer(0)
+    assert source_told or told, "nobody noticed"
+    assert NOT_TOLD not in source_told + told
+    receivers.close()
+
+
+def send_all(source: WeightSource, bucket: ExportedWeights) -> None:
+    """The second begins when the first is sent."""
+    source.send(bucket.exports)
+    source.send(bucket.exports)
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind((HOST, 0))
+        return int(held.getsockname()[1])

@@ -1,0 +1,77 @@
+"""The driver's view of weights that are broadcast: it forms the group, has each bucket sent and received, and gives the
+group up when something goes wrong; the bucket then goes to the engines another way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl.errors import WeightSyncError
+from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.fleet import Engine, Fleet
+from verl.rollout.weight_group import RECEIVED
+from verl.rollout.weight_sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+
+class WeightBroadcast:
+    """From the trainer's first rank to all `ranks_per_engine` ranks of each of the fleet's engines."""
+
+    def __init__(self, fleet: Fleet, ranks_per_engine: int) -> None:
+        self._fleet, self._ranks_per_engine = fleet, ranks_per_engine
+        self._members: list[Engine] = []
+
+    def prepare(self, sender: WeightSender) -> None:
+        """Form the group when it is not that of the engines which are there now."""
+        engines = self._fleet.engines
+        if sender.is_joined and self._members == engines:
+            return
+        self.give_up(sender)
+        self._members = list(engines)
+        try:
+            meeting = sender.open(self._ranks_per_engine * len(engines))
+        except WeightSyncError as error:
+            self._fail(sender, str(error))
+            return
+        joined = sender.begin_join()
+        places = [(meeting, 1 + self._ranks_per_engine * number) for number in range(len(engines))]
+        if wrong := self._wrong("join_weight_group", places, joined):
+            self._fail(sender, wrong)
+
+    def received(self, bucket: ExportedWeights, sender: WeightSender) -> ExportedWeights | None:
+        """The bucket as all engines have it now; None when they do not, or there is no group."""
+        if not sender.is_joined:
+            return None
+        [packed, *_] = bucket.exports.values()
+        ticket = f"{bucket.index + 1} of {bucket.count} of version {bucket.version}".encode()
+        if wrong := self._wrong("receive_weights", [(packed, ticket)] * len(self._members), sender.sent):
+            self._fail(sender, wrong)
+            return None
+        return replace(bucket, exports={**bucket.exports, RECEIVED: ticket})
+
+    def give_up(self, sender: WeightSender) -> None:
+        """Leave no group behind."""
+        members, self._members = self._members, []
+        if members:
+            sender.leave()
+            there = [engine for engine in members if engine in self._fleet.engines]
+            self._fleet.ask_each("leave_weight_group", dict.fromkeys(there, ()))
+
+    def _wrong(self, method: str, args: Sequence[tuple[Any, ...]], sender_is_done: Callable[[], None]) -> str:
+        """Call it on all members, and wait for the sender. What went wrong, if anything did."""
+        answers = self._fleet.ask_each(method, dict(zip(self._members, args, strict=True)))
+        try:
+            sender_is_done()
+        except WeightSyncError as error:
+            return str(error)
+        if len(answers) < len(self._members):
+            return "an engine has died"
+        return next(filter(None, answers.values()), "")
+
+    def _fail(self, sender: WeightSender, wrong: str) -> None:
+        log.warning("weights go through Ray's object store until the next version, not by broadcast: %s", wrong)
+        self.give_up(sender)

@@ -1,0 +1,220 @@
+"""Weights that are sent to many at once: a process group of the trainer's first rank, which sends, and of all ranks of
+the engines on other hosts, which receive. NCCL between GPUs, gloo between CPUs.
+
+It is no part of PyTorch's default group: engines come and go, and a group that something happened to is given up and
+formed anew without ending a process. Whatever goes wrong is a `WeightSyncError`.
+Needs torch only, so that the trainer imports no inference engine and an engine no Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.by_name import in_words
+from verl.errors import WeightSyncError
+from verl.rollout.weight_memory import Located, bucket_of, host_name, tensors_in
+
+JOIN_S = 60.0  # for all to be there
+BROADCAST_S = 120.0  # for a bucket; half of NCCL's own limit or less, at which it would end the process
+POLL_S = 0.001
+SENDER = 0
+RECEIVED = "received"  # among the exports of a bucket: engines have it, under the ticket that is its value
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of a group meet, and how many they are."""
+
+    host: str
+    port: int
+    size: int
+
+
+class WeightGroup:
+    """One member. Raises WeightSyncError when not all `meeting.size` members have joined within `JOIN_S`.
+
+    store: the sender's own, which the others connect to. device: where this member's buckets are.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
+        self.device = device
+        with _told(f"rank {rank} of {meeting.size} could not join the group at {meeting.host}:{meeting.port}"):
+            self._store = store or _connected(meeting)
+            self._store.set_timeout(timedelta(seconds=JOIN_S))
+            _wait_for_all(self._store, rank, meeting.size)
+            self._group = _formed(dist.PrefixStore("group", self._store), meeting, rank, device)
+            if device.type == "cuda":  # it connects only now
+                _finish(self._begin(torch.zeros(1, device=device)), JOIN_S)
+
+    def begin(self, bucket: torch.Tensor) -> Any:
+        """Send it to the others, or have it filled by the sender. `bucket`: flat, on this member's device, of the same
+        size for all. What `finish` waits for.
+        """
+        with _told("the broadcast of weights failed"):
+            return self._begin(bucket)
+
+    def finish(self, begun: Any) -> None:
+        """Until it is sent, or filled; at most `BROADCAST_S`."""
+        with _told("the broadcast of weights failed"):
+            _finish(begun, BROADCAST_S)
+
+    def leave(self) -> None:
+        """Also while others wait for this member: they are told."""
+        self._group.abort()
+        del self._group
+
+    def _begin(self, bucket: torch.Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        return self._group.broadcast([bucket], options)
+
+
+class WeightSource:
+    """The sender's part, in the process of the trainer's first rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: WeightGroup | None = None
+        self._sending: tuple[Any, torch.Tensor] | None = None
+
+    def open(self, host: str, size: int) -> Meeting:
+        """A place for a new group to meet, at this node's address `host`."""
+        self.leave()
+        with _told(f"no group could be opened at {host}"):
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._meeting = Meeting(host, self._store.port, size)
+        return self._meeting
+
+    def join(self) -> None:
+        """When all are there."""
+        self._group = WeightGroup(self._meeting, SENDER, self._device, self._store)
+
+    def send(self, exports: Mapping[str, bytes]) -> None:
+        """Begin to send a bucket, when the one before is sent. `exports`: of `ExportedWeights`.
+
+        From a GPU it is sent by way of this rank's own: the bucket is in the memory of the host, where each of its
+        ranks has written what it has.
+        """
+        self._finish()
+        if self._group is None:
+            raise WeightSyncError("the trainer's first rank is in no group")
+        bucket = bucket_of(Located.unpacked(exports[host_name()])).to(self._device)
+        self._sending = (self._group.begin(bucket), bucket)
+
+    def leave(self) -> None:
+        """Give the group up; fine without one."""
+        group, self._group, self._sending = self._group, None, None
+        if group is not None:
+            group.leave()
+
+    def _finish(self) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None and self._group is not None:
+            self._group.finish(sending[0])
+
+
+class WeightDrain:
+    """The receiving part, in the process of one rank of an engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: WeightGroup | None = None
+        self._received: tuple[bytes, dict[str, torch.Tensor]] | None = None
+
+    def join(self, meeting: Meeting, rank: int) -> None:
+        self.leave()
+        self._group = WeightGroup(meeting, rank, self._device)
+
+    def receive(self, packed: bytes, ticket: bytes) -> None:
+        """Keep the bucket that is sent for whoever has the `ticket`. `packed`: a `Located`, for its weights' places."""
+        if self._group is None:
+            raise WeightSyncError("this rank is in no group")
+        located = Located.unpacked(packed)
+        self._received = None
+        bucket = torch.empty(located.num_bytes, dtype=torch.uint8, device=self._device)
+        self._group.finish(self._group.begin(bucket))
+        self._received = (ticket, tensors_in(bucket, located.places))
+
+    def take(self, ticket: bytes) -> dict[str, torch.Tensor]:
+        """The bucket; it is not kept any longer."""
+        received, self._received = self._received, None
+        if received is None or received[0] != ticket:
+            raise WeightSyncError(f"bucket {ticket.decode()} was not received here")
+        return received[1]
+
+    def leave(self) -> None:
+        group, self._group, self._received = self._group, None, None
+        if group is not None:
+            group.leave()
+
+
+def _connected(meeting: Meeting) -> dist.Store:
+    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+
+
+def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
+    """NCCL itself would wait for them for ever."""
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=JOIN_S))
+
+
+def _formed(store: dist.Store, meeting: Meeting, rank: int, device: torch.device) -> Any:
+    if device.type == "cuda":
+        with _failures_are_ours():
+            return dist.ProcessGroupNCCL(store, rank, meeting.size, dist.ProcessGroupNCCL.Options())
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=BROADCAST_S)
+    # By default it asks for the host's own name, which is the loopback address on Debian and Ubuntu.
+    options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
+    return gloo(store, rank, meeting.size, options)
+
+
+def _address_towards(meeting: Meeting) -> str:
+    """This host's, as the meeting's host sees it."""
+    with socket.create_connection((meeting.host, meeting.port), timeout=JOIN_S) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _finish(work: Any, limit_s: float) -> None:
+    """Polls: neither waits with a limit in NCCL's usual mode nor can be interrupted."""
+    deadline = time.monotonic() + limit_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise WeightSyncError(f"not done after {limit_s:g} s")
+        time.sleep(POLL_S)
+    work.wait()  # raises what went wrong
+
+
+@contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """PyTorch would end the process when a member of an NCCL group fails. It reads this when a group is made."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Of any error: the weights have another way, so none of them ends a run."""
+    try:
+        yield
+    except Exception as error:
+        raise WeightSyncError(f"{what}: {in_words(error)}") from error
