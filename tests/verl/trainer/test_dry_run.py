@@ -212,6 +212,22 @@ def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:
     assert sync.parts == {"actor at rest": 300, "critic at rest": 200, "freed blocks": 0, **both}
 
 
+@pytest.mark.parametrize(("eager", "graphs"), [("null", {"CUDA graphs": GIB}), ("true", {})])
+def test_an_engine_that_sleeps_by_hand(eager: str, graphs: dict[str, int], tmp_path: Path) -> None:
+    """It keeps its process and its CUDA graphs, which are in its share while it samples."""
+    rollout = "actor_rollout_ref.rollout"
+    config = load_config("tinywiki", overrides_of(tmp_path, f"{rollout}.enforce_eager={eager}", "trainer.device=auto"))
+    config.actor_rollout_ref.rollout.dtype = "bfloat16"
+    passes = [Pass(Phase.UPDATE, "update", Peak(0, 1000), Work(), 1.0, by_tokens=True)]
+    role = Role("actor", GIB, Peak(0, 300), passes, Groups(1))
+    sample, score, update, sync = device_phases(config, [role], place := parse_gpus("1xH100"))
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
+    assert sample.parts == {"actor at rest": 300, "engine": share, "processes": GIB}
+    assert score.parts == {"actor at rest": 300, "engine": 0, "processes": 2 * GIB, **graphs}
+    assert update.parts == {"actor: update": 1000, "engine": 0, "processes": 2 * GIB, **graphs}
+    assert sync.parts == {"actor at rest": 300, "engine": 2 * GIB, "processes": GIB, **graphs}
+
+
 def test_a_run_that_the_devices_do_not_divide(tmp_path: Path) -> None:
     ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
     config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), ranks, "trainer.device=cpu"))

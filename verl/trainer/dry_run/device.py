@@ -14,6 +14,7 @@ from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
 
 CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
+CUDA_GRAPHS = GIB  # of an engine that captured some, assumed; vLLM keeps them while it sleeps
 CPU_PROCESS, CPU_ENGINE = GIB // 2, 5 * GIB // 4  # resident before anything is loaded, as seen: Python and libraries
 # What glibc keeps of each byte that a pass takes and frees, as the growth of three processes was; twice as many blocks
 # come and go with gradient checkpointing.
@@ -51,6 +52,8 @@ def _shared(name: Phase, config: Config, roles: list[Role], place: Place) -> Dev
     phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
     if engine:
         phase.parts["processes"] -= CUDA_PROCESS  # one that is awake counts its own
+    if engine < _share(config, place) and not config.actor_rollout_ref.rollout.enforce_eager:
+        phase.parts["CUDA graphs"] = CUDA_GRAPHS
     return phase
 
 
