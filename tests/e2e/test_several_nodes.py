@@ -10,12 +10,12 @@ from e2e_world import small_run
 from hosts import Network, ray_cluster
 from runs_on_hosts import HostRun, assert_same, retriever_on
 
-pytestmark = pytest.mark.slow  # four runs of five steps, two minutes of a core each
+pytestmark = pytest.mark.slow  # eight runs of five steps, two to four minutes of a core each
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with Network(2, tmp_path_factory.mktemp("hosts")) as network:
+@pytest.fixture(scope="module", params=[2, 4])
+def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with Network(request.param, tmp_path_factory.mktemp("hosts")) as network:
         yield network
 
 
@@ -33,26 +33,32 @@ OWN_PORT = 8001
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_hosts_do_what_one_does(
+def test_several_hosts_do_what_one_does(
     algorithm: str, network: Network, url: str, tinywiki: Path, policy: Path, tmp_path: Path
 ) -> None:
     """Five steps: every metric that is not a time, and every weight, to the last bit. PPO starts its retrievers."""
+    num_hosts = len(network.hosts)
 
     def train(name: str, ray_address: str, *sizes: str) -> HostRun:
         settings = ("trainer.total_training_steps=5", "trainer.test_freq=5", "trainer.deterministic=true")
-        more = (*settings, "actor_rollout_ref.rollout.num_engines=2", "trainer.logger=[]", *ALGORITHMS[algorithm])
+        more = (
+            *settings,
+            f"actor_rollout_ref.rollout.num_engines={num_hosts}",
+            "trainer.logger=[]",
+            *ALGORITHMS[algorithm],
+        )
         critic = (f"critic.model.path={policy}",) if algorithm == "ppo" else ()
         command = small_run(tinywiki, policy, url, tmp_path / name, *more, *critic, *sizes)
         run = HostRun(network.hosts[0], tmp_path / name, command, ray_address)
         run.finish()
         return run
 
-    one = train("one", "local", "trainer.n_gpus_per_node=2")
+    one = train("one", "local", f"trainer.n_gpus_per_node={num_hosts}")
     launch = f"CORPUS_PATH={tinywiki / 'corpus.jsonl'} PORT={OWN_PORT} bash retrieval_launch.sh"
     own = ("retriever.placement=per_node", f"retriever.launch='{launch}'")
     asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if algorithm == "ppo" else ()
     with ray_cluster(network.hosts) as address:
-        two = train("two", address, "trainer.nnodes=2", *asked)
+        several = train("several", address, f"trainer.nnodes={num_hosts}", *asked)
         assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
-    assert_same(one, two, step=5)
-    assert (two.folder / "critic" / "global_step_5").is_dir() == (algorithm == "ppo")
+    assert_same(one, several, step=5)
+    assert (several.folder / "critic" / "global_step_5").is_dir() == (algorithm == "ppo")

@@ -33,6 +33,10 @@ class WeightSyncConfig:
         "fails goes by objects. objects: through Ray's object store. auto: broadcast on GPUs, objects on CPU.",
     )
 
+    def is_broadcast(self, device: str) -> bool:
+        """Whether nodes that only sample get the weights by broadcast on `device` ("cpu" or "cuda")."""
+        return self.between_nodes == "broadcast" or (self.between_nodes == "auto" and device == "cuda")
+
 
 @dataclass
 class RolloutConfig:

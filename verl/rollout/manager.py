@@ -158,6 +158,5 @@ class RolloutManager:
 
 
 def _broadcast(config: Config, fleet: Fleet, device: str) -> WeightBroadcast | None:
-    chosen = config.actor_rollout_ref.rollout.weight_sync.between_nodes
-    wanted = chosen == "broadcast" or (chosen == "auto" and device == "cuda")
+    wanted = config.actor_rollout_ref.rollout.weight_sync.is_broadcast(device)
     return WeightBroadcast(fleet, ranks_per_engine(config, device)) if wanted else None

@@ -32,6 +32,7 @@ from verl.trainer.plan.machine import (
     write_machine,
 )
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, Trajectories, sampling_cost
+from verl.trainer.plan.search import sending_weights
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
@@ -83,6 +84,21 @@ def test_sampling_by_hand() -> None:
     context = 16 * 800 * 2e9 / (989e12 / 2)
     cost = sampling_cost(config, policy, place, HALF, of)
     assert cost.seconds == pytest.approx(iterations + context + 2 * SEARCH_S)
+
+
+@pytest.mark.parametrize(
+    ("way", "seconds"),
+    [("auto", 0.08), ("objects", 1.0), ("broadcast", 0.08)],  # 2 GB: over a link of 25 GB/s, or at 2 GB/s
+)
+def test_weights_to_nodes_that_only_sample(way: str, seconds: float) -> None:
+    """In a ring once, however many nodes there are; through the object store at its speed, or a share of the link."""
+    rollout = "actor_rollout_ref.rollout"
+    split = [*GRPO, "trainer.layout=split", "trainer.nnodes=2", f"{rollout}.weight_sync.between_nodes={way}"]
+    few, many = (load_config("ppo_trainer", [*split, f"{rollout}.nnodes={nodes}"]) for nodes in (2, 50))
+    place = parse_gpus("4x8xH100")
+    assert sending_weights(few, 10**9, place, HALF).parts == pytest.approx({NETWORK: seconds})
+    assert sending_weights(many, 10**9, place, HALF).seconds == pytest.approx(4.0 if way == "objects" else seconds)
+    assert sending_weights(load_config("ppo_trainer", GRPO), 10**9, place, HALF).seconds == 0.0
 
 
 def test_copies_are_tried_on_several_nodes_alone() -> None:

@@ -12,7 +12,7 @@ from verl.trainer.dry_run.report import FILLED
 from verl.trainer.plan.machine import Machine
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S
 from verl.trainer.plan.scaling import Scaled
-from verl.trainer.plan.search import RELAY_BYTES, Planned
+from verl.trainer.plan.search import OBJECT_BYTES, Planned
 
 
 def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
@@ -52,9 +52,8 @@ def assumed(one: Planned, machine: Machine) -> Iterator[str]:
     rows = trajectories_per_step(one.config)
     yield (
         f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; "
-        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search; to nodes "
-        f"that only sample weights go at {RELAY_BYTES / 1e9:g} GB/s; "
-        f"{machine.source}"
+        f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search; "
+        f"Ray's object store sends {OBJECT_BYTES / 1e9:g} GB/s; {machine.source}"
     )
 
 

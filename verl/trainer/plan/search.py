@@ -19,7 +19,7 @@ from verl.trainer.plan.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost,
 from verl.trainer.plan.sampling import expected_trajectories, sampling_cost
 
 MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
-RELAY_BYTES = 2e9  # a second, of Ray's objects from one node to another; an assumption
+OBJECT_BYTES = 2e9  # a second, of Ray's objects from one node to another; an assumption
 COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
 Loader = Callable[[Sequence[str]], Config]
 
@@ -128,7 +128,7 @@ def planned(
             costs[phase] += _moving(config, role, phase)
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
-    costs[Phase.SYNC] += _relaying(config, roles[0], machine)
+    costs[Phase.SYNC] += sending_weights(config, roles[0].num_params, place, machine)
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
     return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
 
@@ -162,12 +162,17 @@ def best_of(found: Sequence[Planned]) -> Planned | None:
     return None
 
 
-def _relaying(config: Config, policy: Role, machine: Machine) -> Cost:
-    """Of the weights to the nodes that only sample, through host memory: once to each, from one that trains."""
-    receivers = config.actor_rollout_ref.rollout.nnodes
-    if not receivers:
+def sending_weights(config: Config, num_params: int, place: Place, machine: Machine) -> Cost:
+    """Of the policy to nodes that only sample: a broadcast sends each byte once over each link of its ring, Ray's
+    object store once to each node, from one that trains.
+    """
+    rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_params
+    if not rollout.nnodes:
         return Cost()
-    seconds = 2 * policy.num_params / min(RELAY_BYTES, machine.network_bytes / receivers)
+    if rollout.weight_sync.is_broadcast(place.kind):
+        seconds = num_bytes / machine.network_bytes
+    else:
+        seconds = num_bytes / min(OBJECT_BYTES, machine.network_bytes / rollout.nnodes)
     return Cost(seconds, {NETWORK: seconds})
 
 
