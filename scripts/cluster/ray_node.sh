@@ -10,12 +10,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 fail() { echo "error: $*" >&2; exit 2; }
+own_address() { hostname -I | awk '{ print $1 }'; }
 
 [[ $# -gt 0 ]] || fail "say head, or the address of the head, such as 10.0.0.1:6379; see the first lines of this script"
 role=$1
 shift
 if [[ $role == head ]]; then
   where=(--head --port=6379)
+  # Jobs come from other machines too. Without a secret the job server keeps to this one.
+  if [[ ${RAY_AUTH_MODE:-token} == token ]]; then where+=(--dashboard-host="${RAY_NODE_IP:-$(own_address)}"); fi
 elif [[ $role =~ ^[^[:space:]]+:[0-9]+$ ]]; then
   where=(--address="$role")
 else
