@@ -52,7 +52,7 @@ def _shared(name: Phase, config: Config, roles: list[Role], place: Place) -> Dev
     phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
     if engine:
         phase.parts["processes"] -= CUDA_PROCESS  # one that is awake counts its own
-    if engine < _share(config, place) and not config.actor_rollout_ref.rollout.enforce_eager:
+    if _sleeps(name, config) and not config.actor_rollout_ref.rollout.enforce_eager:
         phase.parts["CUDA graphs"] = CUDA_GRAPHS
     return phase
 
@@ -74,12 +74,16 @@ def _training(name: Phase, config: Config, roles: list[Role], place: Place, devi
 
 def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
     """Of a GPU's engine: its share while it samples, its weights alone while it gets new ones, else nothing."""
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.free_cache_engine or Part.KV_CACHE in RESIDENT[phase]:
+    if not _sleeps(phase, config):
         return _share(config, place)
     if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
         return 0.0
-    return _weights(config, actor) / rollout.tensor_model_parallel_size
+    return _weights(config, actor) / config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def _sleeps(phase: Phase, config: Config) -> bool:
+    """Whether a GPU's engine has no cache, at the least."""
+    return config.actor_rollout_ref.rollout.free_cache_engine and Part.KV_CACHE not in RESIDENT[phase]
 
 
 def _share(config: Config, place: Place) -> float:
