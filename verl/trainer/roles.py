@@ -23,7 +23,6 @@ from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.single_controller.waiting import Call, wait_beside
 from verl.startup import phase
-from verl.storage import Digests
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
@@ -73,10 +72,9 @@ class Role:
     def state_is_saved(self) -> bool:
         return all(self.group.call_all("state_is_saved"))
 
-    def saved_state(self, timeout_s: float | None = None) -> Digests:
-        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
-        answers = self.group.call_all("saved_state", timeout_s=timeout_s)
-        return {name: found for digests in answers for name, found in digests.items()}
+    def begin_saved_state(self, timeout_s: float | None = None) -> Call:
+        """The files that each rank wrote, when they are written. Raises CheckpointError if that failed."""
+        return self.group.begin_all("saved_state", timeout_s=timeout_s)
 
     def load_state(self, folder: Path) -> None:
         """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
