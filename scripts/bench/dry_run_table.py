@@ -20,7 +20,7 @@ from verl.config.stored import load_stored_config
 from verl.phases import Phase
 from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.place import Place, parse_gpus
-from verl.trainer.dry_run.report import seconds_of
+from verl.trainer.dry_run.report import least_seconds_of_step
 from verl.trainer.dry_run.run import DryRun, dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,13 +42,12 @@ def config_of(path: Path, model: Path, changes: list[str]) -> Config:
     return load_stored_config(path, [f"actor_rollout_ref.model.path={model}", critic, *changes])
 
 
-def row(name: str, found: DryRun, place: Place, seconds: float) -> str:
+def row(name: str, config: Config, found: DryRun, place: Place, seconds: float) -> str:
     """One line: GiB of each phase, what is left in the largest, the least seconds of a step."""
-    by_phase = {phase.name: phase.total / GIB for phase in found.phases}
+    by_phase = {name: max(one.total for one in found.phases if one.name is name) / GIB for name in Phase}
     left = place.memory / GIB - max(by_phase.values())
     sizes = "".join(f"{by_phase[phase]:8.1f}" for phase in Phase)
-    passes = [(one, role) for role in found.roles for one in role.passes]
-    times = [sum(seconds_of(one, role, gpu) for one, role in passes) for gpu in place.gpus]
+    times = [least_seconds_of_step(config, found.roles, gpu) for gpu in place.gpus]
     return f"{name:<36}{sizes}{left:8.1f}" + "".join(f"{time:9.0f}" for time in times) + f"{seconds:9.1f}"
 
 
@@ -70,8 +69,9 @@ def main() -> None:
         for model in asked.models:
             for script, path in stored.items():
                 began = time.process_time()
-                found = dry_run(config_of(path, model.resolve(), asked.set), place, advise=asked.advise)
-                print(row(f"{script} {model.name}", found, place, time.process_time() - began))
+                config = config_of(path, model.resolve(), asked.set)
+                found = dry_run(config, place, advise=asked.advise)
+                print(row(f"{script} {model.name}", config, found, place, time.process_time() - began))
                 if found.level != "ok":
                     print(f"    {found.level} {found.verdict}", flush=True)
 

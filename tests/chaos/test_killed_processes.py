@@ -80,6 +80,24 @@ def test_a_dead_actor_worker_ends_the_run_which_can_go_on(
         assert_same_runs(straight, run, STEPS)
 
 
+@pytest.mark.parametrize("victim", ["ActorWorker", "CriticWorker"])
+def test_a_dead_worker_beside_another_role_s_ends_the_run(
+    victim: str, make_run: Callable[..., KilledRun], policy: Path
+) -> None:
+    """A critic on its own updates beside the actor: both are stopped there, one dies, the other is not waited for."""
+    ppo = ("algorithm.adv_estimator=gae", f"critic.model.path={policy}", "critic.n_gpus_per_node=1")
+    run = make_run(*ppo, "actor_rollout_ref.actor.ppo_epochs=4", workers=2)  # of both roles: long enough to be met
+    run.start()
+    found = {"CriticWorker": run.stop_in("ray::CriticWorker.update", after_step=1)}
+    found["ActorWorker"] = run.stop_in(UPDATE, after_step=1)
+    [process] = found[victim]
+    process.kill()
+    seconds = assert_ends(run, f"{victim}.update: a worker process ended")
+    print(f"{victim}, beside another role's: ended after {seconds:.1f} s")
+    run.finish()
+    assert sorted(metrics_by_step(run.folder)) == list(range(1, STEPS + 1))
+
+
 @pytest.mark.parametrize("victim", ["gcs_server", "raylet/raylet"])
 def test_a_dead_part_of_ray_ends_the_run(victim: str, make_run: Callable[..., KilledRun]) -> None:
     """Ray's library ends the driver, which has no time to say anything: the janitor names the state."""

@@ -44,6 +44,12 @@ class CriticModelConfig:
 class CriticConfig:
     """The value update. Batch sizes count trajectories over all workers."""
 
+    n_gpus_per_node: int | None = setting(
+        None,
+        "GPUs of each node, out of trainer.n_gpus_per_node, that are the critic's alone: its values and its update are "
+        "computed beside the actor's log-probs and update. null: it takes turns with the actor on the same GPUs.",
+        ge=1,
+    )
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     model: CriticModelConfig = section(CriticModelConfig)

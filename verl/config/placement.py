@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+CRITIC = "critic.n_gpus_per_node"
+RoleName = Literal["actor", "critic"]
 NO_SPLIT_ON_CPU = (
     "trainer.layout=split divides GPUs, and this run has none: leave it at colocated "
     f"(engines on CPU are processes beside those that train: {ROLLOUT}.num_engines), or give the engines whole nodes "
@@ -19,10 +22,11 @@ NO_SPLIT_ON_CPU = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Of each of `nnodes` nodes the last `training` devices train and the first `sampling` ones sample.
+    """Of each of `nnodes` nodes the first `sampling` devices sample, the last `critic` ones are the critic's alone, and
+    the `training` ones before those train the actor, and the critic where it has none of its own.
 
-    Colocated roles take turns on all devices of a node. With `sampling_nodes` those are nodes of their own, on which
-    `sampling` devices sample. On CPU a device is a process, and engines are processes beside.
+    Colocated roles take turns on all devices but the critic's own. With `sampling_nodes` those are nodes of their own,
+    on which `sampling` devices sample. On CPU a device is a process, and engines are processes beside.
     """
 
     nnodes: int
@@ -32,10 +36,16 @@ class Placement:
     gpus_per_engine: int
     num_engines: int
     sampling_nodes: int = 0
+    critic: int = 0
 
     @property
     def colocated(self) -> bool:
-        return self.training == self.per_node and not self.sampling_nodes
+        return self.training == self.per_node - self.critic and not self.sampling_nodes
+
+    @property
+    def first_training(self) -> int:
+        """Device of a node where those that train begin."""
+        return self.per_node - self.critic - self.training
 
     @property
     def engines_per_node(self) -> int:
@@ -44,26 +54,43 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of each trained role."""
+        """Ranks of the actor, and of a critic without devices of its own."""
         return self.nnodes * self.training
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Ranks of a critic with devices of its own, else 0."""
+        return self.nnodes * self.critic
 
 
 def placement_of(config: Config, device: str) -> Placement:
     """On "cpu" or "cuda". Raises ConfigError for a layout that a CPU machine does not have."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    nnodes, per_node, sampling = trainer.nnodes, trainer.n_gpus_per_node, _sampling(config)
+    nnodes, per_node, sampling, critic = trainer.nnodes, trainer.n_gpus_per_node, _sampling(config), critic_gpus(config)
     if device == "cpu":
         if trainer.layout == "split" and not rollout.nnodes:
             raise ConfigError(NO_SPLIT_ON_CPU)
-        return Placement(nnodes, per_node, per_node, per_node, 1, rollout.num_engines, rollout.nnodes)
+        beside = per_node if rollout.nnodes else per_node - critic
+        return Placement(nnodes, per_node, beside, per_node - critic, 1, rollout.num_engines, rollout.nnodes, critic)
     ranks = rollout.tensor_model_parallel_size
     num_engines = (rollout.nnodes or nnodes) * sampling // ranks
-    return Placement(nnodes, per_node, sampling, _training(config), ranks, num_engines, rollout.nnodes)
+    return Placement(nnodes, per_node, sampling, _training(config), ranks, num_engines, rollout.nnodes, critic)
 
 
-def num_ranks(config: Config) -> int:
-    """Ranks of each trained role."""
-    return config.trainer.nnodes * _training(config)
+def num_ranks(config: Config, role: RoleName) -> int:
+    """Ranks of a trained role."""
+    own = critic_gpus(config) if role == "critic" else 0
+    return config.trainer.nnodes * (own or _training(config))
+
+
+def critic_gpus(config: Config) -> int:
+    """GPUs of a node that are the critic's alone; 0 where it shares the actor's, and in a run that only validates."""
+    return 0 if config.trainer.val_only else config.critic.n_gpus_per_node or 0
+
+
+def training_gpus(config: Config) -> int:
+    """GPUs of a node that train the actor or the critic."""
+    return _training(config) + critic_gpus(config)
 
 
 def devices_of_nodes(config: Config) -> list[int]:
@@ -75,6 +102,8 @@ def devices_of_nodes(config: Config) -> list[int]:
 def placement_problems(config: Config) -> Iterator[str]:
     """What cannot be placed, one message each."""
     problems = [*(_sampling_node_problems(config) if _sampling_nodes_are_set(config) else _split_problems(config))]
+    if not problems:
+        problems += _critic_problems(config)
     if not problems and config.trainer.device != "cpu":
         problems += _tensor_parallel_problems(config)
     yield from problems
@@ -108,6 +137,25 @@ def _split_problems(config: Config) -> Iterator[str]:
             f"trainer.layout=split with trainer.rollout_gpus_per_node={'null' if share is None else share}: set it to "
             f"the GPUs of a node that sample, fewer than the {per_node} of trainer.n_gpus_per_node; the others train. "
             f"Or set {ROLLOUT}.nnodes to a number of nodes that only sample"
+        )
+
+
+def _critic_problems(config: Config) -> Iterator[str]:
+    """Of GPUs of the critic's own, where the others are divided well."""
+    trainer, critic = config.trainer, config.critic.n_gpus_per_node
+    if critic is None:
+        return
+    if config.algorithm.adv_estimator != "gae":
+        yield (
+            f"{CRITIC}={critic} has no effect with algorithm.adv_estimator={config.algorithm.adv_estimator}, which has "
+            "no critic: leave it at null"
+        )
+    elif _training(config) < 1:
+        share = trainer.rollout_gpus_per_node
+        taken = f"{CRITIC}={critic}" + (f" and trainer.rollout_gpus_per_node={share}" if share else "")
+        yield (
+            f"{taken} leave the actor none of the {trainer.n_gpus_per_node} of trainer.n_gpus_per_node, which counts "
+            "those of all roles: raise that, or lower what the others take"
         )
 
 
@@ -151,11 +199,12 @@ def _tensor_parallel_problems(config: Config) -> Iterator[str]:
 def _sampling(config: Config) -> int:
     """GPUs of a node that samples."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    own = rollout.n_gpus_per_node if rollout.nnodes else trainer.rollout_gpus_per_node
-    return own or trainer.n_gpus_per_node
+    if rollout.nnodes:
+        return rollout.n_gpus_per_node or trainer.n_gpus_per_node
+    return trainer.rollout_gpus_per_node or trainer.n_gpus_per_node - critic_gpus(config)
 
 
 def _training(config: Config) -> int:
-    """GPUs of a node that trains."""
+    """GPUs of a node that train the actor."""
     divided = config.trainer.layout == "split" and not config.actor_rollout_ref.rollout.nnodes
-    return config.trainer.n_gpus_per_node - (_sampling(config) if divided else 0)
+    return config.trainer.n_gpus_per_node - critic_gpus(config) - (_sampling(config) if divided else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.placement import num_ranks
+from verl.config.placement import RoleName, num_ranks
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT, raise_problems
 
@@ -50,14 +50,19 @@ def _training(config: Config) -> Iterator[str]:
 
 
 def _shard_group_problems(config: Config) -> Iterator[str]:
-    role, ranks = config.actor_rollout_ref, num_ranks(config)
+    role = config.actor_rollout_ref
     actor, reference = role.actor.fsdp_config.fsdp_size, role.ref.fsdp_config.fsdp_size
-    critic = config.critic.model.fsdp_config.fsdp_size
-    for key, size in {f"{ACTOR}.fsdp_config.fsdp_size": actor, "critic.model.fsdp_config.fsdp_size": critic}.items():
+    sizes: list[tuple[RoleName, str, int]] = [
+        ("actor", f"{ACTOR}.fsdp_config.fsdp_size", actor),
+        ("critic", "critic.model.fsdp_config.fsdp_size", config.critic.model.fsdp_config.fsdp_size),
+    ]
+    for name, key, size in sizes:
+        ranks = num_ranks(config, name)
         if size != -1 and (size < 1 or ranks % size):
             yield (
-                f"{key}={size} does not divide the {ranks} workers that train: set it to trainer.n_gpus_per_node for "
-                "one copy of the model on each node, or to -1 for one on all of them"
+                f"{key}={size} does not divide the {ranks} workers that train the {name}: set it to "
+                f"{ranks // config.trainer.nnodes}, those of a node, for one copy of the model on each node, or to -1 "
+                "for one on all of them"
             )
     if reference != actor:
         yield (

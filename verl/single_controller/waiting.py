@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from verl.errors import Stalled, VerlError, WorkerDied
 from verl.single_controller.progress import note_progress
 
+FETCH_S = 1.0  # at least, for results that are there
 OTHERS_S = 2.0  # how long the death of one worker may take to show after another has failed because of it
 
 
-def wait_for(references: list[Any], phase: str, timeout_s: float) -> list[Any]:
+@dataclass(frozen=True)
+class Call:
+    """A call that workers have begun; calling it gives their results, as `wait_for` does, `timeout_s` seconds after
+    they began at the latest.
+    """
+
+    references: list[Any]
+    phase: str
+    timeout_s: float
+    since: float = field(default_factory=time.monotonic)
+
+    def __call__(self) -> list[Any]:
+        return wait_for(self.references, self.phase, self.timeout_s, self.since)
+
+
+def wait_beside(call: Call, others: Sequence[Call]) -> list[Any]:
+    """The results of `call`. A failure of one of `others`, which go on meanwhile, is raised as soon as it is there."""
+    left = call.references
+    theirs = [reference for other in others for reference in other.references]
+    while left and theirs:
+        done = wait_for_any([*left, *theirs], call.phase, call.timeout_s, call.since)
+        for one in (call, *others):
+            if any(_has_failed(reference) for reference in one.references if reference in done):
+                one()
+        left, theirs = ([one for one in references if one not in done] for references in (left, theirs))
+    return call()
+
+
+def wait_for(references: list[Any], phase: str, timeout_s: float, since: float | None = None) -> list[Any]:
     """Results of all references, in order.
 
     A typed error raised by a worker is raised here as itself. A worker that died is a `WorkerDied`, one that did not
-    answer within `timeout_s` seconds a `Stalled`; both name `phase`.
+    answer within `timeout_s` seconds from now, or from `since` (`time.monotonic`), a `Stalled`; both name `phase`.
     """
     note_progress()
+    passed_s = 0.0 if since is None else time.monotonic() - since
     try:
-        return ray.get(references, timeout=timeout_s)
+        return ray.get(references, timeout=max(FETCH_S, timeout_s - passed_s))
     except GetTimeoutError as error:
         raise _stalled(phase, timeout_s) from error
     except RayActorError as error:
@@ -51,6 +83,15 @@ def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: flo
     ready += ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []
     note_progress()
     return ready
+
+
+def _has_failed(reference: Any) -> bool:
+    """Of one that is done."""
+    try:
+        ray.get(reference)
+    except RayError:
+        return True
+    return False
 
 
 def _stalled(phase: str, timeout_s: float) -> Stalled:

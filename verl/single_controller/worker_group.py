@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import ray
 
 from verl.single_controller.resource_pool import ResourcePool
-from verl.single_controller.waiting import wait_for
+from verl.single_controller.waiting import Call, wait_for
 
 
 class WorkerGroup:
@@ -34,12 +32,12 @@ class WorkerGroup:
         """The method's result of every rank, in rank order, within `timeout_s` or the group's own deadline."""
         return self.begin_all(method, *args, timeout_s=timeout_s)()
 
-    def begin_all(self, method: str, *args: Any, timeout_s: float | None = None) -> Callable[[], list[Any]]:
+    def begin_all(self, method: str, *args: Any, timeout_s: float | None = None) -> Call:
         """Like `call_all`, but the wait is what is returned; calls of a rank are carried out one after the other."""
         shared = args if len(self.workers) == 1 else [ray.put(arg) for arg in args]
         references = [getattr(worker, method).remote(*shared) for worker in self.workers]
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return partial(wait_for, references, f"{self.name}.{method}", limit_s)
+        return Call(references, f"{self.name}.{method}", limit_s)
 
     def call_first(self, method: str, *args: Any) -> Any:
         """The method's result on rank 0 alone."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import CheckpointError, VerlError
+from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
 from verl.trainer.roles import ActorGroup, CriticGroup
@@ -118,12 +119,13 @@ class Checkpoints:
         return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        digests: Digests = {}
-        for role, group in self._groups().items():
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            digests |= {f"{role}/{name}": found for name, found in group.saved_state(left_s).items()}
-        return digests
+        """By all roles. What one of them cannot write is told while another is still at work."""
+        calls = {role: group.begin_saved_state(timeout_s) for role, group in self._groups().items()}
+        written = {
+            role: wait_beside(call, [other for other in calls.values() if other is not call])
+            for role, call in calls.items()
+        }
+        return {f"{role}/{name}": found for role in written for rank in written[role] for name, found in rank.items()}
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""

@@ -35,14 +35,15 @@ class Estimator:
         """Adds to `batch.tokens` [T]: `old_log_probs`, `advantages`, and where they are used `entropy`, `top_index`,
         `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
         """
+        values = None if critic is None else critic.begin_values(for_critic(batch, self.config.algorithm))
         with timed("old_log_prob"):
             self._policy(batch, actor)
         if self.kl_in_reward or needs_ref_log_probs(self.actor_config):
             with timed("ref"):
                 batch.tokens["ref_log_probs"] = actor.log_probs(batch, of="anchor")["log_prob"]
-        if critic is not None:
+        if values is not None:
             with timed("values"):
-                batch.tokens["values"] = critic.values(for_critic(batch, self.config.algorithm))
+                batch.tokens["values"] = values()
         with timed("adv"):
             return self._correct(batch) | self._advantages(batch)
 

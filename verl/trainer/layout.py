@@ -19,11 +19,14 @@ NODES_SHOWN = 8
 
 
 class Pools(NamedTuple):
-    """The engines are on `sampling`, or else on `sampling_nodes`. `release` gives back what Ray was asked for."""
+    """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` where it
+    has no devices of its own. `release` gives back what Ray was asked for.
+    """
 
     sampling: ResourcePool
     sampling_nodes: SamplingNodes | None
     training: ResourcePool
+    critic: ResourcePool
     table: str
     release: Callable[[], None]
 
@@ -46,14 +49,15 @@ def reserve_pools(config: Config, device: str) -> Pools:
             reserved.callback(apart.release)
             apart.reserve(place.sampling_nodes, timeout_s)
         release = reserved.pop_all().close
-    training = whole.part(place.per_node - place.training, place.training)
+    training = whole.part(place.first_training, place.training)
+    critic = whole.part(place.per_node - place.critic, place.critic) if place.critic else training
     table = layout_table(place, whole.nodes, [node for pool in apart.pools for node in pool.nodes] if apart else [])
-    return Pools(whole.part(0, place.sampling), apart, training, table, release)
+    return Pools(whole.part(0, place.sampling), apart, training, critic, table, release)
 
 
 def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = ()) -> str:
     """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each."""
-    ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
+    ranks, engines = _ranks(place), _count(place.num_engines, "engine")
     if not nodes or not nodes[0].devices:
         apart = f", {engines} on CPU of {_listed(sampling_nodes)}" if sampling_nodes else ""
         what = ranks if sampling_nodes else f"{ranks} and {engines}"
@@ -62,7 +66,8 @@ def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequen
     each = _count(place.gpus_per_engine, "GPU")
     on = _count(place.nnodes, "node") + f" and {_count(place.sampling_nodes, 'node')}" * bool(sampling_nodes)
     title = f"layout {words}: {ranks} and {engines} of {each} on {on}"
-    rows: list[tuple[str, ...]] = [("node", "train", "on GPUs", "sample", "on GPUs")]
+    trained = ("actor", "on GPUs", "critic", "on GPUs") if place.critic else ("train", "on GPUs")
+    rows: list[tuple[str, ...]] = [("node", *trained, "sample", "on GPUs")]
     rows += [_row(place, number, node) for number, node in enumerate(nodes[:NODES_SHOWN])]
     rows += [_sampling_row(place, number, node) for number, node in enumerate(sampling_nodes[:NODES_SHOWN])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -74,21 +79,31 @@ def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequen
 
 
 def _row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
-    trained = (
-        node.address,
-        _numbers("rank", number * place.training, place.training),
-        ",".join(node.devices[place.per_node - place.training :]),
-    )
-    return (*trained, *(("", "") if place.sampling_nodes else _sampled(place, number, node)))
+    trained = _ranks_on(number, node, place.first_training, place.training)
+    if place.critic:
+        trained += _ranks_on(number, node, place.per_node - place.critic, place.critic)
+    return (node.address, *trained, *(("", "") if place.sampling_nodes else _sampled(place, number, node)))
+
+
+def _ranks_on(number: int, node: Node, first: int, count: int) -> tuple[str, ...]:
+    """Of a role that has `count` devices of each node, from number `first` on."""
+    return _numbers("rank", number * count, count), ",".join(node.devices[first : first + count])
 
 
 def _sampling_row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
-    return (node.address, "", "", *_sampled(place, number, node))
+    nothing = ("",) * (4 if place.critic else 2)
+    return (node.address, *nothing, *_sampled(place, number, node))
 
 
 def _sampled(place: Placement, number: int, node: Node) -> tuple[str, str]:
     count = place.engines_per_node
     return _numbers("engine", number * count, count), ",".join(node.devices[: place.sampling])
+
+
+def _ranks(place: Placement) -> str:
+    if not place.critic:
+        return _count(place.num_ranks, "training rank")
+    return f"{_count(place.num_ranks, 'rank')} of the actor, {place.num_critic_ranks} of the critic"
 
 
 def _listed(nodes: Sequence[Node]) -> str:

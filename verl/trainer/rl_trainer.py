@@ -22,6 +22,7 @@ from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
+from verl.single_controller.waiting import Call
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
 from verl.tracking.report import write_report
@@ -163,14 +164,7 @@ class RLTrainer:
         batch = collected.batch
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
         trained = for_losses(batch, self._not_cut(collected.trained))
-        if self.critic is not None:
-            with timed("update_critic"):
-                metrics |= self.critic.update(for_critic(trained, config.algorithm))
-        if step > config.trainer.critic_warmup:
-            with timed("update_actor"):
-                metrics |= self.actor.update(trained)
-            metrics |= self._follow_anchor(step)
-        self._sync(step)
+        metrics |= self._update(trained, step)
         self._store(collected.sampled, "train", step)
         metrics |= step_metrics(
             collected.sampled,
@@ -182,6 +176,29 @@ class RLTrainer:
         metrics |= health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
         metrics["rollout/num_engines"] = float(num_engines)
         return metrics | memory_metrics([self.actor, self.critic])
+
+    def _update(self, trained: TrainBatch, step: int) -> dict[str, float]:
+        """The critic's step and the actor's: a critic on GPUs of its own is waited for when the actor's new weights are
+        with the engines.
+        """
+        metrics: dict[str, float] = {}
+        beside: list[Call] = []
+        if self.critic is not None:
+            with self.timer("update_critic"):
+                begun = self.critic.begin_update(for_critic(trained, self.config.algorithm))
+                if self.critic.apart:
+                    beside.append(begun)
+                else:
+                    metrics |= begun()[0]
+        if step > self.config.trainer.critic_warmup:
+            with self.timer("update_actor"):
+                metrics |= self.actor.update(trained, beside)
+            metrics |= self._follow_anchor(step)
+        self._sync(step)
+        for begun in beside:
+            with self.timer("update_critic"):
+                metrics |= begun()[0]
+        return metrics
 
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
@@ -258,7 +275,7 @@ class RLTrainer:
             self._undo.append(self.actor.shutdown)
             self.critic: CriticGroup | None = None
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
-                self.critic = CriticGroup(config, pool, self.total_steps)
+                self.critic = CriticGroup(config, pools.critic, self.total_steps)
                 self._undo.append(self.critic.shutdown)
             self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
             self.checkpoints = Checkpoints(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from verl.config import Config
+from verl.config.placement import critic_gpus, training_gpus
 from verl.determinism import CUDA_ENVIRONMENT
 from verl.engine.batching import RankValues, merge_rows
 from verl.errors import VerlError
@@ -20,8 +21,8 @@ from verl.rollout.weight_memory import weight_folder
 from verl.rollout.weight_sender import WeightSender
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
+from verl.single_controller.waiting import Call, wait_beside
 from verl.startup import phase
-from verl.storage import Digests
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
@@ -35,7 +36,8 @@ class Role:
     name: str
 
     def __init__(self, worker_class: type[RankWorker], config: Config, pool: ResourcePool, *args: object) -> None:
-        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // pool.workers_per_node)
+        at_once = max(pool.workers_per_node, training_gpus(config))  # a critic with GPUs of its own works beside
+        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // at_once)
         # Waiting threads sleep: one that spins takes the core from the roles that share it.
         env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         if config.trainer.deterministic:
@@ -45,9 +47,14 @@ class Role:
             self.group = WorkerGroup(worker_class, pool, config, *args, timeout_s=timeout_s, env_vars=env_vars)
             self.group.call_all("start", self.group.call_first("rendezvous"))
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def begin_update(self, batch: TrainBatch) -> Call:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
-        return self.group.call_all("update", batch)[0]
+        return self.group.begin_all("update", batch)
+
+    def update(self, batch: TrainBatch, beside: Sequence[Call] = ()) -> dict[str, float]:
+        """One RL step, and its metrics. A failure of what another role does `beside` it is raised at once."""
+        metrics: dict[str, float] = wait_beside(self.begin_update(batch), beside)[0]
+        return metrics
 
     def note_memory(self, phase: Phase) -> None:
         """Count what is on the role's devices now as that of a phase in which others work."""
@@ -65,10 +72,9 @@ class Role:
     def state_is_saved(self) -> bool:
         return all(self.group.call_all("state_is_saved"))
 
-    def saved_state(self, timeout_s: float | None = None) -> Digests:
-        """The files that all ranks wrote, when they are written. Raises CheckpointError if that failed."""
-        answers = self.group.call_all("saved_state", timeout_s=timeout_s)
-        return {name: found for digests in answers for name, found in digests.items()}
+    def begin_saved_state(self, timeout_s: float | None = None) -> Call:
+        """The files that each rank wrote, when they are written. Raises CheckpointError if that failed."""
+        return self.group.begin_all("saved_state", timeout_s=timeout_s)
 
     def load_state(self, folder: Path) -> None:
         """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
@@ -123,16 +129,26 @@ class ActorGroup(Role):
 
 
 class CriticGroup(Role):
-    """The critic on all ranks."""
+    """The critic on all ranks. `apart`: on GPUs of its own, so that it works beside the actor."""
 
     name = "critic"
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int) -> None:
         super().__init__(CriticWorker, config, pool, total_training_steps)
+        self.apart = critic_gpus(config) > 0
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] float32: at each of the loss mask's tokens, the value of the state before it; 0 elsewhere."""
-        return _merged(batch, self.group.call_all("values", batch))["value"]
+        return self._values(batch, self.group.begin_all("values", batch))
+
+    def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
+        """Like `values`, but the wait is what is returned. Only a critic on GPUs of its own works before that."""
+        if not self.apart:
+            return partial(self.values, batch)
+        return partial(self._values, batch, self.group.begin_all("values", batch))
+
+    def _values(self, batch: TrainBatch, begun: Call) -> torch.Tensor:
+        return _merged(batch, begun())["value"]
 
     def load(self, path: Path) -> None:
         """Replace the weights by a saved critic's; the optimizer starts anew."""

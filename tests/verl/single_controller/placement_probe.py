@@ -28,7 +28,7 @@ class Role:
 def devices_of_roles(overrides: list[str]) -> dict[str, Any]:
     config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", *overrides])
     pools, place = reserve_pools(config, "cuda"), placement_of(config, "cuda")
-    options = [pools.training.actor_options(rank) for rank in range(pools.training.world_size)] * 2  # actor, critic
+    options = [pool.actor_options(rank) for pool in (pools.training, pools.critic) for rank in range(pool.world_size)]
     ranks = place.gpus_per_engine
     options += [pools.sampling.actor_options(i * ranks, ranks) for i in range(place.num_engines)]
     roles = [ray.remote(Role).options(**option).remote() for option in options]
@@ -39,7 +39,8 @@ def devices_of_roles(overrides: list[str]) -> dict[str, Any]:
     assert all(not held for _, held in found)
     visible = [devices for devices, _ in found]
     size = pools.training.world_size
-    parts = {"actor": visible[:size], "critic": visible[size : 2 * size], "engines": visible[2 * size :]}
+    engines = size + pools.critic.world_size
+    parts = {"actor": visible[:size], "critic": visible[size:engines], "engines": visible[engines:]}
     return parts | {"table": pools.table}
 
 

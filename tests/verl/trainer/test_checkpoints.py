@@ -22,7 +22,7 @@ from verl.config import load_config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import CheckpointError
 from verl.single_controller import ResourcePool
-from verl.storage import Digests
+from verl.single_controller.waiting import Call
 from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint
@@ -189,10 +189,10 @@ class Writer:
     def state_is_saved(self) -> bool:
         return not self.thread.is_alive()
 
-    def saved_state(self, timeout_s: float | None) -> Digests:
+    def begin_saved_state(self, timeout_s: float | None) -> Call:
         if self.outcome is not None:
             raise self.outcome
-        return {}
+        return Call([], "saved_state", 1.0)
 
 
 def test_a_role_that_is_still_writing_does_not_fill_the_folder_of_a_state_that_is_given_up(tmp_path: Path) -> None:

@@ -11,15 +11,18 @@ from measured_allocations import measure, measure_rank
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
+from verl.config.placement import RoleName
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run.__main__ import main
+from verl.trainer.dry_run.advice import three_settings
 from verl.trainer.dry_run.device import device_phases
 from verl.trainer.dry_run.gpus import GIB, GPUS, Groups, groups_of, least_seconds, sending_seconds
 from verl.trainer.dry_run.learned import Learned
 from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.place import Place, located, parse_gpus
+from verl.trainer.dry_run.report import least_seconds_of_step
 from verl.trainer.dry_run.roles import Pass, Role, run_roles
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.dry_run.segments import Segments
@@ -187,6 +190,83 @@ def test_split_devices(tmp_path: Path) -> None:
     assert "2 of each node sample (2 engines of 1), 6 train" in found.report
     with pytest.raises(ConfigError, match="rollout_gpus_per_node"):
         dry_run(config, parse_gpus("2x80"))  # none would be left to train
+
+
+def own_critic(folder: Path, *overrides: str) -> list[str]:
+    """Of eight GPUs two are the critic's."""
+    model = save_model(folder, TINYWIKI)
+    critic = [f"critic.model.path={model}", "critic.n_gpus_per_node=2", "trainer.n_gpus_per_node=8"]
+    return overrides_of(model, "algorithm.adv_estimator=gae", "trainer.device=auto", *critic, *overrides)
+
+
+def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
+    """Each role is sharded over its own GPUs, and takes nothing of the other's; engines are beside the actor alone."""
+    config = load_config("tinywiki", own_critic(tmp_path))
+    found = dry_run(config, parse_gpus("8x80"))
+    assert [(phase.name, phase.device) for phase in found.phases] == [
+        *((phase, "trains the actor") for phase in ("sample", "score", "update", "sync")),
+        *((phase, "trains the critic") for phase in ("score", "update")),
+    ]
+    for phase in found.phases:
+        of_critic = phase.device == "trains the critic"
+        working = {part.split()[0].strip(":") for part in phase.parts}
+        assert working == ({"critic", "processes"} if of_critic else {"actor", "engine", "processes"})
+        awake = bool(phase.parts.get("engine"))
+        assert phase.parts["processes"] == GIB * (1 if of_critic or awake else 2)
+    actor, critic = found.roles
+    assert actor.idle.allocated == pytest.approx(16 * actor.num_params / 6, rel=0.03)  # and the anchor
+    assert critic.idle.allocated == pytest.approx(12 * critic.num_params / 2, rel=0.03)
+    assert actor.groups == Groups(6, 1, 6) and critic.groups == Groups(2, 1, 2)
+    assert "6 engines of 1 take turns with the ranks; the last 2 of each node are the critic's alone" in found.report
+    with pytest.raises(ConfigError, match="leave the actor none of the 2"):
+        dry_run(config, parse_gpus("2x80"))
+
+
+def test_the_least_time_of_a_critic_beside_the_actor(tmp_path: Path) -> None:
+    """In each phase the slower of the two, where in turns it is the sum."""
+
+    def role(name: RoleName, score: float, update: float) -> Role:
+        work = Work([Operation(989e12, torch.bfloat16, 0)])  # a second
+        times = ((Phase.SCORE, score), (Phase.UPDATE, update))
+        return Role(name, 1, Peak(0, 0), [Pass(p, "", Peak(0, 0), work, s, False) for p, s in times], Groups(1))
+
+    h100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+    roles = [role("actor", 3, 5), role("critic", 4, 2)]
+    own = load_config("tinywiki", own_critic(tmp_path))
+    turns = load_config("tinywiki", [*own_critic(tmp_path), "critic.n_gpus_per_node=null"])
+    assert least_seconds_of_step(own, roles, h100) == pytest.approx(4 + 5)
+    assert least_seconds_of_step(turns, roles, h100) == pytest.approx(7 + 7)
+
+
+def test_advice_is_about_the_gpu_that_is_full(tmp_path: Path) -> None:
+    """The critic's micro-batches are far too large: settings of the actor gain nothing on its GPUs."""
+    large = [f"{CRITIC}.ppo_max_token_len_per_gpu=262144", "data.train_batch_size=2048"]
+    config = load_config("tinywiki", own_critic(tmp_path, *large, f"{ACTOR}.ppo_mini_batch_size=2048"))
+    place = parse_gpus("8x24")
+    found = dry_run(config, place, advise=False)
+    worst = max((one for one in found.phases if one.name == "update"), key=lambda one: one.total)
+    assert worst.device == "trains the critic"
+    changes = [change for change, _ in three_settings(located(config, place), found.roles, place, worst)]
+    assert f"{CRITIC}.ppo_max_token_len_per_gpu=131072" in changes
+    assert all(change.startswith("critic.") for change in changes)
+
+
+def test_a_critic_of_its_own_on_cpu_by_hand(tmp_path: Path) -> None:
+    """A worker of each role, beside an engine: each has half of the engine, and of the machine."""
+    cpu = ("trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1", "trainer.device=cpu")
+    config = load_config("tinywiki", own_critic(tmp_path, *cpu))
+    rollout = config.actor_rollout_ref.rollout
+    rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 1, 0.5, "bfloat16"
+    values = Pass(Phase.SCORE, "values", Peak(700, 0), Work(), 1.0, by_tokens=True)
+    roles = [
+        Role("actor", GIB // 4, Peak(300, 0), [], Groups(1)),
+        Role("critic", 1, Peak(200, 0), [values], Groups(1)),
+    ]
+    *of_actor, score, update = device_phases(config, roles, Place(2, 8 * GIB))
+    both = {"engines": 0.5 * GIB, "processes": GIB / 2 + 0.5 * 1.25 * GIB}
+    assert [phase.parts for phase in of_actor] == [{"actor at rest": 300, "freed blocks": 0, **both}] * 3
+    assert score.parts == {"critic: values": 700, "freed blocks": 0.4 * 500, **both}
+    assert update.parts == {"critic at rest": 200, "freed blocks": 0, **both}
 
 
 def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:

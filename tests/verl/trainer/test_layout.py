@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from verl.config import load_config
 from verl.config.placement import placement_of
 from verl.single_controller import Node
 from verl.trainer.layout import layout_table
 
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_a_critic_on_gpus_of_its_own() -> None:
+    critic = ("critic.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1")
+    split = (*critic, "trainer.layout=split", "trainer.rollout_gpus_per_node=1", "trainer.n_gpus_per_node=4")
+    config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", "trainer.nnodes=2", *split])
+    nodes = [Node(f"192.0.2.{number}", ("4", "5", "6", "7")) for number in (1, 2)]
+    place = placement_of(config, "cuda")
+    title, columns, _, second = layout_table(place, nodes).splitlines()
+    assert title == "layout split: 4 ranks of the actor, 2 of the critic and 2 engines of 1 GPU on 2 nodes"
+    assert columns.split() == ["node", "actor", "on", "GPUs", "critic", "on", "GPUs", "sample", "on", "GPUs"]
+    assert second.split() == ["192.0.2.2", "ranks", "2-3", "5,6", "rank", "1", "7", "engine", "1", "4"]
+    apart = layout_table(replace(place, sampling_nodes=1), nodes[:1], nodes[1:]).splitlines()
+    assert apart[3].split() == ["192.0.2.2", "engine", "0", "4"]
+    assert apart[3].index("engine") == apart[1].index("sample"), "where the engines of the others would stand"
+
+
+def test_a_critic_of_its_own_on_cpu() -> None:
+    cpu = ("trainer.device=cpu", "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1")
+    place = placement_of(load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", *cpu]), "cpu")
+    assert layout_table(place, []) == "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU"
 
 
 def test_nodes_that_train_beside_nodes_that_sample() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from verl.config import load_config
+from verl.config import Config, check_supported, load_config
 from verl.errors import ConfigError
+from verl.phases import Phase
 from verl.trainer.dry_run.gpus import GPUS, Groups
 from verl.trainer.dry_run.kv_cache import kv_cache_tokens
 from verl.trainer.dry_run.place import parse_gpus
+from verl.trainer.dry_run.report import FILLED
+from verl.trainer.dry_run.roles import Role, run_roles
 from verl.trainer.dry_run.work import Operation, Work
-from verl.trainer.model_shape import ModelShape
+from verl.trainer.model_shape import ModelShape, policy_shape
 from verl.trainer.plan import calibrate
 from verl.trainer.plan.__main__ import main
 from verl.trainer.plan.layouts import Sharding, shardings
@@ -32,7 +36,7 @@ from verl.trainer.plan.machine import (
     write_machine,
 )
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, Trajectories, sampling_cost
-from verl.trainer.plan.search import sending_weights
+from verl.trainer.plan.search import engine_settings, search, sending_weights
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
@@ -109,6 +113,21 @@ def test_copies_are_tried_on_several_nodes_alone() -> None:
     assert next(shardings(one))[0] == Sharding(-1, False, 4 * 1024), "without offloading first, and the largest batches"
 
 
+def test_a_critic_of_its_own_has_its_own_copy_on_each_node() -> None:
+    own = ["actor_rollout_ref.model.path=m", "trainer.nnodes=2", "critic.n_gpus_per_node=2"]
+    config = load_config("ppo_trainer", own)
+    assert [(family[0].sampling_nodes, family[0].fsdp_size, family[0].critic) for family in shardings(config)] == [
+        (0, -1, 2), (0, 6, 2), (1, -1, 2)
+    ]  # fmt: skip
+    copies = list(shardings(config))[1][0]
+    settings = ["critic.n_gpus_per_node=2", "critic.model.fsdp_config.fsdp_size=2"]
+    assert {*settings, "actor_rollout_ref.actor.fsdp_config.fsdp_size=6"} <= {*copies.settings}
+    assert str(copies).startswith("2 of a node for the critic, a copy on 6")
+    placed = load_config("ppo_trainer", [*own, *copies.settings])
+    check_supported(placed)
+    assert Sharding.of(placed) == copies
+
+
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     write_machine(HALF, tmp_path / "machine.json")
     assert read_machine(tmp_path / "machine.json") == HALF
@@ -166,6 +185,49 @@ def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "core hours" in printed and "measured on a Tuesday" in printed and "no offload" in printed
     assert "1 core an engine" in printed and ", offload" not in printed
+
+
+def test_a_critic_of_its_own_works_beside_the_actor(model: Path) -> None:
+    """Of each phase the slower role's time counts, and of the links what the rank that sends more there sends."""
+    own = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1", f"critic.model.path={model}")
+    settings = [f"actor_rollout_ref.model.path={model}", "data.train_files=a.parquet", "data.val_files=b.parquet", *own]
+    settings += [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.n_gpus_per_node=3",
+    ]
+    settings += engine_settings(1)
+
+    def load(more: Sequence[str]) -> Config:
+        return load_config("ppo_trainer", [*settings, *more])
+
+    place = parse_gpus("1x3xH100")
+    found = next(search(load, place, policy_shape(load([])), HALF, lambda _: None))
+    actor, critic = run_roles(found.config, "cuda")
+    assert (actor.groups.shard, critic.groups.shard) == (2, 1)
+
+    def seconds(role: Role, phase: Phase) -> float:
+        passes = [one for one in role.passes if one.phase is phase]
+        return sum(HALF.cost(one.work, role.groups, FILLED).seconds * max(1.0, one.times) for one in passes)
+
+    for phase in (Phase.SCORE, Phase.UPDATE):
+        of_roles = [seconds(role, phase) for role in (actor, critic)]
+        assert min(of_roles) > 0 and found.costs[phase].seconds == pytest.approx(max(of_roles))
+    sent = [sum(sum(one.work.sent.values()) * max(1.0, one.times) for one in role.passes) for role in (actor, critic)]
+    assert found.sent["in node"] == pytest.approx(max(sent))
+
+
+def test_a_plan_with_a_critic_of_its_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On nodes of another size than the settings' default, and with all GPUs in the price."""
+    more = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1", "--no_scaling", "--steps", "3600")
+    assert main((*plan(model, "1x3xH100"), *more)) == 0
+    printed = capsys.readouterr().out
+    settings = [line.strip(" \\") for line in printed.splitlines() if line.startswith("  ") and line.endswith("\\")]
+    assert {"trainer.n_gpus_per_node=3", "critic.n_gpus_per_node=1"} <= {*settings}
+    assert "1 of a node for the critic, one copy" in printed
+    load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", *settings])
+    hours, gpu_hours = (float(text.split()[0]) for text in printed.split("steps: ")[1].split(" h, "))
+    assert gpu_hours == pytest.approx(3 * hours, abs=0.7)
 
 
 def test_the_user_s_layout_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
             continue
         _set(changed, key, value)
         again = [_changed(role, key, changed, place, worst.name) for role in roles]
-        phase = next(phase for phase in device_phases(changed, again, place) if phase.name is worst.name)
+        phases = device_phases(changed, again, place)
+        phase = next(phase for phase in phases if (phase.name, phase.device) == (worst.name, worst.device))
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
         gains.append((f"{key}={shown}", worst.total - phase.total))
     return sorted((gain for gain in gains if gain[1] > 0), key=lambda gain: -gain[1])[:3]

@@ -1,5 +1,5 @@
 """Who has how much of one device in each phase of a step: the roles and the engine share it, or have devices of their
-own (`trainer.layout=split`).
+own (`trainer.layout=split`, `critic.n_gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl.config import Config
+from verl.config.placement import critic_gpus
 from verl.phases import RESIDENT, Part, Phase
 from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.memory import Peak
@@ -24,7 +25,7 @@ FREED, FREED_CHECKPOINTED = 0.4, 1.1
 @dataclass
 class DevicePhase:
     """Bytes on one device by holder, at the worst moment of the phase. `device` says which one: where all are alike,
-    "any"; else one that samples or one that trains.
+    "any"; else what such a one does.
     """
 
     name: Phase
@@ -37,27 +38,48 @@ class DevicePhase:
 
 
 def device_phases(config: Config, roles: list[Role], place: Place) -> list[DevicePhase]:
-    """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work."""
+    """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work. On GPUs of
+    the critic's own, those in which it works.
+    """
+    if not critic_gpus(config):
+        return _of_actor(config, roles, place, "any" if config.trainer.layout == "colocated" else "trains")
+    actor, critic = roles
+    alone = [_alone(phase, config, actor, critic, place) for phase in (Phase.SCORE, Phase.UPDATE)]
+    return [*_of_actor(config, [actor], place, "trains the actor"), *alone]
+
+
+def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DevicePhase]:
+    """Where the actor is, which is the first of the `roles` there."""
     if config.trainer.layout == "split":
         sampling = DevicePhase(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
-        return [sampling, *(_training(phase, config, roles, place, "trains") for phase in Phase if phase != "sample")]
-    return [_shared(phase, config, roles, place) for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
+        return [sampling, *(_training(phase, roles, place, device) for phase in Phase if phase != "sample")]
+    named = [phase for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
+    return [_shared(phase, config, roles, place, device) for phase in named]
 
 
-def _shared(name: Phase, config: Config, roles: list[Role], place: Place) -> DevicePhase:
-    phase = _training(name, config, roles, place, "any")
+def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DevicePhase:
+    """Where the critic is and the actor is not."""
+    phase = _training(name, [critic], place, "trains the critic")
     if not place.on_gpu:
-        phase.parts |= _on_cpu(config, roles, phase)
+        phase.parts |= _on_cpu(config, [critic], phase, actor)
+    return phase
+
+
+def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DevicePhase:
+    """With an engine."""
+    phase = _training(name, roles, place, device)
+    if not place.on_gpu:
+        phase.parts |= _on_cpu(config, roles, phase, roles[0])
         return phase
     phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
-    if engine:
-        phase.parts["processes"] -= CUDA_PROCESS  # one that is awake counts its own
+    if not engine:
+        phase.parts["processes"] += CUDA_PROCESS  # one that is awake counts its own
     if _sleeps(name, config) and not config.actor_rollout_ref.rollout.enforce_eager:
         phase.parts["CUDA graphs"] = CUDA_GRAPHS
     return phase
 
 
-def _training(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DevicePhase:
+def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DevicePhase:
     """All but the engine: the role that works, and those that do not."""
     phase = DevicePhase(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
@@ -68,7 +90,7 @@ def _training(name: Phase, config: Config, roles: list[Role], place: Place, devi
         else:
             phase.parts[f"{role.name} at rest"] = size(role.idle, place)
     if place.on_gpu:
-        phase.parts["processes"] = CUDA_PROCESS * (len(roles) + (config.trainer.layout == "colocated"))
+        phase.parts["processes"] = CUDA_PROCESS * len(roles)
     return phase
 
 
@@ -90,13 +112,13 @@ def _share(config: Config, place: Place) -> float:
     return config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
 
 
-def _on_cpu(config: Config, roles: list[Role], phase: DevicePhase) -> dict[str, float]:
+def _on_cpu(config: Config, roles: list[Role], phase: DevicePhase, actor: Role) -> dict[str, float]:
     """A worker's part of the engines, which are there all the time, and what no tensor is."""
     rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     engines = rollout.num_engines / each
     taken = sum(phase.parts.values()) - sum(role.idle.allocated for role in roles)
     return {
-        "engines": engines * (_weights(config, roles[0]) + rollout.kv_cache_gib * GIB),
+        "engines": engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB),
         "freed blocks": taken * (FREED_CHECKPOINTED if _checkpointed(config, phase) else FREED),
         "processes": CPU_PROCESS * len(roles) + CPU_ENGINE * engines,
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.config import Config
-from verl.config.placement import num_ranks
+from verl.config.placement import RoleName, num_ranks
 
 if TYPE_CHECKING:
     from verl.trainer.dry_run.work import Work
@@ -58,9 +58,9 @@ class Groups:
         return self.shard, self.shard <= self.per_node
 
 
-def groups_of(config: Config, fsdp_size: int) -> Groups:
+def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
     """Of a role whose `fsdp_config` has that size."""
-    ranks = num_ranks(config)
+    ranks = num_ranks(config, role)
     shard = ranks if fsdp_size == -1 else fsdp_size
     return Groups(shard, ranks // shard, ranks // config.trainer.nnodes)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from verl.config import Config
 from verl.config.counts import trajectories_per_step, window_of
-from verl.config.placement import placement_of
+from verl.config.placement import Placement, critic_gpus, placement_of
+from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase
 from verl.trainer.dry_run.gpus import GIB, Gpu, least_seconds
 from verl.trainer.dry_run.place import Place
@@ -20,12 +21,23 @@ def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: 
     """The whole text but the verdict."""
     models = ", ".join(f"{role.name} {role.num_params / 1e9:.2f} B parameters" for role in roles)
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
-    return "\n".join([*lines, *_work(roles, place), "", *_assumed(config)])
+    return "\n".join([*lines, *_work(config, roles, place), "", *_assumed(config)])
 
 
 def _devices(config: Config, place: Place) -> str:
     """Who sits where."""
     found = placement_of(config, place.kind)
+    return f"{_others(found, place)}{_critic(found)}"
+
+
+def _critic(found: Placement) -> str:
+    if not found.critic:
+        return ""
+    return f"; the last {found.critic} of each node are the critic's alone, rank 0 of {found.num_critic_ranks}"
+
+
+def _others(found: Placement, place: Place) -> str:
+    """All but a critic that has devices of its own."""
     if not place.on_gpu:
         return f"rank 0 of {found.num_ranks} workers on CPU, {place.memory / GIB:.1f} GiB for each"
     gpus = f"{found.nnodes} x {found.per_node} GPUs of {place.memory / GIB:.1f} GiB"
@@ -47,18 +59,26 @@ def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
         yield f"{name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
 
 
-def _work(roles: list[Role], place: Place) -> Iterator[str]:
+def _work(config: Config, roles: list[Role], place: Place) -> Iterator[str]:
     names = [gpu.name for gpu in place.gpus]
     yield f"{'work of one rank in a step':<28} {'TFLOP':>9} {'GiB sent':>9}" + "".join(
         f" {f's on {name}':>10}" for name in names
     )
-    totals = [0.0] * len(names)
     for one, of in ((one, role) for role in roles for one in role.passes):
         seconds = [seconds_of(one, of, gpu) for gpu in place.gpus]
-        totals = [total + more for total, more in zip(totals, seconds, strict=True)]
         yield f"{one.name:<28} {_flops(one):9.1f} {_sent(one):9.2f}" + "".join(f" {value:10.1f}" for value in seconds)
     if names:
+        totals = [least_seconds_of_step(config, roles, gpu) for gpu in place.gpus]
         yield f"{'at least, without sampling':<48}" + "".join(f" {total:10.1f}" for total in totals)
+
+
+def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
+    """Without sampling. A critic on GPUs of its own works beside the actor."""
+    together = max if critic_gpus(config) else sum
+    return sum(
+        together([sum(seconds_of(one, role, gpu) for one in role.passes if one.phase is phase) for role in roles])
+        for phase in Phase
+    )
 
 
 def seconds_of(one: Pass, role: Role, gpu: Gpu) -> float:

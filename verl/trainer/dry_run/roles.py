@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
 from verl.config.objective import has_anchor, has_kl_in_reward
-from verl.config.placement import num_ranks
+from verl.config.placement import RoleName, num_ranks
 from verl.engine.device import DTYPES
 from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
 from verl.engine.policy_engine import PolicyEngine
@@ -30,9 +29,6 @@ from verl.trainer.dry_run.work import Work
 
 DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say they are on CUDA
 FEW = 2  # tokens of a row that is trained
-
-
-Name = Literal["actor", "critic"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Pass:
 class Role:
     """A trained role on one rank. `idle` bytes are on the device while it does nothing."""
 
-    name: Name
+    name: RoleName
     num_params: int
     idle: Peak
     passes: list[Pass]
@@ -66,21 +62,21 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
     Raises ConfigError for settings that no engine can be made of.
     """
-    names: list[Name] = ["actor", "critic"] if config.algorithm.adv_estimator == "gae" else ["actor"]
+    names: list[RoleName] = ["actor", "critic"] if config.algorithm.adv_estimator == "gae" else ["actor"]
     return [run_role(name, config, kind) for name in names]
 
 
-def run_role(name: Name, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
+def run_role(name: RoleName, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
     """One of them, in some phases alone."""
-    dry = _Dry(config, kind, phases)
+    dry = _Dry(config, kind, phases, num_ranks(config, name))
     return dry.actor() if name == "actor" else dry.critic()
 
 
 class _Dry:
     """One role's process."""
 
-    def __init__(self, config: Config, kind: str, phases: Collection[Phase]) -> None:
-        self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks(config), kind, phases
+    def __init__(self, config: Config, kind: str, phases: Collection[Phase], num_ranks: int) -> None:
+        self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
         self.device = FakeDevice(kind)
@@ -113,7 +109,7 @@ class _Dry:
             self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
             epochs = self.asked.critic.ppo_epochs
             self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
-            groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size)
+            groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size, "critic")
             return Role("critic", num_parameters(engine.model), idle, self.passes, groups)
 
     def _score(self, engine: PolicyEngine) -> None:

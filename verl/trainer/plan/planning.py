@@ -16,7 +16,7 @@ from verl.trainer.plan import report
 from verl.trainer.plan.machine import Machine, machine_of, read_machine
 from verl.trainer.plan.picture import draw
 from verl.trainer.plan.scaling import scaled
-from verl.trainer.plan.search import Planned, best_of, search
+from verl.trainer.plan.search import Planned, best_of, engine_settings, search
 
 
 def plan(asked: argparse.Namespace) -> int:
@@ -28,9 +28,11 @@ def plan(asked: argparse.Namespace) -> int:
 def _plan(asked: argparse.Namespace) -> int:
     place = parse_gpus(asked.gpus)
     models = [f"{key}={asked.model}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
+    possible = engine_settings(1)  # on a node of any size; larger engines are tried where they divide it
+    possible += [f"trainer.n_gpus_per_node={place.per_node}"] if place.per_node else []
 
     def load(settings: Sequence[str]) -> Config:
-        return load_config(asked.config_name, [*models, *settings, *asked.overrides])
+        return load_config(asked.config_name, [*models, *possible, *settings, *asked.overrides])
 
     machine, policy = _machine(asked, place), policy_shape(load([]))
     title = f"{asked.model} ({policy.num_params / 1e9:.1f} B) on {asked.gpus}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.config import Config, check_supported
+from verl.config.placement import critic_gpus
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase
@@ -116,20 +117,14 @@ def planned(
     found = judged(config, roles, place, policy)
     costs = {phase: Cost() for phase in Phase}
     costs[Phase.SAMPLE] = sampling_cost(config, policy, place, machine, expected_trajectories(config, FILLED))
-    sent: dict[str, float] = {}
-    for role in roles:
-        for one in role.passes:
-            times = max(1.0, one.times)
-            costs[one.phase] += machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0).times(times)
-            for kind, num_bytes in one.work.sent.items():
-                where = "in node" if role.groups.of(kind)[1] else "between nodes"
-                sent[where] = sent.get(where, 0.0) + num_bytes * times
-        for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
-            costs[phase] += _moving(config, role, phase)
+    worked = [_worked(config, role, machine) for role in roles]
+    for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
+        costs[phase] += _of_roles(config, [by_phase[phase] for by_phase in worked])
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
     costs[Phase.SYNC] += sending_weights(config, roles[0].num_params, place, machine)
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
+    sent = _sent(config, roles)
     return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
 
 
@@ -160,6 +155,34 @@ def best_of(found: Sequence[Planned]) -> Planned | None:
         if fitting := [one for one in found if one.level == level]:
             return min(fitting, key=lambda one: one.seconds)
     return None
+
+
+def _worked(config: Config, role: Role, machine: Machine) -> dict[Phase, Cost]:
+    """What a role does in each phase, and its way between host memory and its GPU."""
+    costs = {phase: _moving(config, role, phase) for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC)}
+    for one in role.passes:
+        cost = machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0)
+        costs[one.phase] += cost.times(max(1.0, one.times))
+    return costs
+
+
+def _of_roles(config: Config, costs: Sequence[Cost]) -> Cost:
+    """One after the other on the same GPUs; a critic on GPUs of its own works beside the actor."""
+    if critic_gpus(config):
+        return max(costs, key=lambda cost: cost.seconds)
+    return sum(costs, Cost())
+
+
+def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
+    """Bytes of one rank by where they go; of two that are not on the same GPU, of the one that sends more there."""
+    by_role = [dict.fromkeys(("in node", "between nodes"), 0.0) for _ in roles]
+    for sent, role in zip(by_role, roles, strict=True):
+        for one in role.passes:
+            for kind, num_bytes in one.work.sent.items():
+                where = "in node" if role.groups.of(kind)[1] else "between nodes"
+                sent[where] += num_bytes * max(1.0, one.times)
+    together = max if critic_gpus(config) else sum
+    return {where: together([sent[where] for sent in by_role]) for where in by_role[0]}
 
 
 def sending_weights(config: Config, num_params: int, place: Place, machine: Machine) -> Cost:

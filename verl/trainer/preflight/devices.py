@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import ray
 
 from verl.config import Config
-from verl.config.placement import devices_of_nodes
+from verl.config.placement import critic_gpus, devices_of_nodes
 from verl.trainer.preflight.finding import Finding, judge
 
 
@@ -31,7 +31,8 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
     if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
         todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
         return judge(asked <= cores, "devices", f"{asked} workers on {cores} CPU cores", todo, "warn")
-    found = f"{_counted(needed)} are asked for; {where} has {', '.join(map(str, gpus))}"
+    critic = f", {critic_gpus(config)} of each node that trains for the critic alone" if critic_gpus(config) else ""
+    found = f"{_counted(needed)} are asked for{critic}; {where} has {', '.join(map(str, gpus))}"
     offered = sorted(gpus, reverse=True)
     enough = len(offered) >= len(needed) and all(has >= need for has, need in zip(offered, needed, strict=False))
     return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")

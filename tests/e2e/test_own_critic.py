@@ -1,0 +1,82 @@
+"""PPO whose critic has workers of its own, which work beside the actor's, does what it does in turns with the actor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_world import metrics_by_step, run_and_listen, small_run
+from safetensors.torch import load_file
+
+from verl.tracking.trajectory_store import read_trajectories
+
+pytestmark = pytest.mark.slow  # three runs, some two minutes of a core
+STEPS = 3
+# Log-probs of policy and anchor are computed while the critic computes its values.
+PPO = (
+    *("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=false"),
+    *("actor_rollout_ref.actor.use_rollout_log_probs=false", "actor_rollout_ref.actor.ppo_mini_batch_size=12"),
+    *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.deterministic=true"),
+    *("trainer.logger=[]", "+trainer.val_before_train=false", "trainer.test_freq=2"),
+)
+APART = ("trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1")
+
+
+class World:
+    """What all runs here have in common."""
+
+    def __init__(self, tinywiki: Path, policy: Path, url: str, folder: Path) -> None:
+        self._given, self.folder = (tinywiki, policy, url), folder
+        self._own = (*PPO, f"critic.model.path={policy}")
+
+    def train(self, name: str, *overrides: str) -> str:
+        """Returns what it wrote to standard error."""
+        return run_and_listen(*small_run(*self._given, self.folder / name, *self._own, *overrides)).stderr
+
+    def metrics(self, name: str) -> dict[int, dict[str, float]]:
+        """By step, without those of the clock and the machine."""
+        steps = metrics_by_step(self.folder / name)
+        others = ("timing", "memory_gib", "perf", "time", "global_seqlen")
+        return {step: {key: row[key] for key in row if not key.startswith(others)} for step, row in steps.items()}
+
+    def assert_same(self, one: str, other: str) -> None:
+        """The trajectories of the last step, and the weights of all roles after it, to the last bit."""
+        columns = ["ids", "loss_mask", "log_probs", "reward"]
+        paths = [self.folder / name / "trajectories" / f"train_step_{STEPS}.parquet" for name in (one, other)]
+        assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
+        for role in ("actor", "critic", "ref"):
+            file = f"{role}/global_step_{STEPS}/model.safetensors"
+            weights, others = (load_file(self.folder / name / file) for name in (one, other))
+            assert weights.keys() == others.keys()
+            assert all(weights[name].equal(others[name]) for name in weights), role
+
+
+@pytest.fixture(scope="module")
+def world(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """With a run whose critic takes turns with the actor."""
+    world = World(tinywiki, policy, tinywiki_url, tmp_path_factory.mktemp("critic"))
+    world.train("turns")
+    return world
+
+
+def test_a_critic_of_its_own_learns_the_same(world: World) -> None:
+    """All metrics of all steps, and all weights."""
+    said = world.train("apart", *APART)
+    assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in said
+    turns, apart = world.metrics("turns"), world.metrics("apart")
+    assert sorted(apart) == [1, 2, 3] and len(apart[2]) > 60 and {"critic/vf_loss", "critic/kl"} <= apart[2].keys()
+    assert apart == turns
+    world.assert_same("turns", "apart")
+    timed = metrics_by_step(world.folder / "apart")[2]
+    assert {"timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing_s/update_critic"} <= timed.keys()
+    assert {"memory_gib/score/critic", "memory_gib/update/critic"} <= timed.keys()
+
+
+def test_a_state_is_of_either_layout(world: World) -> None:
+    """A run goes on with a critic of its own where it had none."""
+    state = world.folder / "turns" / "state" / "global_step_2"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
+    said = world.train("on", *APART, *resume)
+    assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in said
+    assert world.metrics("on") == {STEPS: world.metrics("turns")[STEPS]}
+    world.assert_same("turns", "on")
