@@ -101,18 +101,23 @@ def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
 
 
 def plan(lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, layout: Layout) -> list[list[int]]:
-    """This rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
+    """This rank's micro-batches; see `plan_all`."""
+    return plan_all(lengths_B, num_ranks, budget, layout)[rank]
+
+
+def plan_all(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: Layout) -> list[list[list[int]]]:
+    """Each rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
 
     Packed: as few micro-batches as the budget allows, of equal cost on all ranks and one after the other, so that
     neither time nor memory is spent on the largest. Padded: rows of like length together. Either way the micro-batches
     that run at the same time on all ranks cost about the same; a row longer than the token budget goes alone.
     """
     if not layout.packed:
-        return _by_length(lengths_B.tolist(), num_ranks, rank, budget)
+        return _by_length(lengths_B.tolist(), num_ranks, budget)
     costs = layout.costs(lengths_B)
     parts = _fewest(lengths_B.tolist(), costs, num_ranks, budget)
     parts.sort(key=lambda rows: -sum(costs[row] for row in rows))
-    return parts[rank::num_ranks]
+    return [parts[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _fewest(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: Budget) -> list[list[int]]:
@@ -141,17 +146,17 @@ def _balanced(costs: Sequence[float], num_parts: int, max_rows: int) -> list[lis
     return [sorted(rows) for rows in parts]
 
 
-def _by_length(lengths: Sequence[int], num_ranks: int, rank: int, budget: Budget) -> list[list[int]]:
+def _by_length(lengths: Sequence[int], num_ranks: int, budget: Budget) -> list[list[list[int]]]:
     """Rows by falling length, dealt to all ranks in rounds; padding counts towards a token budget."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    parts: list[list[int]] = []
+    rounds: list[list[int]] = []
     start = 0
-    while start < len(order) or not parts:
+    while start < len(order) or not rounds:
         longest = max(1, lengths[order[start]]) if order else 1
         num_rows = budget.rows or max(1, (budget.tokens or 0) // longest)
-        parts.append(order[start : start + num_rows * num_ranks][rank::num_ranks])
+        rounds.append(order[start : start + num_rows * num_ranks])
         start += num_rows * num_ranks
-    return parts
+    return [[rows[rank::num_ranks] for rows in rounds] for rank in range(num_ranks)]
 
 
 def labels_of(batch: TrainBatch) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,11 @@ from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import RankValues, plan, trained_rows
+from verl.engine.batching import ModelInput, RankValues, plan, plan_all, trained_rows
 from verl.engine.device import set_threads
+from verl.engine.exchange import exchange, rows_of
 from verl.engine.kl_objective import reads_anchor
-from verl.engine.learner import Learner
+from verl.engine.learner import Learner, LossFunction, TokenLoss
 from verl.engine.loading import load_sharded
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, layout_of
@@ -109,23 +111,29 @@ class PolicyEngine(TrainedEngine):
         own = sorted(row for rows in micro_batches for row in rows)
         return RankValues(own, TrainBatch(batch.lengths_B, found).select(own).tokens)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def update(self, batch: TrainBatch, own: RankValues | None = None) -> dict[str, float]:
         """One RL step: `ppo_epochs` passes over `mini_batches` of `ppo_mini_batch_size` rows, one AdamW step for each.
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
-        (`kl_objective`). Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
+        (`kl_objective`). `own` are columns of which every rank has the rows that it computed (`top_index`); they are
+        exchanged here. Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
         Raises NumericalError when a loss or gradient is not finite.
         """
         actor = self.role.actor
         lr = self.set_lr_of_step()
         results = []
         rows = trained_rows(batch)
-        parts = mini_batches(
+        cut = mini_batches(
             rows, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
         )
+        parts = list(cut)
+        loss: LossFunction = self.objective
+        if own is not None:
+            loss = self._joined(exchange(own, batch.lengths_B, self._rows_of_ranks(batch, parts), self.device), batch)
+            batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
         with self.residence.during(Phase.UPDATE, *self._updated):
             for part in parts:
-                means = self.learner.learn(batch.select(part), self.objective, self.step)
+                means = self.learner.learn(batch.select(part), loss, self.step)
                 if means:
                     results.append(means)
             self._release()
@@ -134,6 +142,25 @@ class PolicyEngine(TrainedEngine):
         if actor.use_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
         return metrics | {"actor/lr": lr, "actor/num_updates": float(len(results))}
+
+    def _rows_of_ranks(self, batch: TrainBatch, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The rows that each rank works on in any of these mini-batches."""
+        rows_of_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+        for part in parts:
+            lengths_B = batch.lengths_B[torch.tensor(part)]
+            plans = plan_all(lengths_B, len(rows_of_ranks), self.learner.budget, self.layout)
+            for rows, micro_batches in zip(rows_of_ranks, plans, strict=True):
+                rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
+        return [sorted(rows) for rows in rows_of_ranks]
+
+    def _joined(self, own: RankValues, batch: TrainBatch) -> LossFunction:
+        """The objective on micro-batches to which the columns of `own` are added."""
+
+        def loss(micro_batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
+            columns = rows_of(own, batch.lengths_B, micro_batch.rows["row"].tolist())
+            return self.objective(replace(micro_batch, tokens=micro_batch.tokens | columns), inputs)
+
+        return loss
 
     def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """The whole float32 gradient of `batch` taken as one mini-batch, by parameter name, on every rank.

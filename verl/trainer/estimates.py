@@ -32,7 +32,7 @@ class Estimator:
     def prepare(
         self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
     ) -> dict[str, float]:
-        """Adds to `batch.tokens` [T]: `old_log_probs`, `advantages`, and where they are used `entropy`, `top_index`,
+        """Adds to `batch.tokens` [T]: `old_log_probs`, `advantages`, and where they are used `entropy`,
         `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
         """
         values = None if critic is None else critic.begin_values(for_critic(batch, self.config.algorithm))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from verl.config import Config
 from verl.config.placement import critic_gpus, training_gpus
 from verl.determinism import CUDA_ENVIRONMENT
-from verl.engine.batching import RankValues, merge_rows
 from verl.errors import VerlError
 from verl.phases import Phase
 from verl.protocol import TrainBatch
@@ -21,6 +21,7 @@ from verl.rollout.weight_memory import weight_folder
 from verl.rollout.weight_sender import WeightSender
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.single_controller import ResourcePool, WorkerGroup
+from verl.single_controller.shared_batch import merged, share
 from verl.single_controller.waiting import Call, wait_beside
 from verl.startup import phase
 from verl.workers.actor import ActorWorker
@@ -28,12 +29,15 @@ from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
 
 CLOSE_S = 2.0
+SCORED = ("ids", "loss_mask")  # the columns that log-probs and values are computed from
 
 
 class Role:
     """A trained role on all ranks of a pool."""
 
     name: str
+    learns_from: ClassVar[tuple[str, ...]]  # the columns of a batch's tokens, and of its rows, that an update reads
+    learns_from_rows: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, worker_class: type[RankWorker], config: Config, pool: ResourcePool, *args: object) -> None:
         at_once = max(pool.workers_per_node, training_gpus(config))  # a critic with GPUs of its own works beside
@@ -49,7 +53,7 @@ class Role:
 
     def begin_update(self, batch: TrainBatch) -> Call:
         """One RL step on all ranks. The metrics are reduced over ranks by the workers, so any rank's are the run's."""
-        return self.group.begin_all("update", batch)
+        return self.group.begin_all("update", share(batch, self.learns_from, self.learns_from_rows))
 
     def update(self, batch: TrainBatch, beside: Sequence[Call] = ()) -> dict[str, float]:
         """One RL step, and its metrics. A failure of what another role does `beside` it is raised at once."""
@@ -92,6 +96,8 @@ class ActorGroup(Role):
     """The actor and its anchor on all ranks."""
 
     name = "actor"
+    learns_from = (*SCORED, "old_log_probs", "ref_log_probs", "advantages", "correction")
+    learns_from_rows = ("adv_batch_std",)
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int, with_anchor: bool) -> None:
         super().__init__(ActorWorker, config, pool, total_training_steps, with_anchor)
@@ -99,8 +105,10 @@ class ActorGroup(Role):
         self._sender = WeightSender(self.group.workers[0], self.group.timeout_s)
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
-        """`log_prob` and `entropy` [T] float32, and `top_index` [T, k] int32 for `top_k`; 0 outside the loss mask."""
-        return _merged(batch, self.group.call_all("log_probs", batch, of, top_k))
+        """`log_prob` and `entropy` [T] float32; 0 outside the loss mask. The `top_k` most likely tokens stay with the
+        ranks, for the update.
+        """
+        return merged(batch, self.group.call_all("log_probs", share(batch, SCORED), of, top_k))
 
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
@@ -132,6 +140,7 @@ class CriticGroup(Role):
     """The critic on all ranks. `apart`: on GPUs of its own, so that it works beside the actor."""
 
     name = "critic"
+    learns_from = (*SCORED, "values", "returns")
 
     def __init__(self, config: Config, pool: ResourcePool, total_training_steps: int) -> None:
         super().__init__(CriticWorker, config, pool, total_training_steps)
@@ -139,16 +148,16 @@ class CriticGroup(Role):
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """[T] float32: at each of the loss mask's tokens, the value of the state before it; 0 elsewhere."""
-        return self._values(batch, self.group.begin_all("values", batch))
+        return self._values(batch, self.group.begin_all("values", share(batch, SCORED)))
 
     def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
         """Like `values`, but the wait is what is returned. Only a critic on GPUs of its own works before that."""
         if not self.apart:
             return partial(self.values, batch)
-        return partial(self._values, batch, self.group.begin_all("values", batch))
+        return partial(self._values, batch, self.group.begin_all("values", share(batch, SCORED)))
 
     def _values(self, batch: TrainBatch, begun: Call) -> torch.Tensor:
-        return _merged(batch, begun())["value"]
+        return merged(batch, begun())["value"]
 
     def load(self, path: Path) -> None:
         """Replace the weights by a saved critic's; the optimizer starts anew."""
@@ -165,10 +174,3 @@ def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:
         for name, gib in role.memory_metrics().items():
             most[name] = max(most.get(name, 0.0), gib)
     return most
-
-
-def _merged(batch: TrainBatch, answers: Sequence[RankValues]) -> dict[str, torch.Tensor]:
-    return {
-        name: merge_rows(batch.lengths_B, [(answer.rows, answer.tokens[name]) for answer in answers])
-        for name in answers[0].tokens
-    }

@@ -13,11 +13,13 @@ from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import named_tensors, reshard
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
-from verl.protocol import TrainBatch
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_export import WeightExporter
 from verl.rollout.weight_group import Meeting, WeightSource
+from verl.single_controller.shared_batch import SharedBatch, SharedValues
 from verl.workers.base import RankWorker
+
+TOP_INDEX = "top_index"
 
 
 class ActorWorker(RankWorker):
@@ -30,6 +32,7 @@ class ActorWorker(RankWorker):
         super().__init__(config, rank, world_size)
         self.total_training_steps = total_training_steps
         self.with_anchor = with_anchor
+        self.own: RankValues | None = None  # what this rank has found out about its rows, until the update
 
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the models."""
@@ -37,9 +40,22 @@ class ActorWorker(RankWorker):
         self.tokenizer = load_policy_tokenizer(self.config)
 
     @in_phase(Phase.SCORE)
-    def log_probs(self, batch: TrainBatch, of: Which, top_k: int) -> RankValues:
-        """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor"."""
-        return self.engine.log_probs(batch, self.config.actor_rollout_ref.rollout.temperature, of, top_k)
+    def log_probs(self, batch: SharedBatch, of: Which, top_k: int) -> SharedValues:
+        """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor".
+
+        The most likely tokens, `top_k` of each, stay here for the update: they are by far the most of a batch.
+        """
+        found = self.engine.log_probs(batch.fetch(), self.config.actor_rollout_ref.rollout.temperature, of, top_k)
+        told = {name: value_T for name, value_T in found.tokens.items() if name != TOP_INDEX}
+        if top_k:
+            self.own = RankValues(found.rows, {TOP_INDEX: found.tokens[TOP_INDEX]})
+        return SharedValues.of(RankValues(found.rows, told))
+
+    @in_phase(Phase.UPDATE)
+    def update(self, batch: SharedBatch) -> dict[str, float]:
+        """One RL step; every rank returns the same metrics."""
+        own, self.own = self.own, None
+        return self.engine.update(batch.fetch(), own)
 
     def follow_anchor(self, tau: float) -> None:
         self.engine.follow_anchor(tau)

@@ -16,8 +16,8 @@ from verl.engine.device_memory import device_memory
 from verl.engine.memory_meter import MemoryMeter, in_phase
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase
-from verl.protocol import TrainBatch
 from verl.single_controller.nodes import use_network_of
+from verl.single_controller.shared_batch import SharedBatch
 from verl.stacks import offer_stacks
 from verl.storage import Digests
 from verl.working_dir import enter_working_dir
@@ -67,9 +67,9 @@ class RankWorker:
         return self.config.trainer.nnodes > 1
 
     @in_phase(Phase.UPDATE)
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def update(self, batch: SharedBatch) -> dict[str, float]:
         """One RL step; every rank returns the same metrics."""
-        return self.engine.update(batch)
+        return self.engine.update(batch.fetch())
 
     def note_memory(self, phase: Phase) -> None:
         """Count the memory that is taken now as that of a phase in which others work."""

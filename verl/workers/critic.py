@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config import Config
-from verl.engine.batching import RankValues
 from verl.engine.memory_meter import in_phase
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.pretrained import load_critic_tokenizer
-from verl.protocol import TrainBatch
+from verl.single_controller.shared_batch import SharedBatch, SharedValues
 from verl.workers.base import RankWorker
 
 
@@ -30,9 +29,9 @@ class CriticWorker(RankWorker):
         self.tokenizer = load_critic_tokenizer(self.config)
 
     @in_phase(Phase.SCORE)
-    def values(self, batch: TrainBatch) -> RankValues:
+    def values(self, batch: SharedBatch) -> SharedValues:
         """Values of this rank's rows."""
-        return self.engine.values(batch)
+        return SharedValues.of(self.engine.values(batch.fetch()))
 
     def load(self, path: str) -> None:
         """Replace the weights by a saved critic's; the optimizer starts anew."""

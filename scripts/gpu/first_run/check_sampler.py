@@ -120,7 +120,8 @@ def mean_difference(actor: ActorWorker, turn: Turn) -> float:
     ids_T = torch.tensor([token for row in rows for token in row])
     mask_T = torch.tensor([place >= len(PROMPT) for row in rows for place in range(len(row))])
     batch = TrainBatch(torch.tensor([len(row) for row in rows]), {"ids": ids_T, "loss_mask": mask_T})
-    answer = actor.log_probs(batch, "policy", 0)  # all rows, in order: this is the only rank
+    temperature = actor.config.actor_rollout_ref.rollout.temperature
+    answer = actor.engine.log_probs(batch, temperature)  # all rows, in order: this is the only rank
     sampled_N = torch.tensor([value for generation in turn.generations for value in generation.log_probs])
     return float((answer.tokens["log_prob"][mask_T] - sampled_N).abs().mean())
 

@@ -13,7 +13,9 @@ import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
 
 from verl.engine import residence
+from verl.engine.batching import RankValues, merge_rows
 from verl.engine.device import init_process_group
+from verl.engine.exchange import exchange, rows_of
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.sharding import named_tensors, whole
 from verl.errors import NumericalError
@@ -166,3 +168,40 @@ def _worker(rank: int, num_workers: int, folder: Path, model_path: str, other_mo
     init_process_group(rank, num_workers, f"file://{folder}/store", CPU)
     torch.save(task(folder, model_path, other_model_path), folder / f"rank_{rank}.pt")
     dist.destroy_process_group()
+
+
+def exchange_rows(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """Rows 0 and 3 are with rank 0, 2 and 1 with rank 1; then each gets others. Tokens are 10 row + place."""
+    lengths_B, device = torch.tensor([2, 1, 3, 2]), torch.device("cpu")
+    rows = ([0, 3], [2, 1])[dist.get_rank()]
+    value_T = torch.cat([10.0 * row + torch.arange(int(lengths_B[row])) for row in rows])
+    own = RankValues(rows, {"value": value_T, "pair": torch.stack([value_T, -value_T], -1)})
+    got = exchange(own, lengths_B, [[1, 3], [0, 2, 3]], device)
+    again = exchange(own, lengths_B, [[], [1]], device)
+    try:
+        exchange(RankValues([0], {"value": torch.zeros(2)}), lengths_B, [[1], [1]], device)
+    except ValueError as error:
+        message = str(error)
+    asked = ([3, 1], [3, 0])[dist.get_rank()]
+    found = rows_of(got, lengths_B, asked)
+    return {"got": tuple(got), "again": tuple(again), "message": message, "found": found}
+
+
+def learn_from_own_columns(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """Two steps with the most likely tokens where each rank found them, and with those of all ranks in the batch."""
+    overrides = (*KL, f"{ACTOR}.kl_topk_tokens=4", *MINI_BATCHES, f"{ACTOR}.shuffle=true")
+    results: dict[str, Any] = {}
+    for name in ("own", "whole"):
+        engine = make_engine(model_path, folder, *overrides, anchor_path=other_model_path)
+        metrics = []
+        for seed in (0, 1):
+            batch = make_batch(12, seed=seed)
+            rows, found = engine.log_probs(batch, 1.0, top_k=4)
+            own = RankValues(rows, {"top_index": found["top_index"]})
+            if name == "whole":
+                everyones: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everyones, (rows, found["top_index"]))
+                batch.tokens["top_index"] = merge_rows(batch.lengths_B, everyones)
+            metrics.append(engine.update(batch, own if name == "own" else None))
+        results[name] = metrics, engine.full_state_dict()
+    return results

@@ -118,19 +118,19 @@ def evaluate(worker: CriticWorker, path: str, folder: Path) -> dict[str, Any]:
     for name, (num_rows, overrides) in TWO_WORKER_CASES.items():
         results["gradients"][name] = gradients(value_engine(path, folder, *overrides), value_batch(num_rows))
     batch = value_batch(12)
-    results["values"] = tuple(worker.values(batch))
-    results["metrics"] = [worker.update(batch) for _ in range(3)]
+    results["values"] = tuple(worker.engine.values(batch))
+    results["metrics"] = [worker.engine.update(batch) for _ in range(3)]
     results["weights"] = weights(worker.engine)
     worker.save(str(folder / "saved"))
     results["repeated"] = []
     for _ in range(2):  # from the start again
         worker.load(path)
-        results["repeated"].append(worker.update(batch))
+        results["repeated"].append(worker.engine.update(batch))
     worker.scale_lr(0.5)
-    results["halved"] = worker.update(batch)["critic/lr"]
+    results["halved"] = worker.engine.update(batch)["critic/lr"]
     batch.tokens["returns"].fill_(float("nan"))
     try:
-        worker.update(batch)
+        worker.engine.update(batch)
     except NumericalError as error:
         results["message"] = str(error)
     return results
