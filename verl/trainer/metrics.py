@@ -106,10 +106,10 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     none (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
     """
     mask_T = batch.tokens["loss_mask"]
-    metrics = _spread("critic/rewards", _row_rewards_B(batch).tolist())
+    metrics = _tensor_spread("critic/rewards", _row_rewards_B(batch))
     for name in ("advantages", "returns", "values"):
         if name in batch.tokens:
-            metrics |= _spread(f"critic/{name}", batch.tokens[name][mask_T].tolist())
+            metrics |= _tensor_spread(f"critic/{name}", batch.tokens[name][mask_T])
     if {"returns", "values"} <= batch.tokens.keys():
         metrics["critic/vf_explained_var"] = _explained_variance(
             batch.tokens["returns"][mask_T], batch.tokens["values"][mask_T]
@@ -213,8 +213,10 @@ def _row_rewards_B(batch: TrainBatch) -> torch.Tensor:
 
 def _num_response_tokens(batch: TrainBatch) -> int:
     """Tokens from a row's first policy token on: the turn that follows the prompt is always the policy's."""
-    rows = torch.split(batch.tokens["loss_mask"], batch.lengths_B.tolist())
-    return sum(len(mask) - int(mask.int().argmax()) for mask in rows if bool(mask.any()))
+    policy_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
+    ends_B = batch.lengths_B.cumsum(0)
+    first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
+    return int((ends_B - first_B).sum())
 
 
 def _explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
@@ -231,3 +233,10 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {f"{name}/mean": _mean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
+
+
+def _tensor_spread(name: str, value_N: torch.Tensor) -> dict[str, float]:
+    if not len(value_N):
+        return {}
+    mean = float(value_N.double().mean())
+    return {f"{name}/mean": mean, f"{name}/max": float(value_N.max()), f"{name}/min": float(value_N.min())}
