@@ -5,12 +5,15 @@ Tensor names end in their shape: `T` tokens of all rows one after the other, `B`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 
@@ -104,6 +107,30 @@ def was_search(event: Mapping[str, Any]) -> bool:
     return event.get("query") is not None and event.get("executed") is not False
 
 
+class FlatTokens(NamedTuple):
+    """The tokens of trajectories, all rows one after the other, as `Trajectory` has them one by one."""
+
+    ids_T: npt.NDArray[np.int64]
+    loss_mask_T: npt.NDArray[np.bool_]
+    log_probs_T: npt.NDArray[np.float32]
+    lengths_B: npt.NDArray[np.int64]
+
+
+def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
+    """Raises OverflowError for an id that is past 64 bits."""
+    import numpy as np
+
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    length_S = np.array([len(segment.ids) for segment in segments], np.int64)
+    mask_T = np.array([segment.source is Source.POLICY for segment in segments], np.bool_).repeat(length_S)
+    ids = chain.from_iterable(segment.ids for segment in segments)
+    sampled = chain.from_iterable(segment.log_probs or () for segment in segments)
+    log_probs_T = np.zeros(len(mask_T), np.float32)
+    log_probs_T[mask_T] = np.fromiter(sampled, np.float32, int(mask_T.sum()))
+    lengths_B = np.array([sum(len(s.ids) for s in trajectory.segments) for trajectory in trajectories], np.int64)
+    return FlatTokens(np.fromiter(ids, np.int64, len(mask_T)), mask_T, log_probs_T, lengths_B)
+
+
 @dataclass
 class TrainBatch:
     """Rows of different lengths, stored without padding.
@@ -121,22 +148,16 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """Adds `rollout_log_probs` [T] float32, `reward` [B] float32, `group` [B] int64 (0.. in order of first use)."""
+        """Adds `rollout_log_probs` [T] float32, and the rows of `reward_rows`."""
         import torch
 
-        groups: dict[str, int] = {}
-        group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
-        tokens = {
-            "ids": _flat((t.ids for t in trajectories), torch.int64),
-            "loss_mask": _flat((t.loss_mask for t in trajectories), torch.bool),
-            "rollout_log_probs": _flat((t.log_probs for t in trajectories), torch.float32),
-        }
-        rows = {
-            "reward": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-            "group": torch.tensor(group_B, dtype=torch.int64),
-        }
-        lengths_B = torch.tensor([len(t.ids) for t in trajectories], dtype=torch.int64)
-        return cls(lengths_B, tokens, rows)
+        flat = flat_tokens(trajectories)
+        tokens = {"ids": flat.ids_T, "loss_mask": flat.loss_mask_T, "rollout_log_probs": flat.log_probs_T}
+        return cls(
+            torch.from_numpy(flat.lengths_B),
+            {name: torch.from_numpy(value_T) for name, value_T in tokens.items()},
+            reward_rows(trajectories),
+        )
 
     def __len__(self) -> int:
         return len(self.lengths_B)
@@ -150,16 +171,19 @@ class TrainBatch:
 
     @property
     def turn_of_token_T(self) -> torch.Tensor:
-        """[T] int64: at policy tokens, which run of policy tokens of its row a token belongs to, from 0."""
+        """[T] int64: at policy tokens, which run of policy tokens of its row it belongs to, from 0; 0 elsewhere."""
         import torch
 
-        mask_T, row_T = self.tokens["loss_mask"], self.row_of_token_T
-        goes_on_T = torch.zeros_like(mask_T)
-        goes_on_T[1:] = mask_T[:-1] & (row_T[1:] == row_T[:-1])
-        start_T = mask_T & ~goes_on_T
-        starts_B = torch.bincount(row_T[start_T], minlength=len(self))
+        mask_T = self.tokens["loss_mask"]
+        policy_N = mask_T.nonzero().squeeze(-1)
+        row_N = self.row_of_token_T[policy_N]
+        start_N = torch.ones_like(policy_N, dtype=torch.bool)
+        start_N[1:] = (policy_N[1:] != policy_N[:-1] + 1) | (row_N[1:] != row_N[:-1])
+        starts_B = torch.bincount(row_N[start_N], minlength=len(self))
         before_B = starts_B.cumsum(0) - starts_B
-        return start_T.cumsum(0) - 1 - before_B[row_T]
+        turn_T = torch.zeros(len(mask_T), dtype=torch.int64)
+        turn_T[policy_N] = start_N.cumsum(0) - 1 - before_B[row_N]
+        return turn_T
 
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
         """The given rows, in the given order."""
@@ -184,7 +208,13 @@ class TrainBatch:
         )
 
 
-def _flat(values: Iterable[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """`reward` [B] float32, `group` [B] int64 (0.. in order of first use)."""
     import torch
 
-    return torch.tensor([item for row in values for item in row], dtype=dtype)
+    groups: dict[str, int] = {}
+    group_B = [groups.setdefault(trajectory.group_id, len(groups)) for trajectory in trajectories]
+    return {
+        "reward": torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32),
+        "group": torch.tensor(group_B, dtype=torch.int64),
+    }

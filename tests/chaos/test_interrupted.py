@@ -50,7 +50,7 @@ class Interrupted:
             self.process.process.send_signal(number)
 
     def wait_for_the_answer(self) -> None:
-        self.process.wait_until(lambda: "a state that is being written is finished" in self.process.said)
+        self.process.wait_until(lambda: "what is being written is finished" in self.process.said)
 
     def newest(self) -> int:
         path, skipped = saved_state.newest(self.states.parent)

@@ -1,4 +1,4 @@
-"""One trajectory as one row of the store, and back."""
+"""The columns of the store, and one of its rows as a trajectory again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory, was_search
-
-Decode = Callable[[list[int]], str]
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
 SEGMENT = pa.struct([("source", pa.string()), ("num_tokens", pa.int32()), ("text", pa.string())])
 SEARCH = pa.struct([("query", pa.string()), ("document_ids", pa.list_(pa.string())), ("ms", pa.float64())])
@@ -43,41 +41,8 @@ SCHEMA = pa.schema(
 NULLABLE = ("question", "ground_truth", "status", "failure", "reward")
 
 
-def to_row(trajectory: Trajectory, step: int, decode: Decode) -> dict[str, Any]:
-    """The values of `SCHEMA`'s columns; `decode` turns token ids into text."""
-    truth = (trajectory.prompt.row.get("reward_model") or {}).get("ground_truth")
-    prompt = [s for s in trajectory.segments if s.source is Source.PROMPT]
-    response = [s for s in trajectory.segments if s.source is not Source.PROMPT]
-    return {
-        "step": step,
-        "group_id": trajectory.group_id,
-        "data_source": trajectory.prompt.data_source,
-        "question": question_of(trajectory.prompt.row),
-        "ground_truth": None if truth is None else _json(truth),
-        "status": None if trajectory.status is None else trajectory.status.value,
-        "failure": trajectory.failure,
-        "reward": trajectory.reward,
-        "reward_components": trajectory.reward_components,
-        "num_turns": trajectory.num_turns,
-        "num_valid_actions": trajectory.num_valid_actions,
-        "num_searches": trajectory.num_searches,
-        "weight_version": trajectory.weight_version,
-        "prompt_text": _text(prompt, decode),
-        "response_text": _text(response, decode),
-        "segments": [
-            {"source": s.source.value, "num_tokens": len(s.ids), "text": decode(list(s.ids))}
-            for s in trajectory.segments
-        ],
-        "searches": [_search(event) for event in trajectory.events if was_search(event)],
-        "events": [_json(event) for event in trajectory.events],
-        "ids": trajectory.ids,
-        "loss_mask": trajectory.loss_mask,
-        "log_probs": trajectory.log_probs,
-    }
-
-
 def from_row(row: dict[str, Any]) -> Trajectory:
-    """The trajectory that `to_row` was given; `row` has gone through `PARSERS`.
+    """The trajectory that `to_table` was given; `row` has gone through `PARSERS`.
 
     Of the dataset row there is what was stored: `data_source`, and `reward_model.ground_truth` and `question` where
     they are not null. Raises ValueError or TypeError for a row that no trajectory can have.
@@ -146,28 +111,6 @@ def question_of(row: dict[str, Any]) -> str | None:
     if question is None:
         question = (row.get("extra_info") or {}).get("question")
     return None if question is None else str(question)
-
-
-def _text(segments: Sequence[Segment], decode: Decode) -> str:
-    return decode([token for segment in segments for token in segment.ids])
-
-
-def _search(event: dict[str, Any]) -> dict[str, Any]:
-    document_ids = event.get("document_ids")
-    return {
-        "query": str(event["query"]),
-        "document_ids": None if document_ids is None else [str(document_id) for document_id in document_ids],
-        "ms": event.get("milliseconds"),
-    }
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """numpy arrays and scalars as Python values; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {

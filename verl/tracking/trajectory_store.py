@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from verl.errors import DataError
 from verl.protocol import Trajectory
 from verl.storage import whole_file
-from verl.tracking.trajectory_rows import PARSERS, SCHEMA, Decode, from_row, to_row
+from verl.tracking.trajectory_columns import Decode, to_table
+from verl.tracking.trajectory_rows import PARSERS, SCHEMA, from_row
 
 __all__ = [
     "SCHEMA",
@@ -54,8 +55,7 @@ def write_trajectories(
     where the environment gave them. Appends nothing: a file of the same step is replaced.
     """
     path = trajectories_path(run_dir, kind, step)
-    rows = [to_row(trajectory, step, decode) for trajectory in trajectories]
-    write_trajectory_table(path, pa.Table.from_pylist(rows, schema=SCHEMA))
+    write_trajectory_table(path, to_table(trajectories, step, decode))
     return path
 
 

@@ -10,7 +10,7 @@ from verl.algorithms.selection import informative_rows
 from verl.config import Config
 from verl.config.counts import trajectories_per_step
 from verl.data.prompts import PromptSource
-from verl.protocol import Prompt, TrainBatch, Trajectory
+from verl.protocol import Prompt, TrainBatch, Trajectory, reward_rows
 from verl.rollout.manager import RolloutManager
 from verl.trainer.scoring import Scorer
 
@@ -94,7 +94,7 @@ def num_groups(trajectories: list[Trajectory]) -> int:
 
 
 def _informative(trajectories: list[Trajectory]) -> list[Trajectory]:
-    rows = TrainBatch.from_trajectories(trajectories).rows
+    rows = reward_rows(trajectories)
     keep_B = informative_rows(rows["reward"], rows["group"])
     return [trajectory for trajectory, keep in zip(trajectories, keep_B.tolist(), strict=True) if keep]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl.errors import Stalled, TrainingCollapsed, VerlError
 from verl.stacks import collect_stacks
+from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
 
@@ -18,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def last_words(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """When the block fails or is interrupted: wait for the state that is being written, and name the newest one.
+def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
+    """When the block fails or is interrupted: wait for state and files being written, and name the newest state.
 
     The wait is short where somebody interrupted (the entry point then names the state as its last line), and where a
     worker hangs, whose stacks are written first.
@@ -27,19 +29,19 @@ def last_words(run_dir: Path, checkpoints: Checkpoints) -> Iterator[None]:
     try:
         yield
     except TrainingCollapsed:
-        _keep_state(checkpoints, None)
+        _keep(checkpoints, writer, None)
         raise
     except KeyboardInterrupt:
-        log.warning("interrupted: a state that is being written is finished, for at most %.0f s", INTERRUPT_WAIT_S)
-        _keep_state(checkpoints, INTERRUPT_WAIT_S)
+        log.warning("interrupted: what is being written is finished, for at most %.0f s", INTERRUPT_WAIT_S)
+        _keep(checkpoints, writer, INTERRUPT_WAIT_S)
         raise
     except Stalled:
         _tell_stacks(run_dir)
-        _keep_state(checkpoints, INTERRUPT_WAIT_S)
+        _keep(checkpoints, writer, INTERRUPT_WAIT_S)
         _tell_state(run_dir)
         raise
     except Exception:
-        _keep_state(checkpoints, None)
+        _keep(checkpoints, writer, None)
         _tell_state(run_dir)
         raise
 
@@ -51,11 +53,16 @@ def tell_stall(run_dir: Path, seconds: float) -> None:
     _tell_state(run_dir)
 
 
-def _keep_state(checkpoints: Checkpoints, timeout_s: float | None) -> None:
+def _keep(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float | None) -> None:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         checkpoints.settle(wait=True, timeout_s=timeout_s)
     except VerlError as error:
         log.warning("the state of the latest save is lost: %s", error)
+    try:
+        writer.drain(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    except Exception as error:  # whatever it is, the run ends with the error that it has
+        log.warning("trajectories of the latest steps are lost: %s", error)
 
 
 def _tell_stacks(run_dir: Path) -> None:

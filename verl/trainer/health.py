@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl.protocol import Source, Status, TrainBatch, Trajectory
@@ -54,18 +57,19 @@ def repetition(finished: Sequence[Trajectory]) -> dict[str, float]:
     A 4-gram lies within one turn; the earlier one may be in any turn.
     """
     turns = [
-        (row, torch.tensor(segment.ids).unfold(0, NGRAM, 1))
+        (row, segment.ids)
         for row, trajectory in enumerate(finished)
         for segment in trajectory.segments
         if segment.source is Source.POLICY and len(segment.ids) >= NGRAM
     ]
     if not turns:
         return {}
-    ngram_NG = torch.cat([ngrams for _, ngrams in turns])
-    row_N = torch.repeat_interleave(
-        torch.tensor([row for row, _ in turns]), torch.tensor([len(ngrams) for _, ngrams in turns])
-    )
-    return {"health/repetition": 1 - _num_distinct(row_N, ngram_NG) / len(row_N)}
+    length_K = np.array([len(ids) for _, ids in turns])
+    ids_T = np.fromiter(chain.from_iterable(ids for _, ids in turns), np.int64, int(length_K.sum()))
+    start_T = np.arange(len(ids_T))
+    within_T = start_T + NGRAM <= length_K.cumsum().repeat(length_K)
+    row_N = np.array([row for row, _ in turns]).repeat(length_K - NGRAM + 1)
+    return {"health/repetition": 1 - _num_distinct(row_N, ids_T, start_T[within_T]) / len(row_N)}
 
 
 def equal_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
@@ -81,7 +85,7 @@ def equal_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
                 f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet: "
                 "score the trajectories before asking for health metrics"
             )
-        rewards[trajectory.group_id].append(torch.tensor(trajectory.reward).item())
+        rewards[trajectory.group_id].append(float(np.float32(trajectory.reward)))
     metrics = {}
     if len(finished) >= 2:
         metrics["health/equal_rewards"] = float(len({reward for values in rewards.values() for reward in values}) == 1)
@@ -116,14 +120,15 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
     mask_T = batch.tokens["loss_mask"]
     if "old_log_probs" not in batch.tokens or not bool(mask_T.any()):
         return {}
-    d_N = batch.tokens["old_log_probs"][mask_T].double() - batch.tokens["rollout_log_probs"][mask_T].double()
+    policy_N = mask_T.nonzero().squeeze(-1)  # to read by numbers is several times faster than by a mask
+    d_N = batch.tokens["old_log_probs"][policy_N].double() - batch.tokens["rollout_log_probs"][policy_N].double()
     abs_N, k3_N = d_N.abs(), torch.expm1(d_N) - d_N
     metrics = {
         "health/mismatch/mean_abs": float(abs_N.mean()),
         "health/mismatch/max_abs": float(abs_N.max()),
         "health/mismatch/k3": float(k3_N.mean()),
     }
-    turn_N = batch.turn_of_token_T[mask_T]
+    turn_N = batch.turn_of_token_T[policy_N]
     count_K = torch.bincount(turn_N)
     means = {"mean_abs": torch.bincount(turn_N, abs_N) / count_K, "k3": torch.bincount(turn_N, k3_N) / count_K}
     for name, mean_K in means.items():
@@ -132,9 +137,16 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def _num_distinct(row_N: torch.Tensor, ngram_NG: torch.Tensor) -> int:
-    """Distinct (row, n-gram) pairs: each prefix is renamed to a small number, so that one sort a token is enough."""
-    prefix_N, num_ids = row_N, int(ngram_NG.max()) + 1
-    for id_N in ngram_NG.unbind(1):
-        prefix_N = torch.unique(prefix_N * num_ids + id_N, return_inverse=True)[1]
-    return int(prefix_N.max()) + 1
+def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], start_N: npt.NDArray[np.int64]) -> int:
+    """Distinct pairs of row and n-gram, of which `start_N` says where in `ids_T` it begins.
+
+    A pair is one number as long as 63 bits hold it: row, then id by id. Before they would not, the numbers so far are
+    replaced by their places in sorted order. (numpy sorts faster than its `unique` looks into a hash table.)
+    """
+    num_ids = int(ids_T.max()) + 1
+    number_N, bound = row_N, int(row_N.max()) + 1
+    for place in range(NGRAM):
+        if bound * num_ids > 2**63:
+            number_N, bound = np.searchsorted(np.sort(number_N), number_N), len(number_N)
+        number_N, bound = number_N * num_ids + ids_T[start_N + place], bound * num_ids
+    return 1 + int(np.count_nonzero(np.diff(np.sort(number_N))))

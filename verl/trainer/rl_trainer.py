@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from verl.rollout.manager import RolloutManager
 from verl.single_controller.waiting import Call
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
+from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
@@ -74,7 +76,7 @@ class RLTrainer:
     def fit(self) -> Path:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
         try:
-            with last_words(self.run_dir, self.checkpoints):
+            with last_words(self.run_dir, self.checkpoints, self.writer):
                 self._run()
         except TrainingCollapsed:
             try:
@@ -85,6 +87,7 @@ class RLTrainer:
         return self._finish()
 
     def _finish(self) -> Path:
+        self.writer.drain()
         self.tracker.finish()
         return write_report(self.run_dir)
 
@@ -106,11 +109,13 @@ class RLTrainer:
             save = last or went_back or _due(trainer.save_freq, step)
             if save:
                 with self.timer("save_checkpoint"):
+                    self.writer.drain()  # a run that resumes after this step does not write its files again
                     self.checkpoints.save(step)
             if last:
                 metrics |= self._test(step)
             self._log(metrics, step)
             if save:
+                self.writer.drain()  # the files of the test, of the last step
                 self.checkpoints.save_state(step, self._progress(), score)
             self.checkpoints.settle(wait=last)
 
@@ -165,7 +170,6 @@ class RLTrainer:
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
         trained = for_losses(batch, self._not_cut(collected.trained))
         metrics |= self._update(trained, step)
-        self._store(collected.sampled, "train", step)
         metrics |= step_metrics(
             collected.sampled,
             trained,
@@ -175,6 +179,8 @@ class RLTrainer:
         )
         metrics |= health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
         metrics["rollout/num_engines"] = float(num_engines)
+        with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
+            self._store(collected.sampled, "train", step)
         return metrics | memory_metrics([self.actor, self.critic])
 
     def _update(self, trained: TrainBatch, step: int) -> dict[str, float]:
@@ -249,8 +255,9 @@ class RLTrainer:
         with phase(f"{SPLITS[split]} on {len(rows)} prompts"):
             trajectories = self.rollouts.collect(rows, 1, step, how="val")
             self.scorer.score(trajectories, validate=True)
+        metrics = validation_metrics(trajectories, split)
         self._store(trajectories, split, step)
-        return validation_metrics(trajectories, split)
+        return metrics
 
     def _start(self, device: str) -> None:
         config, trainer = self.config, self.config.trainer
@@ -264,6 +271,9 @@ class RLTrainer:
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
             self._undo.append(self.tracker.finish)
+            self.writer = BackgroundWriter()
+            self._undo.append(self.writer.close)
+            self._decode = copy.deepcopy(self.tokenizer).decode  # a tokenizer is not for two threads at once
             pools = reserve_pools(config, device)
             self._undo.append(pools.release)
             for line in pools.table.splitlines():
@@ -303,7 +313,7 @@ class RLTrainer:
 
     def _store(self, trajectories: list[Trajectory], split: Kind, step: int) -> None:
         if self.config.trainer.save_trajectories:
-            write_trajectories(self.run_dir, split, step, trajectories, self.tokenizer.decode)
+            self.writer.hand_over(partial(write_trajectories, self.run_dir, split, step, trajectories, self._decode))
 
     def _prompt_source(self, files: str | list[str], num_rows: int | None) -> PromptSource:
         data = self.config.data

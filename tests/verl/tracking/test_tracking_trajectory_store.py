@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from verl.errors import DataError, StorageError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.trajectory_store import (
+    SCHEMA,
     find_trajectories,
     load_trajectories,
     read_trajectories,
@@ -203,6 +204,25 @@ def test_loading_and_writing_again_gives_the_same_table(
     assert pq.read_table(second).equals(pq.read_table(first))
     assert [t.segments for t in loaded] == [t.segments for t in written]
     assert [t.prompt.ids for t in loaded] == [t.prompt.ids for t in written]
+
+
+@given(written=st.lists(trajectories(), max_size=3))
+def test_columns_of_tokens_are_those_of_plain_lists(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]
+) -> None:
+    """Against Arrow's own conversion of Python lists, token by token."""
+    table = pq.read_table(write_trajectories(tmp_path_factory.mktemp("store"), "train", 5, written, repr))
+    assert table.schema.equals(SCHEMA)
+    for name, rows in (
+        ("ids", [t.ids for t in written]),
+        ("loss_mask", [t.loss_mask for t in written]),
+        ("log_probs", [t.log_probs for t in written]),
+        ("prompt_text", [repr(list(t.prompt.ids)) for t in written]),
+        ("response_text", [repr(t.ids[len(t.prompt.ids) :]) for t in written]),
+    ):
+        assert table[name].combine_chunks().equals(pa.array(rows, SCHEMA.field(name).type)), name
+    texts = [[segment["text"] for segment in row] for row in table["segments"].to_pylist()]
+    assert texts == [[repr(list(segment.ids)) for segment in t.segments] for t in written]
 
 
 def altered(path: Path, **columns: Any) -> Path:

@@ -92,8 +92,13 @@ def test_a_4_gram_does_not_reach_over_a_turn() -> None:
     assert "health/repetition" not in health_metrics([trajectory((1, 2, 3), (1, 2, 3)), failed((7,) * 9)], None)
 
 
-@given(st.lists(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=3), min_size=1, max_size=3))
-def test_repetition_is_what_a_reader_would_count(rows: list[list[list[int]]]) -> None:
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=3), min_size=1, max_size=3),
+    st.sampled_from([0, 150_000, 2**31]),
+)
+def test_repetition_is_what_a_reader_would_count(small: list[list[list[int]]], smallest_id: int) -> None:
+    """The larger the ids, the fewer of them fit into one number of 64 bits."""
+    rows = [[[smallest_id + token for token in ids] for ids in turns] for turns in small]
     repeats, total = 0, 0
     for turns in rows:
         seen: list[list[int]] = []

@@ -99,6 +99,34 @@ def test_token_means_are_over_policy_tokens(answered: Trajectory, wandered: Traj
     assert "critic/values/mean" not in metrics
 
 
+def test_a_row_without_policy_tokens_has_no_response(answered: Trajectory, wandered: Trajectory) -> None:
+    batch = TrainBatch.from_trajectories([answered, wandered, answered])
+    batch.tokens["loss_mask"][12:24] = False  # as where a trajectory is left out of the losses
+    assert step_metrics([answered], batch)["state_tokens/coverage"] == pytest.approx(2 * 5 / (2 * 9))
+
+
+def test_metrics_of_tokens_are_those_of_plain_numbers() -> None:
+    """Rows of random masks against Python's own sums, token by token."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [7, 1, 30, 12, 400]
+    total = sum(lengths)
+    mask_T = torch.rand(total, generator=generator) < 0.4
+    advantage_T = torch.randn(total, generator=generator)
+    tokens = {"ids": torch.zeros(total, dtype=torch.int64), "loss_mask": mask_T, "advantages": advantage_T}
+    batch = TrainBatch(torch.tensor(lengths), tokens, {"reward": torch.tensor([0.1, 0.7, -0.2, 0.3, 0.5])})
+    metrics = step_metrics([], batch)
+    numbers = [value for value, kept in zip(advantage_T.tolist(), mask_T.tolist(), strict=True) if kept]
+    assert metrics["critic/advantages/mean"] == pytest.approx(math.fsum(numbers) / len(numbers), rel=1e-12)
+    assert metrics["critic/advantages/max"] == max(numbers)
+    assert metrics["critic/advantages/min"] == min(numbers)
+    assert metrics["critic/rewards/mean"] == pytest.approx(sum(batch.rows["reward"].tolist()) / 5, rel=1e-12)
+    rows, start, num_response = mask_T.tolist(), 0, 0
+    for length in lengths:
+        row, start = rows[start : start + length], start + length
+        num_response += length - row.index(True) if True in row else 0
+    assert metrics["state_tokens/coverage"] == sum(rows) / num_response
+
+
 def test_rewards_after_kl_and_explained_variance(answered: Trajectory, wandered: Trajectory, batch: TrainBatch) -> None:
     mask_T = batch.tokens["loss_mask"]
     batch.tokens["rewards"] = torch.full((24,), -0.1)

@@ -1,0 +1,91 @@
+"""Trajectories as the columns of the store. Letters: `B` rows, `T` tokens of all rows one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from verl.protocol import Segment, Source, Trajectory, flat_tokens, was_search
+from verl.tracking.trajectory_rows import SCHEMA, question_of
+
+Decode = Callable[[list[int]], str]
+
+_Text = Callable[[tuple[int, ...]], str]
+_TOKEN_COLUMNS = ("ids", "loss_mask", "log_probs")
+_REMEMBERED = 32  # texts: the prompt of a group is decoded once, and a response of one segment
+
+
+def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> pa.Table:
+    """One row a trajectory, with the columns of `SCHEMA`; `decode` turns token ids into text.
+
+    Raises ValueError or OverflowError for a value that its column cannot hold.
+    """
+    text = lru_cache(_REMEMBERED)(lambda ids: decode(list(ids)))
+    small = pa.schema([field for field in SCHEMA if field.name not in _TOKEN_COLUMNS])
+    table = pa.Table.from_pylist([_row(trajectory, step, text) for trajectory in trajectories], schema=small)
+    flat = flat_tokens(trajectories)
+    for name, value_T in zip(_TOKEN_COLUMNS, (flat.ids_T, flat.loss_mask_T, flat.log_probs_T), strict=True):
+        table = table.append_column(SCHEMA.field(name), _lists(value_T, flat.lengths_B, SCHEMA.field(name).type))
+    return table.select(SCHEMA.names)
+
+
+def _lists(value_T: npt.NDArray[Any], lengths_B: npt.NDArray[np.int64], kind: pa.ListType) -> pa.ListArray:
+    """A list a row, without a Python object a token."""
+    offsets = pa.array(np.concatenate([[0], lengths_B.cumsum()])).cast(pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.array(value_T).cast(kind.value_type), type=kind)
+
+
+def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
+    """The values of the columns that do not grow with the tokens."""
+    truth = (trajectory.prompt.row.get("reward_model") or {}).get("ground_truth")
+    return {
+        "step": step,
+        "group_id": trajectory.group_id,
+        "data_source": trajectory.prompt.data_source,
+        "question": question_of(trajectory.prompt.row),
+        "ground_truth": None if truth is None else _json(truth),
+        "status": None if trajectory.status is None else trajectory.status.value,
+        "failure": trajectory.failure,
+        "reward": trajectory.reward,
+        "reward_components": trajectory.reward_components,
+        "num_turns": trajectory.num_turns,
+        "num_valid_actions": trajectory.num_valid_actions,
+        "num_searches": trajectory.num_searches,
+        "weight_version": trajectory.weight_version,
+        "prompt_text": text(_ids(s for s in trajectory.segments if s.source is Source.PROMPT)),
+        "response_text": text(_ids(s for s in trajectory.segments if s.source is not Source.PROMPT)),
+        "segments": [
+            {"source": s.source.value, "num_tokens": len(s.ids), "text": text(s.ids)} for s in trajectory.segments
+        ],
+        "searches": [_search(event) for event in trajectory.events if was_search(event)],
+        "events": [_json(event) for event in trajectory.events],
+    }
+
+
+def _ids(segments: Iterable[Segment]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(segment.ids for segment in segments))
+
+
+def _search(event: dict[str, Any]) -> dict[str, Any]:
+    document_ids = event.get("document_ids")
+    return {
+        "query": str(event["query"]),
+        "document_ids": None if document_ids is None else [str(document_id) for document_id in document_ids],
+        "ms": event.get("milliseconds"),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """numpy arrays and scalars as Python values; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
