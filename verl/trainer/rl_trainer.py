@@ -21,9 +21,8 @@ from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
-from verl.protocol import Status, TrainBatch, Trajectory
+from verl.protocol import TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
-from verl.single_controller.waiting import Call
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
 from verl.tracking.background_writer import BackgroundWriter
@@ -33,7 +32,7 @@ from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collection import Collector
-from verl.trainer.estimates import Estimator, for_critic, for_losses
+from verl.trainer.estimates import Estimator, for_losses
 from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.layout import reserve_pools
@@ -43,6 +42,7 @@ from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup, memory_metrics
 from verl.trainer.scoring import Scorer
+from verl.trainer.updates import Updates, anchor_moves
 from verl.trainer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -168,8 +168,8 @@ class RLTrainer:
             self.rollouts.sleep()
         batch = collected.batch
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
-        trained = for_losses(batch, self._not_cut(collected.trained))
-        metrics |= self._update(trained, step)
+        trained = for_losses(batch, self.updates.kept(collected.trained))
+        metrics |= self.updates.run(trained, step, timed, partial(self._sync, step))
         metrics |= step_metrics(
             collected.sampled,
             trained,
@@ -183,52 +183,15 @@ class RLTrainer:
             self._store(collected.sampled, "train", step)
         return metrics | memory_metrics([self.actor, self.critic])
 
-    def _update(self, trained: TrainBatch, step: int) -> dict[str, float]:
-        """The critic's step and the actor's: a critic on GPUs of its own is waited for when the actor's new weights are
-        with the engines.
-        """
-        metrics: dict[str, float] = {}
-        beside: list[Call] = []
-        if self.critic is not None:
-            with self.timer("update_critic"):
-                begun = self.critic.begin_update(for_critic(trained, self.config.algorithm))
-                if self.critic.apart:
-                    beside.append(begun)
-                else:
-                    metrics |= begun()[0]
-        if step > self.config.trainer.critic_warmup:
-            with self.timer("update_actor"):
-                metrics |= self.actor.update(trained, beside)
-            metrics |= self._follow_anchor(step)
-        self._sync(step)
-        for begun in beside:
-            with self.timer("update_critic"):
-                metrics |= begun()[0]
-        return metrics
-
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
             self.rollouts.load_weights(partial(self.actor.publish_weights, step))
-
-    def _not_cut(self, trajectories: list[Trajectory]) -> torch.Tensor | None:
-        """[B] bool for algorithm.filter_overlong: the trajectories that came to an end by themselves."""
-        if not self.config.algorithm.filter_overlong:
-            return None
-        return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
 
     def _recomputed(self, batch: TrainBatch) -> TrainBatch:
         """The batch without `old_log_probs` where these are the sampler's own: they say nothing about a mismatch."""
         if not self.config.actor_rollout_ref.actor.use_rollout_log_probs:
             return batch
         return replace(batch, tokens={name: value for name, value in batch.tokens.items() if name != "old_log_probs"})
-
-    def _follow_anchor(self, step: int) -> dict[str, float]:
-        tau, period = self.config.algorithm.ref_policy_ema_tau, self.config.algorithm.ref_policy_ema_update_period
-        if not self._anchor_moves or step % period:
-            return {}
-        with self.timer("update_ref_policy_ema"):
-            self.actor.follow_anchor(tau)
-        return {"ref_policy/ema_tau": tau}
 
     def _validate(self, step: int) -> dict[str, float]:
         with self.timer("testing"):
@@ -287,9 +250,10 @@ class RLTrainer:
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
                 self.critic = CriticGroup(config, pools.critic, self.total_steps)
                 self._undo.append(self.critic.shutdown)
+            self.updates = Updates(config, self.actor, self.critic)
             self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
             self.checkpoints = Checkpoints(
-                self.run_dir, self.actor, self.critic, self._anchor_moves, trainer.max_ckpt_to_keep
+                self.run_dir, self.actor, self.critic, anchor_moves(config), trainer.max_ckpt_to_keep
             )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
@@ -338,10 +302,6 @@ class RLTrainer:
             return self.config
         role = self.config.actor_rollout_ref
         return replace(self.config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
-
-    @property
-    def _anchor_moves(self) -> bool:
-        return has_anchor(self.config) and self.config.algorithm.ref_policy_ema_tau < 1.0
 
 
 def _due(frequency: int, step: int) -> bool:

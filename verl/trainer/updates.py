@@ -1,0 +1,64 @@
+"""The part of a step that changes weights: critic and actor learn, and the anchor follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from verl.config import Config
+from verl.config.objective import has_anchor
+from verl.protocol import Status, TrainBatch, Trajectory
+from verl.single_controller.waiting import Call
+from verl.tracking.timing import Timer
+from verl.trainer.estimates import for_critic
+from verl.trainer.roles import ActorGroup, CriticGroup
+
+
+class Updates:
+    """Of the roles of one run."""
+
+    def __init__(self, config: Config, actor: ActorGroup, critic: CriticGroup | None) -> None:
+        self.config, self.actor, self.critic = config, actor, critic
+
+    def kept(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
+        """[B] bool for algorithm.filter_overlong: the trajectories that came to an end by themselves."""
+        if not self.config.algorithm.filter_overlong:
+            return None
+        return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
+
+    def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
+        """The critic's step and the actor's, then `sync`, which gives the engines the new weights. Returns metrics.
+
+        A critic on GPUs of its own is waited for last, since it works beside all the rest.
+        """
+        metrics: dict[str, float] = {}
+        beside: list[Call] = []
+        if self.critic is not None:
+            with timed("update_critic"):
+                begun = self.critic.begin_update(for_critic(trained, self.config.algorithm))
+                if self.critic.apart:
+                    beside.append(begun)
+                else:
+                    metrics |= begun()[0]
+        if step > self.config.trainer.critic_warmup:
+            with timed("update_actor"):
+                metrics |= self.actor.update(trained, beside)
+            metrics |= self._follow_anchor(step, timed)
+        sync()
+        for begun in beside:
+            with timed("update_critic"):
+                metrics |= begun()[0]
+        return metrics
+
+    def _follow_anchor(self, step: int, timed: Timer) -> dict[str, float]:
+        tau, period = self.config.algorithm.ref_policy_ema_tau, self.config.algorithm.ref_policy_ema_update_period
+        if not anchor_moves(self.config) or step % period:
+            return {}
+        with timed("update_ref_policy_ema"):
+            self.actor.follow_anchor(tau)
+        return {"ref_policy/ema_tau": tau}
+
+
+def anchor_moves(config: Config) -> bool:
+    return has_anchor(config) and config.algorithm.ref_policy_ema_tau < 1.0
