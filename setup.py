@@ -58,6 +58,7 @@ EXTRAS = {
         "kubernetes-validate>=1.37",
         "mcp>=2.3,<3",
         "mkdocs-material>=9.8,<10",
+        "mkdocstrings[python]>=1.0,<2",
         "mypy>=1.15",
         "nbclient>=0.10",
         "nbformat>=5.10",
