@@ -369,6 +369,7 @@ RULES: list[tuple[str, Rule]] = [
         accepts_options,
     ),
     (r"python scripts/bench/(weight_sync|parallel_efficiency)\.py", accepts_options),
+    (r"python scripts/bench/driver_step\.py", runs("--trajectories", "10", "--tokens", "300", "--rounds", "1")),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),

@@ -171,16 +171,19 @@ class TrainBatch:
 
     @property
     def turn_of_token_T(self) -> torch.Tensor:
-        """[T] int64: at policy tokens, which run of policy tokens of its row a token belongs to, from 0."""
+        """[T] int64: at policy tokens, which run of policy tokens of its row it belongs to, from 0; 0 elsewhere."""
         import torch
 
-        mask_T, row_T = self.tokens["loss_mask"], self.row_of_token_T
-        goes_on_T = torch.zeros_like(mask_T)
-        goes_on_T[1:] = mask_T[:-1] & (row_T[1:] == row_T[:-1])
-        start_T = mask_T & ~goes_on_T
-        starts_B = torch.bincount(row_T[start_T], minlength=len(self))
+        mask_T = self.tokens["loss_mask"]
+        policy_N = mask_T.nonzero().squeeze(-1)
+        row_N = self.row_of_token_T[policy_N]
+        start_N = torch.ones_like(policy_N, dtype=torch.bool)
+        start_N[1:] = (policy_N[1:] != policy_N[:-1] + 1) | (row_N[1:] != row_N[:-1])
+        starts_B = torch.bincount(row_N[start_N], minlength=len(self))
         before_B = starts_B.cumsum(0) - starts_B
-        return start_T.cumsum(0) - 1 - before_B[row_T]
+        turn_T = torch.zeros(len(mask_T), dtype=torch.int64)
+        turn_T[policy_N] = start_N.cumsum(0) - 1 - before_B[row_N]
+        return turn_T
 
     def select(self, row_indices: Sequence[int] | torch.Tensor) -> TrainBatch:
         """The given rows, in the given order."""

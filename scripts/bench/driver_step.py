@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import random
 import statistics
 import sys
@@ -121,7 +122,7 @@ def searches(tokenizer: PreTrainedTokenizerFast, number: int, mean_tokens: int) 
         trajectory.num_valid_actions = num_searches + 1
         trajectory.reward = float(rng.random() < 0.4)
         trajectory.reward_components = {"exact_match": trajectory.reward}
-        trajectories.append(trajectory)
+        trajectories.append(pickle.loads(pickle.dumps(trajectory)))  # as from a worker: an object of its own a token
     return trajectories
 
 

@@ -67,6 +67,17 @@ def test_a_batch_is_what_its_trajectories_say_token_by_token(rows: list[Trajecto
     assert batch.rows["reward"].tolist() == torch.tensor([row.reward for row in rows], dtype=torch.float32).tolist()
 
 
+@given(rows=st.lists(trajectories(), max_size=4))
+def test_turns_are_the_runs_of_policy_tokens_of_a_row(rows: list[Trajectory]) -> None:
+    turns = []
+    for row in rows:
+        mask, number = row.loss_mask, -1
+        for place, trained in enumerate(mask):
+            number += trained and not (place and mask[place - 1])
+            turns.append(number if trained else 0)
+    assert TrainBatch.from_trajectories(rows).turn_of_token_T.tolist() == turns
+
+
 def test_an_id_that_no_integer_holds_is_an_error() -> None:
     with pytest.raises(OverflowError):
         flat_tokens([trajectory("a", 0.0, Segment(Source.PROMPT, (2**63,)))])

@@ -120,14 +120,15 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
     mask_T = batch.tokens["loss_mask"]
     if "old_log_probs" not in batch.tokens or not bool(mask_T.any()):
         return {}
-    d_N = batch.tokens["old_log_probs"][mask_T].double() - batch.tokens["rollout_log_probs"][mask_T].double()
+    policy_N = mask_T.nonzero().squeeze(-1)  # to read by numbers is several times faster than by a mask
+    d_N = batch.tokens["old_log_probs"][policy_N].double() - batch.tokens["rollout_log_probs"][policy_N].double()
     abs_N, k3_N = d_N.abs(), torch.expm1(d_N) - d_N
     metrics = {
         "health/mismatch/mean_abs": float(abs_N.mean()),
         "health/mismatch/max_abs": float(abs_N.max()),
         "health/mismatch/k3": float(k3_N.mean()),
     }
-    turn_N = batch.turn_of_token_T[mask_T]
+    turn_N = batch.turn_of_token_T[policy_N]
     count_K = torch.bincount(turn_N)
     means = {"mean_abs": torch.bincount(turn_N, abs_N) / count_K, "k3": torch.bincount(turn_N, k3_N) / count_K}
     for name, mean_K in means.items():
@@ -140,13 +141,12 @@ def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], st
     """Distinct pairs of row and n-gram, of which `start_N` says where in `ids_T` it begins.
 
     A pair is one number as long as 63 bits hold it: row, then id by id. Before they would not, the numbers so far are
-    replaced by their ranks.
+    replaced by their places in sorted order. (numpy sorts faster than its `unique` looks into a hash table.)
     """
     num_ids = int(ids_T.max()) + 1
     number_N, bound = row_N, int(row_N.max()) + 1
     for place in range(NGRAM):
         if bound * num_ids > 2**63:
-            distinct, number_N = np.unique(number_N, return_inverse=True)
-            bound = len(distinct)
+            number_N, bound = np.searchsorted(np.sort(number_N), number_N), len(number_N)
         number_N, bound = number_N * num_ids + ids_T[start_N + place], bound * num_ids
-    return len(np.unique(number_N))
+    return 1 + int(np.count_nonzero(np.diff(np.sort(number_N))))

@@ -6,7 +6,7 @@ What a mean leaves out:
   advantages, returns and values are taken over policy tokens alone, and `policy_length/*` is the response without them.
 
 A name whose mean would be over nothing (no finished trajectory, a tensor that the batch does not have) is left out.
-Row letters: `B` trajectories, `T` tokens of all rows.
+Row letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens among them.
 """
 
 from __future__ import annotations
@@ -105,19 +105,17 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     `critic/rewards` is the sum of a row's `rewards` over its policy tokens, or the row's reward where the batch has
     none (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
     """
-    mask_T = batch.tokens["loss_mask"]
-    metrics = _tensor_spread("critic/rewards", _row_rewards_B(batch))
-    for name in ("advantages", "returns", "values"):
-        if name in batch.tokens:
-            metrics |= _tensor_spread(f"critic/{name}", batch.tokens[name][mask_T])
-    if {"returns", "values"} <= batch.tokens.keys():
-        metrics["critic/vf_explained_var"] = _explained_variance(
-            batch.tokens["returns"][mask_T], batch.tokens["values"][mask_T]
-        )
-    metrics["state_tokens/total"] = float(mask_T.sum())
-    num_response_tokens = _num_response_tokens(batch)
+    policy_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
+    metrics = _tensor_spread("critic/rewards", _row_rewards_B(batch, policy_N))
+    found = {name: batch.tokens[name][policy_N] for name in ("advantages", "returns", "values") if name in batch.tokens}
+    for name, value_N in found.items():
+        metrics |= _tensor_spread(f"critic/{name}", value_N)
+    if {"returns", "values"} <= found.keys():
+        metrics["critic/vf_explained_var"] = _explained_variance(found["returns"], found["values"])
+    metrics["state_tokens/total"] = float(len(policy_N))
+    num_response_tokens = _num_response_tokens(batch, policy_N)
     if num_response_tokens:
-        metrics["state_tokens/coverage"] = float(mask_T.sum()) / num_response_tokens
+        metrics["state_tokens/coverage"] = len(policy_N) / num_response_tokens
     return metrics
 
 
@@ -204,16 +202,15 @@ def _num_prompt_tokens(trajectory: Trajectory) -> int:
     return sum(len(segment.ids) for segment in trajectory.segments if segment.source is Source.PROMPT)
 
 
-def _row_rewards_B(batch: TrainBatch) -> torch.Tensor:
+def _row_rewards_B(batch: TrainBatch, policy_N: torch.Tensor) -> torch.Tensor:
     if "rewards" not in batch.tokens:
         return batch.rows["reward"]
-    reward_T = batch.tokens["rewards"].masked_fill(~batch.tokens["loss_mask"], 0)
-    return reward_T.new_zeros(len(batch)).index_add(0, batch.row_of_token_T, reward_T)
+    reward_N = batch.tokens["rewards"][policy_N]
+    return reward_N.new_zeros(len(batch)).index_add(0, batch.row_of_token_T[policy_N], reward_N)
 
 
-def _num_response_tokens(batch: TrainBatch) -> int:
+def _num_response_tokens(batch: TrainBatch, policy_N: torch.Tensor) -> int:
     """Tokens from a row's first policy token on: the turn that follows the prompt is always the policy's."""
-    policy_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
     ends_B = batch.lengths_B.cumsum(0)
     first_B = ends_B.scatter_reduce(0, batch.row_of_token_T[policy_N], policy_N, "amin")
     return int((ends_B - first_B).sum())
