@@ -1,13 +1,16 @@
 """What the driver does alone in a step, while all GPUs wait, and what is written beside the next step.
 
-    .venv/bin/python scripts/bench/driver_step.py [--trajectories 2560] [--tokens 2250] [--rounds 3] [--folder /tmp]
+    .venv/bin/python scripts/bench/driver_step.py [--trajectories 2560] [--tokens 2250] [--ranks 8] [--rounds 3]
 
 Trajectories have the shape of searches: prompt, then a thought with a query and passages in turn, then an answer, with
-log-probs and events; all seeded. Their tokens are those of the documentation, by a tokenizer trained on it. The batch
-gets random log-probs, entropies, advantages, returns and values, as after the passes of the models. A round does what a
-step does, in its order: `batch`, `metrics`, `health`, `store` (the hand-over to the background writer); then it waits
-until the writer is done (`written`: from the hand-over to the file). `inline` is the same write as part of the step.
-Medians over the rounds; the last line is JSON: `seconds` is the critical path, batch + metrics + health + store.
+log-probs and events; all seeded. Their tokens are those of the documentation, by a tokenizer trained on it. The ranks
+are real Ray actors without a model (data_plane.py): they read what they are sent and answer with random log-probs.
+
+A round does what a step of GRPO does, in its order: `batch`, `send` (its columns to the ranks, and the advantages later),
+`merge` (the ranks' answers, once they are there), `advantages`, `metrics`, `health`, `store` (the hand-over to the
+background writer); then it waits until the writer is done (`written`: from the hand-over to the file). `inline` is the
+same write as part of the step. Medians over the rounds; the last line is JSON: `seconds` is the critical path, the sum
+of all but the last two.
 """
 
 from __future__ import annotations
@@ -21,26 +24,33 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import ray
 import torch
+from data_plane import Rank
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
 from verl.engine.batching import split_rows
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
+from verl.single_controller.cluster import init_patiently
+from verl.single_controller.shared_batch import merged, share
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.timing import Timer
 from verl.tracking.trajectory_store import write_trajectories
+from verl.trainer.estimates import for_losses, token_rewards
 from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics
+from verl.trainer.roles import SCORED, ActorGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 200
 POLICY_SHARE = 0.35  # of the tokens after the prompt
 GROUP = 5
-RANKS = 8
-CRITICAL = ("batch", "metrics", "health", "store")
+CRITICAL = ("batch", "send", "merge", "advantages", "metrics", "health", "store")
 BESIDE = ("written", "inline")
 
 
@@ -48,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=2560)
     parser.add_argument("--tokens", type=int, default=2250, help="mean tokens of a trajectory, its prompt included")
+    parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write (a temporary folder, removed at the end)")
     args = parser.parse_args()
@@ -55,10 +66,13 @@ def main() -> None:
     tokenizer = train_tokenizer()
     trajectories = searches(tokenizer, args.trajectories, args.tokens)
     num_tokens = sum(len(trajectory.ids) for trajectory in trajectories)
+    init_patiently(num_cpus=1, log_to_driver=False, configure_logging=False)
+    ranks = [Rank.remote(rank, args.ranks) for rank in range(args.ranks)]
+    ray.get([rank.memory.remote() for rank in ranks])
     timers = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for number in range(args.rounds):
-            timers.append(one_round(trajectories, tokenizer, Path(folder), number))
+            timers.append(one_round(trajectories, tokenizer, ranks, Path(folder), number))
         num_bytes = max(path.stat().st_size for path in Path(folder).rglob("*.parquet"))
     parts = {part: statistics.median(timer.seconds[part] for timer in timers) for part in CRITICAL + BESIDE}
     show(parts, f"{len(trajectories)} trajectories, {num_tokens} tokens, a file of {num_bytes / 2**20:.1f} MiB")
@@ -130,13 +144,15 @@ def policy(ids: tuple[int, ...], rng: random.Random) -> Segment:
     return Segment(Source.POLICY, ids, tuple(-rng.expovariate(3.0) for _ in ids))
 
 
-def one_round(trajectories: list[Trajectory], tokenizer: PreTrainedTokenizerFast, folder: Path, number: int) -> Timer:
+def one_round(
+    trajectories: list[Trajectory], tokenizer: PreTrainedTokenizerFast, ranks: list[Any], folder: Path, number: int
+) -> Timer:
     timed, writer = Timer(), BackgroundWriter()
     with timed("batch"):
         batch = TrainBatch.from_trajectories(trajectories)
-    add_estimates(batch)
+    estimate(batch, ranks, timed)
+    report(trajectories, batch, len(ranks), timed)
     write = partial(write_trajectories, folder, "train", number, trajectories, tokenizer.decode)
-    report(trajectories, batch, timed)
     with timed("written"):
         with timed("store"):
             writer.hand_over(write)
@@ -147,19 +163,32 @@ def one_round(trajectories: list[Trajectory], tokenizer: PreTrainedTokenizerFast
     return timed
 
 
-def report(trajectories: list[Trajectory], batch: TrainBatch, timed: Timer) -> None:
-    partitions = split_rows(batch.lengths_B, RANKS)
+def estimate(batch: TrainBatch, ranks: list[Any], timed: Timer) -> None:
+    """Log-probs from the ranks, advantages, and both back to the ranks."""
+    with timed("send"):
+        sent = share(batch, SCORED)
+        asked = [rank.log_probs.remote(sent) for rank in ranks]
+    ray.wait(asked, num_returns=len(asked))
+    with timed("merge"):
+        found = merged(batch, ray.get(asked))
+        batch.tokens |= {"old_log_probs": found["log_prob"], "entropy": found["entropy"]}
+    with timed("advantages"):
+        reward_T, mask_T = token_rewards(batch), batch.tokens["loss_mask"]
+        given = AdvantageInput(reward_T, mask_T, batch.row_of_token_T, batch.rows["group"], None, None, None)
+        advantage_T = ADVANTAGES["grpo"](given, AdvantageSettings(1.0, 1.0, "group_std")).advantage_T
+        batch.tokens |= {"rewards": reward_T, "advantages": advantage_T}
+    with timed("send"):
+        sent = share(for_losses(batch), ActorGroup.learns_from, ActorGroup.learns_from_rows)
+        updated = [rank.update.remote(sent) for rank in ranks]
+    ray.get(updated)
+
+
+def report(trajectories: list[Trajectory], batch: TrainBatch, num_ranks: int, timed: Timer) -> None:
+    partitions = split_rows(batch.lengths_B, num_ranks)
     with timed("metrics"):
         step_metrics(trajectories, batch, seconds={"gen": 1.0}, partitions=partitions, max_prompt_length=PROMPT_TOKENS)
     with timed("health"):
         health_metrics(trajectories, batch)
-
-
-def add_estimates(batch: TrainBatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in ("advantages", "returns", "values", "rewards", "entropy"):
-        batch.tokens[name] = torch.randn(len(batch.tokens["ids"]), generator=generator)
-    batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"] + 0.01 * batch.tokens["advantages"]
 
 
 def show(parts: dict[str, float], what: str) -> None:
