@@ -10,7 +10,7 @@ from e2e_world import small_run
 from hosts import Network, ray_cluster
 from runs_on_hosts import HostRun, assert_same, retriever_on
 
-pytestmark = pytest.mark.slow  # four runs of five steps, two minutes of a core each
+pytestmark = pytest.mark.slow  # six runs of five steps, two minutes of a core each
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def url(network: Network, tinywiki: Path) -> Iterator[str]:
 ALGORITHMS = {
     "grpo_ema_pg": (),
     "ppo": ("algorithm.adv_estimator=gae",),
+    "ppo_own_critic": ("algorithm.adv_estimator=gae",),
 }
 OWN_PORT = 8001
 
@@ -36,23 +37,27 @@ OWN_PORT = 8001
 def test_two_hosts_do_what_one_does(
     algorithm: str, network: Network, url: str, tinywiki: Path, policy: Path, tmp_path: Path
 ) -> None:
-    """Five steps: every metric that is not a time, and every weight, to the last bit. PPO starts its retrievers."""
+    """Five steps: every metric that is not a time, and every weight, to the last bit. PPO starts its retrievers; its
+    critic takes turns with the actor, or on two hosts has a worker of its own on each.
+    """
+    has_critic = "ppo" in algorithm
 
     def train(name: str, ray_address: str, *sizes: str) -> HostRun:
         settings = ("trainer.total_training_steps=5", "trainer.test_freq=5", "trainer.deterministic=true")
         more = (*settings, "actor_rollout_ref.rollout.num_engines=2", "trainer.logger=[]", *ALGORITHMS[algorithm])
-        critic = (f"critic.model.path={policy}",) if algorithm == "ppo" else ()
+        critic = (f"critic.model.path={policy}",) if has_critic else ()
         command = small_run(tinywiki, policy, url, tmp_path / name, *more, *critic, *sizes)
         run = HostRun(network.hosts[0], tmp_path / name, command, ray_address)
         run.finish()
         return run
 
     one = train("one", "local", "trainer.n_gpus_per_node=2")
+    apart = ("trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1") if algorithm == "ppo_own_critic" else ()
     launch = f"CORPUS_PATH={tinywiki / 'corpus.jsonl'} PORT={OWN_PORT} bash retrieval_launch.sh"
     own = ("retriever.placement=per_node", f"retriever.launch='{launch}'")
-    asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if algorithm == "ppo" else ()
+    asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if has_critic else ()
     with ray_cluster(network.hosts) as address:
-        two = train("two", address, "trainer.nnodes=2", *asked)
+        two = train("two", address, "trainer.nnodes=2", *asked, *apart)
         assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
     assert_same(one, two, step=5)
-    assert (two.folder / "critic" / "global_step_5").is_dir() == (algorithm == "ppo")
+    assert (two.folder / "critic" / "global_step_5").is_dir() == has_critic
