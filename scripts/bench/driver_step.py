@@ -6,7 +6,7 @@ Trajectories have the shape of searches: prompt, then a thought with a query and
 log-probs and events; all seeded. Their tokens are those of the documentation, by a tokenizer trained on it. The ranks
 are real Ray actors without a model (data_plane.py): they read what they are sent and answer with random log-probs.
 
-A round does what a step of GRPO does, in its order: `batch`, `send` (its columns to the ranks, and the advantages later),
+A round does what a step of GRPO does, in its order: `batch`, `send` (its columns to the ranks, the advantages later),
 `merge` (the ranks' answers, once they are there), `advantages`, `metrics`, `health`, `store` (the hand-over to the
 background writer); then it waits until the writer is done (`written`: from the hand-over to the file). `inline` is the
 same write as part of the step. Medians over the rounds; the last line is JSON: `seconds` is the critical path, the sum

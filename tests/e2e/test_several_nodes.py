@@ -10,7 +10,7 @@ from e2e_world import small_run
 from hosts import Network, ray_cluster
 from runs_on_hosts import HostRun, assert_same, retriever_on
 
-pytestmark = pytest.mark.slow  # eight runs of five steps, two to four minutes of a core each
+pytestmark = pytest.mark.slow  # twelve runs of five steps, two to four minutes of a core each
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -28,6 +28,7 @@ def url(network: Network, tinywiki: Path) -> Iterator[str]:
 ALGORITHMS = {
     "grpo_ema_pg": (),
     "ppo": ("algorithm.adv_estimator=gae",),
+    "ppo_own_critic": ("algorithm.adv_estimator=gae",),
 }
 OWN_PORT = 8001
 
@@ -36,29 +37,28 @@ OWN_PORT = 8001
 def test_several_hosts_do_what_one_does(
     algorithm: str, network: Network, url: str, tinywiki: Path, policy: Path, tmp_path: Path
 ) -> None:
-    """Five steps: every metric that is not a time, and every weight, to the last bit. PPO starts its retrievers."""
-    num_hosts = len(network.hosts)
+    """Five steps: every metric that is not a time, and every weight, to the last bit. PPO starts its retrievers; its
+    critic takes turns with the actor, or on several hosts has a worker of its own on each.
+    """
+    has_critic, num_hosts = "ppo" in algorithm, len(network.hosts)
 
     def train(name: str, ray_address: str, *sizes: str) -> HostRun:
         settings = ("trainer.total_training_steps=5", "trainer.test_freq=5", "trainer.deterministic=true")
-        more = (
-            *settings,
-            f"actor_rollout_ref.rollout.num_engines={num_hosts}",
-            "trainer.logger=[]",
-            *ALGORITHMS[algorithm],
-        )
-        critic = (f"critic.model.path={policy}",) if algorithm == "ppo" else ()
+        engines = f"actor_rollout_ref.rollout.num_engines={num_hosts}"
+        more = (*settings, engines, "trainer.logger=[]", *ALGORITHMS[algorithm])
+        critic = (f"critic.model.path={policy}",) if has_critic else ()
         command = small_run(tinywiki, policy, url, tmp_path / name, *more, *critic, *sizes)
         run = HostRun(network.hosts[0], tmp_path / name, command, ray_address)
         run.finish()
         return run
 
     one = train("one", "local", f"trainer.n_gpus_per_node={num_hosts}")
+    apart = ("trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1") if algorithm == "ppo_own_critic" else ()
     launch = f"CORPUS_PATH={tinywiki / 'corpus.jsonl'} PORT={OWN_PORT} bash retrieval_launch.sh"
     own = ("retriever.placement=per_node", f"retriever.launch='{launch}'")
-    asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if algorithm == "ppo" else ()
+    asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if has_critic else ()
     with ray_cluster(network.hosts) as address:
-        several = train("several", address, f"trainer.nnodes={num_hosts}", *asked)
+        several = train("several", address, f"trainer.nnodes={num_hosts}", *asked, *apart)
         assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
     assert_same(one, several, step=5)
-    assert (several.folder / "critic" / "global_step_5").is_dir() == (algorithm == "ppo")
+    assert (several.folder / "critic" / "global_step_5").is_dir() == has_critic

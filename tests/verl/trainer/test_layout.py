@@ -22,7 +22,7 @@ def test_a_critic_on_gpus_of_its_own() -> None:
     assert title == "layout split: 4 ranks of the actor, 2 of the critic and 2 engines of 1 GPU on 2 nodes"
     assert columns.split() == ["node", "actor", "on", "GPUs", "critic", "on", "GPUs", "sample", "on", "GPUs"]
     assert second.split() == ["192.0.2.2", "ranks", "2-3", "5,6", "rank", "1", "7", "engine", "1", "4"]
-    apart = layout_table(replace(place, sampling_nodes=1), nodes[:1], nodes[1:]).splitlines()
+    apart = layout_table(replace(place, sampling_nodes=1, num_engines=1), nodes[:1], nodes[1:]).splitlines()
     assert apart[3].split() == ["192.0.2.2", "engine", "0", "4"]
     assert apart[3].index("engine") == apart[1].index("sample"), "where the engines of the others would stand"
 
