@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,14 @@ def test_the_gpu_lock_fits_what_its_packages_say_about_each_other() -> None:
                 assert needed.specifier.contains(version, prereleases=True), f"{name} needs {needed}, not {version}"
                 asked += 1
     assert asked > 300
+
+
+def test_every_release_of_python_3_11_will_do() -> None:
+    """Debian 12 has 3.11.2: a pinned version that asks for a later one cannot be installed there."""
+    found = {one.name: one.metadata["Requires-Python"] for one in metadata.distributions()}
+    assert len(found) > 100
+    too_new = {name: asked for name, asked in found.items() if asked and not SpecifierSet(asked).contains("3.11.0")}
+    assert not too_new
 
 
 def test_the_gpu_lock_holds_for_both_pythons() -> None:
