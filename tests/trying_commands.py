@@ -221,6 +221,16 @@ def runs(*more: str) -> Rule:
     return lambda command, _: run_python(command, *more)
 
 
+def runs_apart(*more: str) -> Rule:
+    """The same in a process of its own, which starts a Ray of its own."""
+
+    def run(command: Command, _: Checkout) -> None:
+        done = subprocess.run([sys.executable, *command.words[1:], *more], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+    return run
+
+
 def accepts_options(command: Command, _: Checkout) -> None:
     """Runs the program until its own parser has taken the arguments."""
     real = argparse.ArgumentParser.parse_args
@@ -369,7 +379,10 @@ RULES: list[tuple[str, Rule]] = [
         accepts_options,
     ),
     (r"python scripts/bench/(weight_sync|parallel_efficiency)\.py", accepts_options),
-    (r"python scripts/bench/driver_step\.py", runs("--trajectories", "10", "--tokens", "300", "--rounds", "1")),
+    (
+        r"python scripts/bench/(driver_step|data_plane)\.py",
+        runs_apart("--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1"),
+    ),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
