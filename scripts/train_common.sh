@@ -116,10 +116,12 @@ submit() {
     place=()
     set -- python3 "${@:2}"
   fi
-  export RAY_API_SERVER_ADDRESS=$RAY_DASHBOARD_ADDRESS # the one address that RAY_ADDRESS does not override
-  "$ray" job submit --submission-id="$job" --no-wait "${options[@]}" -- "${place[@]}" PYTHONUNBUFFERED=1 "$@" ||
+  unset RAY_ADDRESS RAY_API_SERVER_ADDRESS # either would win over --address
+  "$ray" job submit --address="$RAY_DASHBOARD_ADDRESS" --submission-id="$job" --no-wait "${options[@]}" \
+    -- "${place[@]}" PYTHONUNBUFFERED=1 "$@" ||
     fail "the job was not submitted; is Ray's head at $RAY_DASHBOARD_ADDRESS, and does it ask for a secret" \
       "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too)?"
-  echo "submitted as $job. What it prints: RAY_API_SERVER_ADDRESS=$RAY_DASHBOARD_ADDRESS $ray job logs --follow $job"
+  echo "submitted as $job. What it prints:" \
+    "env -u RAY_ADDRESS $ray job logs --address=$RAY_DASHBOARD_ADDRESS --follow $job"
   exit 0
 }

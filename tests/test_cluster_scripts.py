@@ -100,7 +100,7 @@ def test_a_cluster_by_ssh(cluster: dict[str, str], start: Callable[..., Script])
     script = start("scripts/cluster/ssh.sh", "start", "localhost", "n2", "--", "--num-cpus=4", RAY_AUTH_TOKEN="s")
     head, other = calls(cluster, 2)
     same = "token=s mode=token niceness=0 start --block --disable-usage-stats"
-    assert head == f"localhost {same} --head --port=6379 --num-cpus=4"
+    assert head == f"localhost {same} --head --port=6379 --dashboard-host=127.0.0.1 --num-cpus=4"
     assert other == f"n2 {same} --address=127.0.0.1:6379 --num-cpus=4"
     script.end()
     assert {"localhost ended", "n2 ended"} <= set(calls(cluster, 4))
@@ -121,7 +121,7 @@ def test_a_run_on_slurm(cluster: dict[str, str], start: Callable[..., Script], t
     head, second, third, train = calls(cluster, 4)
     token = head.split("token=")[1].split()[0]
     assert len(token) == 64 and f"token={token}" in second and f"token={token}" in third
-    assert head.startswith("n1 ") and head.endswith("--head --port=6379")
+    assert head.startswith("n1 ") and head.endswith("--head --port=6379 --dashboard-host=127.0.0.1")
     assert [line[:2] for line in (second, third)] == ["n2", "n3"] and second.endswith("--address=127.0.0.1:6379")
     assert train == f"train 127.0.0.1:6379 {token} 4 a=1 trainer.nnodes=3"
 

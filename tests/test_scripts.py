@@ -178,21 +178,22 @@ def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_pa
     (tmp_path / ".venv/bin").mkdir(parents=True)
     noted = tmp_path / "noted"
     ray = tmp_path / ".venv/bin/ray"
-    ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "$RAY_API_SERVER_ADDRESS" "$@" > {noted}\n')
+    ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "${{RAY_ADDRESS-none}}" "$@" > {noted}\n')
     ray.chmod(0o755)
     command = f"source {ROOT}/scripts/train_common.sh; ROOT={tmp_path}; train a=1 -- b=2"
     names = ("DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
     environment = {**os.environ, **{f"{name}_DEFAULT": "x" for name in names}, "N_NODES_DEFAULT": "4"}
-    environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine"}
+    environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine", "RAY_ADDRESS": "other:6379"}
     done = subprocess.run(["bash", "-ec", command], cwd=prompts, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = noted.read_text().splitlines()
-    assert words[:3] == ["http://head:8265", "job", "submit"] and words[3].startswith("--submission-id=mine-")
+    assert words[:4] == ["none", "job", "submit", "--address=http://head:8265"], "Ray would prefer RAY_ADDRESS"
+    assert words[4].startswith("--submission-id=mine-")
     entry = words[words.index("--") + 1 :]
     assert entry[:3] == ["env", "-C", str(prompts)] and f"PYTHONPATH={ROOT}:{prompts}" in entry[3]
     assert entry[-4:] == ["-m", "verl.trainer.main_ppo", "a=1", "b=2"]
-    job = words[3].removeprefix("--submission-id=")
-    assert f"RAY_API_SERVER_ADDRESS=http://head:8265 {ray} job logs --follow {job}" in done.stdout
+    job = words[4].removeprefix("--submission-id=")
+    assert f"env -u RAY_ADDRESS {ray} job logs --address=http://head:8265 --follow {job}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,9 @@ class Role:
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         return merged(batch, self.engine.values(batch))["value"]
+
+    def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
+        return partial(self.values, batch)
 
 
 def merged(batch: TrainBatch, found: RankValues) -> dict[str, torch.Tensor]:
