@@ -93,6 +93,10 @@ class Trajectory:
         return [value for segment in self.segments for value in (segment.log_probs or (0.0,) * len(segment.ids))]
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
     def num_response_tokens(self) -> int:
         """All tokens after the prompt, whoever wrote them."""
         return sum(len(segment.ids) for segment in self.segments if segment.source is not Source.PROMPT)

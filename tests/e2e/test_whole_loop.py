@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -92,6 +93,24 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
         for phase in ("sample", "update", "sync"):  # the log-probs are the sampler's
             assert 0.1 < steps[step][f"memory_gib/{phase}/actor"] < 16, phase
         assert steps[step]["env/failed_ratio"] == 0
+        assert steps[step]["perf/time_per_step"] == steps[step]["timing_s/step"]
+        for name in ("engine_idle", "rollout_idle", "driver"):
+            assert 0 <= steps[step][f"perf/{name}_share"] < 1, name
+
+
+def test_a_timeline_has_what_driver_engine_and_rank_did(run_dir: Path) -> None:
+    steps = metrics_by_step(run_dir)
+    for step in (1, 2, 3):
+        events = json.loads((run_dir / "timeline" / f"step_{step}.json").read_text())["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        spans = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in events if "dur" in event]
+        done = {(who, what) for who, what, _, _ in spans}
+        assert {("driver", "gen"), ("engine 0", "rollouts"), ("engine 0", "generate"), ("actor 0", "update")} <= done
+        [(_, _, start, length)] = [span for span in spans if span[1] == "step"]
+        assert length / 1e6 == pytest.approx(steps[step]["timing_s/step"], abs=1e-3)
+        for who, what in (("engine 0", "generate"), ("actor 0", "update")):
+            times = [(ts, dur) for *span, ts, dur in spans if span == [who, what]]
+            assert any(start <= ts and ts + dur <= start + length for ts, dur in times), "on one clock"
 
 
 def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:

@@ -72,6 +72,9 @@ class TrainerConfig:
         False, "Only kernels that give the same bits for the same input; needs rollout.seed_per_request."
     )
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
+    save_timeline: bool = setting(
+        True, "Write what driver, engines and ranks did when, a file a step in the run folder, for ui.perfetto.dev."
+    )
     step_timeout_s: float = setting(
         3600.0,
         "Longest wait for a worker, in seconds: for its part of a phase, or for an engine to end a trajectory.",

@@ -1,4 +1,4 @@
-"""How much memory a rank took in each phase of a step, for the metrics."""
+"""How much memory a rank took in each phase of a step, and when it worked: for metrics and timeline."""
 
 from __future__ import annotations
 
@@ -47,12 +47,14 @@ class MemoryMeter:
 
 
 def in_phase(phase: Phase) -> Callable[[Method], Method]:
-    """Count what a method takes; its object has a `MemoryMeter` named `memory`."""
+    """Count the memory and the time that a method takes; its object has a `MemoryMeter` named `memory` and a
+    `SpanRecorder` named `spans`.
+    """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def counted(self: Any, *args: Any, **named: Any) -> Any:
-            with self.memory.during(phase):
+            with self.spans(method.__name__), self.memory.during(phase):
                 return method(self, *args, **named)
 
         return counted  # type: ignore[return-value]

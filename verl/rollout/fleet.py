@@ -54,6 +54,11 @@ class Engine:
     starting: Any
     at_once: int = 0
 
+    @property
+    def name(self) -> str:
+        """Where it is, for people."""
+        return f"engine {self.seat.address} {self.seat.rank}".replace("  ", " ")
+
 
 class Fleet:
     """Starts the engines and keeps `engines`, those that can be asked.

@@ -25,6 +25,7 @@ from verl.rollout.weight_stream import WeightStream
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
+from verl.tracking.spans import Span
 
 PublishWeights = Callable[[], WeightStream]
 
@@ -49,6 +50,7 @@ class RolloutManager:
         self.timeout_s = config.trainer.step_timeout_s
         self.stats: dict[str, float] = {}
         self._device = pool.device
+        self._spans: dict[str, list[Span]] = {}
         self._publish: PublishWeights | None = None  # those that the engines have
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
@@ -82,6 +84,11 @@ class RolloutManager:
             log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
         self.stats = draws.stats()
         return draws.trajectories()
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """What each engine did in the calls of `collect` since the last call, by the engine's name."""
+        taken, self._spans = self._spans, {}
+        return taken
 
     def load_weights(self, publish: PublishWeights) -> None:
         """Give the weights that `publish` offers to every engine; it is called again for engines started later.
@@ -151,6 +158,8 @@ class RolloutManager:
     def _sample(self, draws: Draws) -> None:
         try:
             Stream(self._fleet, draws, self.timeout_s).run()
+            for engine, spans in self._fleet.ask_each("take_spans", dict.fromkeys(self._fleet.engines, ())).items():
+                self._spans.setdefault(engine.name, []).extend(spans)
         except Exception:
             calls = [engine.worker.abandon.remote() for engine in self._fleet.engines]
             ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)

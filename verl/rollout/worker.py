@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.agent.environment import Sampling, make_environment
+from verl.agent.environment import Generation, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
@@ -22,12 +22,14 @@ from verl.rollout.engine_settings import EngineSettings
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_group import Meeting
 from verl.stacks import offer_stacks
+from verl.tracking.spans import OverlapRecorder, Span, gaps
 from verl.working_dir import enter_working_dir
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine
 
 
+WAITING = "wait for environment"
 TOGETHER_S = 0.01  # episodes that end within this time are reported by one answer
 
 
@@ -39,6 +41,18 @@ class EpisodeRequest:
     prompt: Prompt
     group_id: str
     seed: int | None
+
+
+@dataclass(frozen=True)
+class WatchedSampler:
+    """A sampler, and when it had something to do."""
+
+    sampler: Sampler
+    busy: OverlapRecorder
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        with self.busy():
+            return await self.sampler.generate(ids, sampling)
 
 
 class RolloutWorker:
@@ -53,6 +67,7 @@ class RolloutWorker:
         self.config = config
         self.device = device
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
+        self._in_episodes, self._in_engine = OverlapRecorder("rollouts"), OverlapRecorder("generate")
 
     async def start(self, retriever: object = None) -> int:
         """Load the model and the environment. Returns how many episodes are played at once.
@@ -105,6 +120,12 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def take_spans(self) -> list[Span]:
+        """Since the last call: `rollouts`, and in them `generate`, or `WAITING` when no episode was in the engine."""
+        busy, episodes = self._in_engine.take(), self._in_episodes.take()
+        waits = [gap for span in episodes for gap in gaps(busy, span, WAITING)]
+        return [*episodes, *busy, *waits]
+
     async def load_weights(self, exported: ExportedWeights) -> None:
         await self.engine.load_weights(exported)
 
@@ -145,16 +166,17 @@ class RolloutWorker:
     async def _play(self, request: EpisodeRequest, sampling: Sampling) -> Trajectory:
         async with self._places:
             try:
-                trajectory = await run_episode(
-                    request.prompt,
-                    request.group_id,
-                    self.engine,
-                    self.environment,
-                    self.tokenizer,
-                    sampling,
-                    self.limits,
-                    request.seed,
-                )
+                with self._in_episodes():
+                    trajectory = await run_episode(
+                        request.prompt,
+                        request.group_id,
+                        WatchedSampler(self.engine, self._in_engine),
+                        self.environment,
+                        self.tokenizer,
+                        sampling,
+                        self.limits,
+                        request.seed,
+                    )
             except VerlError as error:
                 raise type(error)(f"group {request.group_id} ({request.prompt.data_source}): {error}") from error
             except Exception as error:

@@ -23,6 +23,10 @@ WATCHED = (
 )
 """Metric name, its short name on the line, and its format."""
 SCORE_INFIX = "/test_score/"
+TIMING = "timing_s/"
+OUTSIDE = {f"{TIMING}{name}" for name in ("step", "testing", "testing_ref_policy", "save_checkpoint")}
+"""Not a part of a step."""
+WORTH_TELLING = 0.01  # of a step's time
 
 
 class ConsoleBackend:
@@ -60,4 +64,17 @@ def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | Non
     parts += [f"{short} {metrics[name]:{form}}" for name, short, form in WATCHED if name in metrics]
     parts += [f"{name.replace(SCORE_INFIX, ' ')} {value:.3f}" for name, value in metrics.items() if SCORE_INFIX in name]
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith("/failed_ratio") and value > 0]
+    parts += filter(None, [_where_time_went(metrics)])
     return " | ".join(parts)
+
+
+def _where_time_went(metrics: Mapping[str, float]) -> str:
+    """`gen 41% update_actor 38% old_log_prob 12%, driver alone 3%`, of a step; the longest first."""
+    step_s = metrics.get(f"{TIMING}step")
+    if not step_s:
+        return ""
+    names = (name for name in metrics if name.startswith(TIMING) and name not in OUTSIDE)
+    shares = sorted(((metrics[name] / step_s, name.removeprefix(TIMING)) for name in names), reverse=True)
+    text = " ".join(f"{name} {share:.0%}" for share, name in shares if share >= WORTH_TELLING)
+    alone = metrics.get("perf/driver_share")
+    return text if alone is None else f"{text}, driver alone {alone:.0%}"

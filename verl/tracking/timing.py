@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from verl.tracking.spans import Span, now
 
 
 class Timer:
@@ -18,18 +19,21 @@ class Timer:
             with timer("gen"):
                 ...
         timer.seconds  # {"gen": 1.9, "step": 2.0}
+        timer.spans    # [Span("gen", ...), Span("step", ...)], in the order of their ends
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = now()
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            self.spans.append(Span(phase, start, now()))
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.spans[-1].seconds
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/{phase}` in seconds."""

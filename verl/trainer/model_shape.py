@@ -21,7 +21,10 @@ from verl.pretrained import load_model_config
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size."""
+    """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size.
+
+    Of `num_params`, `num_looked_up` are in no product: an embedding that is not the head too.
+    """
 
     num_params: int
     num_layers: int
@@ -29,6 +32,7 @@ class ModelShape:
     mlp: int
     key_width: int
     window: int | None
+    num_looked_up: int = 0
 
 
 def policy_shape(config: Config) -> ModelShape:
@@ -79,4 +83,5 @@ def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         window=getattr(config, "max_position_embeddings", None),
+        num_looked_up=0 if config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
     )

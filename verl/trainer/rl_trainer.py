@@ -31,12 +31,13 @@ from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.collection import Collector
+from verl.trainer.collection import Collected, Collector
 from verl.trainer.estimates import Estimator, for_losses
 from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics import step_metrics, validation_metrics
+from verl.trainer.performance import Performance
 from verl.trainer.preflight.prompts import require_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
@@ -98,7 +99,8 @@ class RLTrainer:
         for step in range(self.steps_done + 1, 1 if trainer.val_only else self.total_steps + 1):
             last = step == self.total_steps
             with self.timer("step"), self._told_if_first(step):
-                metrics = self._train_step(step)
+                collected, trained, metrics = self._train_step(step)
+            metrics |= self.performance.metrics(self.timer, collected.sampled, trained)
             if last or _due(trainer.test_freq, step):
                 metrics |= self._validate(step)
             if _due(trainer.eval_ref_policy_freq, step):
@@ -159,7 +161,8 @@ class RLTrainer:
         log.info("going on after step %d, from %s", progress["step"], path)
         return int(progress["step"])
 
-    def _train_step(self, step: int) -> dict[str, float]:
+    def _train_step(self, step: int) -> tuple[Collected, TrainBatch, dict[str, float]]:
+        """What was sampled, what of it was trained on, and metrics."""
         config, timed = self.config, self.timer
         with timed("gen"):
             collected = self.collector.collect(step)
@@ -181,7 +184,7 @@ class RLTrainer:
         metrics["rollout/num_engines"] = float(num_engines)
         with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
             self._store(collected.sampled, "train", step)
-        return metrics | memory_metrics([self.actor, self.critic])
+        return collected, trained, metrics | memory_metrics([self.actor, self.critic])
 
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
@@ -250,6 +253,7 @@ class RLTrainer:
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
                 self.critic = CriticGroup(config, pools.critic, self.total_steps)
                 self._undo.append(self.critic.shutdown)
+            self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
             self.updates = Updates(config, self.actor, self.critic)
             self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
             self.checkpoints = Checkpoints(
@@ -273,6 +277,7 @@ class RLTrainer:
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self.tracker.log(self.timer.metrics() | metrics, step)
+        self.performance.write_timeline(step, self.timer)
         self.timer = Timer()
 
     def _store(self, trajectories: list[Trajectory], split: Kind, step: int) -> None:

@@ -24,6 +24,7 @@ from verl.single_controller import ResourcePool, WorkerGroup
 from verl.single_controller.shared_batch import merged, share
 from verl.single_controller.waiting import Call, wait_beside
 from verl.startup import phase
+from verl.tracking.spans import Span
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
 from verl.workers.critic import CriticWorker
@@ -68,6 +69,14 @@ class Role:
         """`memory_gib/...` since the last call, the most of all ranks; see `verl.engine.memory_meter`."""
         ranks = self.group.call_all("memory_metrics")
         return {name: max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """What each rank did since the last call, by its name."""
+        return {f"{self.name} {rank}": spans for rank, spans in enumerate(self.group.call_all("take_spans"))}
+
+    def device_name(self) -> str:
+        """As its driver calls it; empty for a CPU."""
+        return str(self.group.call_first("device_name"))
 
     def start_saving_state(self, folder: Path) -> None:
         """Copy what `load_state` needs; it is written to the folder in the background."""
@@ -165,6 +174,11 @@ class CriticGroup(Role):
 
     def save(self, path: Path) -> None:
         self.group.call_all("save", str(path))
+
+
+def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:
+    """What all ranks of the roles that there are did since the last call, by their names."""
+    return {name: spans for role in filter(None, roles) for name, spans in role.take_spans().items()}
 
 
 def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:

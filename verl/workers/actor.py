@@ -58,7 +58,8 @@ class ActorWorker(RankWorker):
         return self.engine.update(batch.fetch(), own)
 
     def follow_anchor(self, tau: float) -> None:
-        self.engine.follow_anchor(tau)
+        with self.spans("follow_anchor"):
+            self.engine.follow_anchor(tau)
 
     @in_phase(Phase.SYNC)
     def export_weights(self, version: int, of: Which, index: int, folder: str) -> ExportedWeights:

@@ -20,6 +20,7 @@ from verl.single_controller.nodes import use_network_of
 from verl.single_controller.shared_batch import SharedBatch
 from verl.stacks import offer_stacks
 from verl.storage import Digests
+from verl.tracking.spans import Span, SpanRecorder
 from verl.working_dir import enter_working_dir
 
 LOOPBACK = "127.0.0.1"  # on one node it is there whatever becomes of the network
@@ -39,6 +40,7 @@ class RankWorker:
         offer_stacks()
         self.config = config
         self.rank, self.world_size = rank, world_size
+        self.spans = SpanRecorder()
 
     def rendezvous(self) -> str:
         """Address of a free port on this worker's node, for `join`."""
@@ -79,6 +81,14 @@ class RankWorker:
     def memory_metrics(self) -> dict[str, float]:
         """This rank's since the last call; see `MemoryMeter`."""
         return self.memory.metrics()
+
+    def take_spans(self) -> list[Span]:
+        """What this rank did since the last call."""
+        return self.spans.take()
+
+    def device_name(self) -> str:
+        """As its driver calls it; empty for a CPU."""
+        return torch.cuda.get_device_name(self.engine.device) if self.engine.device.type == "cuda" else ""
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

@@ -13,6 +13,7 @@ import torch
 from verl.engine.device_memory import CudaMemory, DeviceMemory, Usage
 from verl.engine.memory_meter import GIB, MemoryMeter, in_phase
 from verl.phases import Phase
+from verl.tracking.spans import SpanRecorder
 
 
 class Planned(DeviceMemory):
@@ -43,7 +44,7 @@ def test_the_most_of_a_phase_counts_once() -> None:
 
 def test_a_method_is_counted_with_what_it_returns() -> None:
     class Worker:
-        memory = MemoryMeter(Planned(Usage(GIB, None)), "critic")
+        memory, spans = MemoryMeter(Planned(Usage(GIB, None)), "critic"), SpanRecorder()
 
         @in_phase(Phase.UPDATE)
         def update(self, number: int, twice: bool = False) -> int:
@@ -52,6 +53,7 @@ def test_a_method_is_counted_with_what_it_returns() -> None:
     worker = Worker()
     assert worker.update(2, twice=True) == 4
     assert worker.memory.metrics() == {"memory_gib/update/critic": 1.0}
+    assert [span.name for span in worker.spans.take()] == ["update"]
 
 
 def test_on_cpu_it_is_the_memory_of_the_process() -> None:

@@ -120,6 +120,12 @@ def test_compact_line() -> None:
     assert line == "step 3/80 | reward 0.412 | kl 0.0031 | val two 0.250 | val/failed_ratio 0.125"
 
 
+def test_the_line_says_where_a_steps_time_went() -> None:
+    seconds = {"step": 10.0, "gen": 4.0, "update_actor": 5.0, "adv": 0.04, "testing": 30.0}
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()} | {"perf/driver_share": 0.03}
+    assert compact_line(metrics, step=3) == "step 3 | s 10.0 | update_actor 50% gen 40%, driver alone 3%"
+
+
 def log_to(console: Console, run_dir: Path) -> None:
     backend = ConsoleBackend(Run("project", "experiment", run_dir, {}, total_steps=2), console)
     backend.log({"critic/score/mean": 0.5} | {f"val/test_score/a_long_source_{i}": 0.5 for i in range(9)}, step=1)

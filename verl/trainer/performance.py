@@ -1,0 +1,122 @@
+"""How well a step used its time and its devices: `perf/*`, under the names that veRL gives them where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from verl.config import Config
+from verl.config.placement import devices_of_nodes, num_ranks
+from verl.protocol import TrainBatch, Trajectory
+from verl.rollout.manager import RolloutManager
+from verl.tracking.spans import Span, covered_s
+from verl.tracking.timeline import write_timeline
+from verl.tracking.timing import Timer
+from verl.trainer.dry_run.gpus import GPUS
+from verl.trainer.model_shape import ModelShape, policy_shape
+from verl.trainer.roles import ActorGroup, CriticGroup, spans_of
+
+Spans = Mapping[str, Sequence[Span]]
+GENERATE, ROLLOUTS = "generate", "rollouts"
+
+
+class Performance:
+    """Of the steps of a run."""
+
+    def __init__(
+        self, config: Config, rollouts: RolloutManager, actor: ActorGroup, critic: CriticGroup | None, run_dir: Path
+    ) -> None:
+        self.rollouts, self.roles, self.run_dir = rollouts, (actor, critic), run_dir
+        self.num_devices = sum(devices_of_nodes(config))
+        self.saves = config.trainer.save_timeline
+        self.utilisation = Utilisation.of(config, actor.device_name(), num_ranks(config, "actor"))
+        self._spans: dict[str, list[Span]] = {}
+
+    def metrics(self, timer: Timer, sampled: Sequence[Trajectory], trained: TrainBatch) -> dict[str, float]:
+        """Of a step that is over."""
+        engines, ranks = self.rollouts.take_spans(), spans_of(self.roles)
+        self._spans = engines | ranks
+        num_tokens = sum(trajectory.num_tokens for trajectory in sampled)
+        metrics = throughput_metrics(num_tokens, timer.seconds["step"], self.num_devices)
+        if self.utilisation and (seconds := timer.seconds.get("update_actor")):
+            metrics |= self.utilisation.metrics(trained.lengths_B, seconds)
+        return metrics | idle_metrics([span for span in timer.spans if span.name == "step"], engines, ranks)
+
+    def write_timeline(self, step: int, timer: Timer) -> None:
+        """With what came after the step, such as a validation. Raises StorageError."""
+        for name, spans in (self.rollouts.take_spans() | spans_of(self.roles)).items():
+            self._spans.setdefault(name, []).extend(spans)
+        if self.saves:
+            write_timeline(self.run_dir, step, {"driver": timer.spans} | self._spans)
+        self._spans = {}
+
+
+def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:
+    """`num_tokens` are those of all trajectories of the step, prompts and retrieved text included.
+
+    `perf/throughput` is per second and device (GPUs, or processes on CPU).
+    """
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / seconds / num_devices,
+    }
+
+
+def idle_metrics(step: Sequence[Span], engines: Spans, ranks: Spans) -> dict[str, float]:
+    """Shares of time, each 0 to 1, within the spans `step` of the driver; means over engines.
+
+    - `perf/engine_idle_share`: the engine had no request.
+    - `perf/rollout_idle_share`: the same, of the time in which it had episodes: all of them waited for the environment.
+    - `perf/driver_share`: no engine had an episode and no rank worked, so the driver, or what is between it and them,
+      was all that was going on.
+    """
+    seconds = sum(span.seconds for span in step)
+    at_work = [span for row in ranks.values() for span in row]
+    shares: dict[str, list[float]] = {"engine_idle_share": [], "rollout_idle_share": []}
+    for row in engines.values():
+        busy = [span for span in row if span.name == GENERATE]
+        episodes = [span for span in row if span.name == ROLLOUTS]
+        at_work += episodes
+        shares["engine_idle_share"].append(1 - covered_s(busy, step) / seconds)
+        if playing := sum(span.seconds for span in episodes):
+            shares["rollout_idle_share"].append(1 - covered_s(busy, episodes) / playing)
+    metrics = {f"perf/{name}": sum(row) / len(row) for name, row in shares.items() if row}
+    return metrics | {"perf/driver_share": 1 - covered_s(at_work, step) / seconds}
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Model FLOPs of the actor's update over what its GPUs promise (dense bfloat16, by data sheet)."""
+
+    shape: ModelShape
+    epochs: int
+    promised_flops: float  # of all GPUs together, a second
+
+    @classmethod
+    def of(cls, config: Config, device_name: str, num_devices: int) -> Utilisation | None:
+        """None for a device that no data sheet is known of, a CPU among them."""
+        named = device_name.replace("-", " ").split()
+        gpu = next((gpu for gpu in GPUS if gpu.name.partition("-")[0] in named), None)
+        if gpu is None:
+            return None
+        return cls(policy_shape(config), config.actor_rollout_ref.actor.ppo_epochs, num_devices * gpu.bf16_flops)
+
+    def flops(self, lengths_B: torch.Tensor) -> float:
+        """Of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.
+
+        6 for each parameter in a product and each token, and 12 layers hidden for each pair of tokens that attention
+        may look at (PaLM, https://arxiv.org/abs/2204.02311, appendix B, with half of its pairs since attention is
+        causal). Recomputed activations do not count.
+        """
+        length_B = lengths_B.double()
+        dense = 6.0 * (self.shape.num_params - self.shape.num_looked_up) * float(length_B.sum())
+        attention = 6.0 * self.shape.num_layers * self.shape.hidden * float((length_B * length_B).sum())
+        return self.epochs * (dense + attention)
+
+    def metrics(self, lengths_B: torch.Tensor, seconds: float) -> dict[str, float]:
+        """`perf/mfu/actor` of an update that took `seconds`."""
+        return {"perf/mfu/actor": self.flops(lengths_B) / seconds / self.promised_flops}
