@@ -56,7 +56,7 @@ $python -m verl.trainer.run_folder --config-name "tinywiki$suffix" trainer.defau
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long}
 
-say "warm start: language modelling, then imitation of a clumsy explorer -> $run_dir/sft"
+say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
 $python -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
   "${on_device[@]}"

@@ -57,7 +57,7 @@ class RankWorker:
         seed_everything(trainer.seed + self.rank)
         if trainer.deterministic:
             use_deterministic_kernels()
-        device = resolve_device(trainer.device)
+        self.device = device = resolve_device(trainer.device)
         if self._on_several_nodes:
             use_network_of(ray.util.get_node_ip_address())
         init_process_group(self.rank, self.world_size, init_method, device, trainer.step_timeout_s)
@@ -88,7 +88,7 @@ class RankWorker:
 
     def device_name(self) -> str:
         """As its driver calls it; empty for a CPU."""
-        return torch.cuda.get_device_name(self.engine.device) if self.engine.device.type == "cuda" else ""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers.utils.logging import disable_progress_bar
 
-from search_r1.data.tinywiki.explorer import Explorer, Habits, Segment
+from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, Segment
 from search_r1.data.tinywiki.names import hash_number
 from search_r1.data.tinywiki.passages import PassageIndex
 from search_r1.data.tinywiki.policy import PolicySize, make_policy, train_tokenizer
@@ -41,15 +41,15 @@ class Recipe:
     Attributes:
         seed: seed of worlds, questions, trajectories and initial weights.
         num_passages: passages of the train, validation and test worlds together.
-        num_sft_passages: passages of the world the explorer lives in.
+        num_sft_passages: passages of the world the demonstrator lives in.
         num_lm_rows: warm-start rows with the loss on all tokens.
         num_policy_rows: warm-start rows with the loss on the policy's tokens.
         document_share: share of the "lm" rows that are a bare passage.
         num_train, num_validation, num_test: prompts per split.
         train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
         test_hops: hop counts of the validation and test prompts, in turn.
-        topk: passages per search of the explorer.
-        habits: how the explorer errs.
+        topk: passages per search of the demonstrator.
+        habits: how the demonstrator errs.
         size: shape of the policy.
     """
 
@@ -99,9 +99,10 @@ def build(recipe: Recipe, output_dir: Path) -> None:
         raise DataError(f"cannot write to {output_dir}: {error}; choose another --output_dir") from error
     write_corpus([worlds[name] for name in SERVED], output_dir / "corpus.jsonl")
     write_prompts(recipe, worlds, output_dir)
-    with phase(f"exploring, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
+    with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
-        rows = list(sft_rows(recipe, Explorer(worlds["sft"], index, load_template(), recipe.habits, topk=recipe.topk)))
+        demonstrator = Demonstrator(worlds["sft"], index, load_template(), recipe.habits, topk=recipe.topk)
+        rows = list(sft_rows(recipe, demonstrator))
         pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
     logger.info("wrote %d warm-start rows", len(rows))
     write_policy(recipe, rows[: min(len(rows), 4000)], output_dir / "policy_init")
@@ -130,17 +131,17 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         logger.info("wrote %d %s questions", len(rows), split)
 
 
-def sft_rows(recipe: Recipe, explorer: Explorer) -> Iterator[dict[str, Any]]:
+def sft_rows(recipe: Recipe, demonstrator: Demonstrator) -> Iterator[dict[str, Any]]:
     """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy"."""
     rng = random.Random(hash_number("sft", recipe.seed))
     for number in range(recipe.num_lm_rows + recipe.num_policy_rows):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         if phase == "lm" and rng.random() < recipe.document_share:
-            entity = rng.randrange(explorer.world.num_entities)
-            segments: list[Segment] = [("environment", explorer.world.contents(entity))]
+            entity = rng.randrange(demonstrator.world.num_entities)
+            segments: list[Segment] = [("environment", demonstrator.world.contents(entity))]
         else:
-            question = make_question(explorer.world, rng.choice(recipe.test_hops), rng)
-            segments = explorer.write(question, rng)
+            question = make_question(demonstrator.world, rng.choice(recipe.test_hops), rng)
+            segments = demonstrator.write(question, rng)
         yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
 
 

@@ -85,7 +85,7 @@ def test_long_has_a_third_of_each(tmp_path: Path) -> None:
     assert hops == {1: 20, 2: 20, 3: 20}
 
 
-def test_options_change_what_is_trained_on_and_how_the_explorer_searches(tmp_path: Path) -> None:
+def test_options_change_what_is_trained_on_and_how_the_demonstrator_searches(tmp_path: Path) -> None:
     arguments = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "200"]
     assert main(["--output_dir", str(tmp_path), *arguments, "--train_hops", "2", "--stop", "1", "--next_hop", "0"]) == 0
     train = pq.read_table(tmp_path / "train.parquet").to_pylist()

@@ -1,11 +1,11 @@
-"""The clumsy explorer: its grammar is right, its observations are what a search returns, its choices are by chance."""
+"""The imperfect demonstrator: right grammar, the observations that a search returns, choices by chance."""
 
 import random
 import re
 
 import pytest
 
-from search_r1.data.tinywiki.explorer import Explorer, Habits
+from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits
 from search_r1.data.tinywiki.passages import PassageIndex, observation
 from search_r1.data.tinywiki.questions import Question, load_template, make_question
 from search_r1.data.tinywiki.world import World, plan_worlds
@@ -26,10 +26,10 @@ def index(world: World) -> PassageIndex:
 def _episodes(
     world: World, index: PassageIndex, habits: Habits, hops: int, count: int
 ) -> list[tuple[Question, list[tuple[str, str]]]]:
-    explorer = Explorer(world, index, load_template(), habits, topk=1)
+    demonstrator = Demonstrator(world, index, load_template(), habits, topk=1)
     rng = random.Random(1)
     questions = [make_question(world, hops, rng) for _ in range(count)]
-    return [(question, explorer.write(question, rng)) for question in questions]
+    return [(question, demonstrator.write(question, rng)) for question in questions]
 
 
 def _answer(segments: list[tuple[str, str]]) -> str:
@@ -82,7 +82,7 @@ def test_it_stops_by_chance_whatever_was_asked(world: World, index: PassageIndex
 
 
 def test_perfect_habits_solve_everything(world: World, index: PassageIndex) -> None:
-    """So what the explorer lacks is only the choice of when to stop and whom to look up."""
+    """So what the demonstrator lacks is only the choice of when to stop and whom to look up."""
     for hops in (2, 3):
         habits = Habits(start=1.0, stop=0.0, next_hop=1.0, max_searches=hops)
         for question, segments in _episodes(world, index, habits, hops, count=100):

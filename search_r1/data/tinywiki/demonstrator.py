@@ -1,4 +1,4 @@
-"""The clumsy explorer: who writes the trajectories that the warm start imitates.
+"""The imperfect demonstrator: who writes the trajectories that the warm start imitates.
 
 It knows the tag grammar, can look up a name and can read one fact of one passage, which it notes while thinking. It
 does not know how to search: it notes the fact that was asked for where the passage tells it, otherwise one by chance.
@@ -20,7 +20,7 @@ Segment = tuple[str, str]
 
 @dataclass(frozen=True)
 class Habits:
-    """How the explorer errs.
+    """How the demonstrator errs.
 
     Attributes:
         start: probability of looking up the entity that the question names; else it looks up half of its name.
@@ -35,7 +35,7 @@ class Habits:
     max_searches: int = 2
 
 
-class Explorer:
+class Demonstrator:
     """Writes trajectories over one world.
 
     Args:
