@@ -18,12 +18,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "error: $*" >&2; exit 2; }
 
 mode=default seed=0 run_dir="" setup=() on_device=() rl_on_device=()
+# Two processes share each batch of the warm start: one would use one core.
+sft=(-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2 -m verl.trainer.sft)
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --long) mode=long; shift ;;
     --gpu)
-      setup=(--gpu) on_device=(trainer.device=cuda)
+      setup=(--gpu) on_device=(trainer.device=cuda) sft=(-m verl.trainer.sft)
       rl_on_device=(trainer.device=cuda actor_rollout_ref.rollout.dtype=bfloat16)
       shift
       ;;
@@ -57,7 +59,7 @@ say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long}
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
-$python -m verl.trainer.sft --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
+$python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
   "${on_device[@]}"
 policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
