@@ -98,7 +98,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
-    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
+    num_threads: int | None = setting(None, "CPU threads of each worker; null: the node's cores by its workers.", ge=1)
     head_chunk_tokens: int | None = setting(
         None,
         "Tokens per chunk of the vocabulary projection; bounds memory, no influence on the result. null: as many as "

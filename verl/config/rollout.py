@@ -91,7 +91,9 @@ class RolloutConfig:
     n: int = setting(1, "Samples per prompt without search (do_search=false); must be 1 with search.", ge=1)
     n_agent: int = setting(1, "Trajectories per prompt (the group) with search.", ge=1)
     kv_cache_gib: float = setting(1.0, "Memory of the key-value cache of one engine on CPU, in GiB.", gt=0)
-    num_threads: int | None = setting(None, "CPU threads of each engine; null: the engine's own choice.", ge=1)
+    num_threads: int | None = setting(
+        None, "CPU threads of each engine on CPU; null: the node's cores but one, by its engines.", ge=1
+    )
     num_engines: int = setting(1, "Engines on CPU; on GPU it follows from the number of GPUs.", ge=1)
     nnodes: int = setting(
         0, "Whole nodes that only sample, with trainer.layout=split; those of trainer.nnodes then only train.", ge=0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
+from verl.threads import engine_threads
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,7 +23,7 @@ class EngineSettings:
     kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
     enforce_eager: run without CUDA graphs; None: with them on a GPU, and without a compiler on CPU.
     tensor_parallel_size: ranks of the engine, each a process on a device of its own; all of them on this node.
-    num_threads: CPU threads of the model; None leaves one core for the process that owns the engine.
+    num_threads: CPU threads of the model; None: see `verl.threads`.
     sleep_mode: let `sleep` free GPU memory.
     batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
     """
@@ -96,7 +97,7 @@ def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if not on_cpu:
         return variables
-    threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    threads = settings.num_threads or engine_threads()
     variables |= {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep: the trainer takes turns with the engine on these cores

@@ -22,6 +22,7 @@ from verl.rollout.engine_settings import EngineSettings
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_group import Meeting
 from verl.stacks import offer_stacks
+from verl.threads import engine_threads
 from verl.tracking.spans import OverlapRecorder, Span, gaps
 from verl.working_dir import enter_working_dir
 
@@ -205,7 +206,7 @@ def settings_of(config: Config, max_model_len: int, device: str) -> EngineSettin
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=ranks_per_engine(config, device),
         seed=config.trainer.seed,
-        num_threads=rollout.num_threads,
+        num_threads=rollout.num_threads or engine_threads(rollout.num_engines),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         load_format=rollout.load_format,

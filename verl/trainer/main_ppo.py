@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from verl.config import check_supported, load_config_from_argv
 from verl.config.doubtful import doubts
 from verl.startup import log_to_stderr, phase, tell
+from verl.trainer.ending import ending
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
 from verl.trainer.run_lock import run_lock
@@ -82,7 +83,7 @@ def run(config: Config) -> None:
         trainer = RLTrainer(on_nodes_that_are_there(config, device), device)
         at_the_end.callback(trainer.shutdown)
         janitor.watch()
-        print(f"report: {trainer.fit()}")
+        print(ending(run_dir, trainer.fit()))
 
 
 def _interrupt(signum: int, frame: object) -> None:

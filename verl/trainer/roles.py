@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from verl.single_controller import ResourcePool, WorkerGroup
 from verl.single_controller.shared_batch import merged, share
 from verl.single_controller.waiting import Call, wait_beside
 from verl.startup import phase
+from verl.threads import rank_threads
 from verl.tracking.spans import Span
 from verl.workers.actor import ActorWorker
 from verl.workers.base import RankWorker
@@ -42,7 +42,7 @@ class Role:
 
     def __init__(self, worker_class: type[RankWorker], config: Config, pool: ResourcePool, *args: object) -> None:
         at_once = max(pool.workers_per_node, training_gpus(config))  # a critic with GPUs of its own works beside
-        threads = config.actor_rollout_ref.actor.num_threads or max(1, (os.cpu_count() or 1) // at_once)
+        threads = config.actor_rollout_ref.actor.num_threads or rank_threads(at_once)
         # Waiting threads sleep: one that spins takes the core from the roles that share it.
         env_vars = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         if config.trainer.deterministic:

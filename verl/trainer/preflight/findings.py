@@ -13,6 +13,7 @@ from verl.config.doubtful import doubts
 from verl.data.files import check_files
 from verl.errors import VerlError
 from verl.storage import free_bytes
+from verl.threads import usable_cores
 from verl.trainer.dry_run.kv_cache import room_for_sequences
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.model_shape import ModelShape
@@ -85,8 +86,7 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
     if not asked.elsewhere:
-        cores = os.cpu_count() or 1
-        yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), cores)
+        yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), usable_cores())
     yield machine.check_open_files(machine.open_files_limit())
     yield disk.check_folder(folder)
     yield from _start(config)
