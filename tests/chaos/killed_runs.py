@@ -68,7 +68,7 @@ class KilledRun:
     def metrics(self) -> dict[int, dict[str, Any]]:
         """All but times, by step; the later line counts."""
         return {
-            step: {name: row[name] for name in row if name != "time" and not name.startswith(("timing", "memory"))}
+            step: {name: row[name] for name in row if not name.startswith(("time", "timing", "memory", "perf"))}
             for step, row in metrics_by_step(self.folder).items()
         }
 

@@ -24,10 +24,11 @@ from verl.trainer.last_checkpoint import last_checkpoint
 ARCHIVE = "archive"
 _FOLDERS = (
     *("", "actor", "critic", "ref", "state", "trajectories"),
-    *("tensorboard", "wandb", "failures", "failures/critic", "stacks"),
+    *("timeline", "tensorboard", "wandb", "failures", "failures/critic", "stacks"),
 )
 RESULTS = re.compile(
-    r"metrics\.jsonl|((actor|critic|ref|state)/)?global_step_(?P<step>\d+)|trajectories/\w+_step_(?P<step_>\d+)\.parquet"
+    r"metrics\.jsonl|((actor|critic|ref|state)/)?global_step_(?P<step>\d+)"
+    r"|(trajectories/\w+_step_(?P<stored>\d+)\.parquet)|(timeline/step_(?P<timed>\d+)\.json)"
 )
 """Paths in the folder that nothing but a run that got somewhere writes; a warm start has `global_step_N` at the top."""
 BESIDES = re.compile(
@@ -90,7 +91,7 @@ def _matching(run_dir: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
 
 def _step_of(path: Path, run_dir: Path) -> int:
     found = RESULTS.fullmatch(path.relative_to(run_dir).as_posix())
-    return int((found and (found["step"] or found["step_"])) or -1)
+    return int((found and (found["step"] or found["stored"] or found["timed"])) or -1)
 
 
 def _what_it_has(run_dir: Path) -> str:

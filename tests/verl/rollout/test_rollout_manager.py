@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -255,12 +256,14 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
     config = config_of(tiny_model_dir, "actor_rollout_ref.rollout.weight_sync.bucket_mib=1")
     deaths = list[bool]()
     actor = ActorGroup(config, POOL, 1, False)
+    pids = [ray.get(worker.__ray_call__.remote(lambda _: os.getpid())) for worker in actor.group.workers]
 
     def export(index: int) -> Exported:
         if index == 1:
             deaths.append(True)
-            for worker in actor.group.workers:
-                ray.kill(worker)
+            for process in [psutil.Process(pid) for pid in pids]:
+                process.kill()
+                assert_gone(process)  # until then it would carry out another call
         return actor.group.begin_all("export_weights", 6, "policy", index, str(weight_dir))
 
     def publish_and_die() -> WeightStream:

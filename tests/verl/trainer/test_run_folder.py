@@ -14,6 +14,7 @@ from verl.config.keys import leaves
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.changed_settings import HARMLESS
 from verl.tracking.run_data import load_run
+from verl.tracking.timeline import write_timeline
 from verl.tracking.tracker import Tracker
 from verl.trainer import run_folder, saved_state
 from verl.trainer.last_checkpoint import last_checkpoint
@@ -149,12 +150,16 @@ def test_auto_with_a_state_moves_nothing(tmp_path: Path) -> None:
 def test_going_back_to_an_earlier_state_moves_the_later_ones_aside(tmp_path: Path) -> None:
     """Else `auto` would go on from them, with weights that this run never had."""
     leave_run(tmp_path, 2, 4, 6)
+    for step in (4, 6):
+        write_timeline(tmp_path, step, {})
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'actor' / 'global_step_4'}")
     prepare_folder(settings(tmp_path, *named).trainer)
     assert saved_state.newest(tmp_path)[0] == saved_state.state_path(tmp_path, 4)
     assert last_checkpoint(tmp_path).name == "global_step_4" and max(load_run(tmp_path).metrics) == 4
     [kept] = (tmp_path / "archive").iterdir()
     assert max(load_run(kept).metrics) == 6 and last_checkpoint(kept).name == "global_step_6"
+    assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["step_4.json"]
+    assert [path.name for path in (kept / "timeline").iterdir()] == ["step_6.json"]
     prepare_folder(settings(tmp_path, *named).trainer)
     assert len(list((tmp_path / "archive").iterdir())) == 1, "nothing is later any more"
 
