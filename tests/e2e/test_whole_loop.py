@@ -92,6 +92,8 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
         for phase in ("sample", "update", "sync"):  # the log-probs are the sampler's
             assert 0.1 < steps[step][f"memory_gib/{phase}/actor"] < 16, phase
         assert steps[step]["env/failed_ratio"] == 0
+        assert steps[step]["health/mismatch/mean_abs"] < 1e-4 and steps[step]["health/entropy"] > 0  # from the update
+        assert "timing_s/old_log_prob" not in steps[step]
 
 
 def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:

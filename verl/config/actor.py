@@ -11,6 +11,7 @@ from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimCo
 from verl.config.rollout import RolloutConfig
 
 KlLossType = SampledKl | Literal["full_forward", "full_reverse"]
+FoundIn = Literal["auto", "score", "update"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -112,6 +113,12 @@ class ActorConfig:
     )
     use_rollout_log_probs: bool = setting(
         False, "Take the sampler's log-probs as those of the old policy instead of recomputing them."
+    )
+    old_log_probs: FoundIn = setting(
+        "auto",
+        "Which forward pass gives the old policy's log-probs, entropy and Top-k tokens: one before the update (score), "
+        "or the update's own (update), for one optimiser step per RL step: the policy has not moved until then. auto: "
+        "update where nothing needs them earlier (docs/speed.md).",
     )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     llds_coef: float = setting(

@@ -28,10 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class TokenLoss(NamedTuple):
-    """Loss per selected token [N] with gradient, and named detached values [N] whose token means are reported."""
+    """Loss per selected token [N] with gradient, and named detached values [N]: `reports`, whose token means are
+    reported, and `scores`, which `TokenScores` may keep token by token.
+    """
 
     loss_N: torch.Tensor
     reports: dict[str, torch.Tensor]
+    scores: dict[str, torch.Tensor] = {}
 
 
 LossFunction = Callable[[TrainBatch, ModelInput], TokenLoss]

@@ -205,3 +205,25 @@ def learn_from_own_columns(folder: Path, model_path: str, other_model_path: str)
             metrics.append(engine.update(batch, own if name == "own" else None))
         results[name] = metrics, engine.full_state_dict()
     return results
+
+
+def score_in_update(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """One step with a Top-k KL whose update finds all that it needs of the policy, and one with a pass before it."""
+    overrides = (*KL, f"{ACTOR}.kl_topk_tokens=4", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.optim.eps=1e-2")
+    first, second = (make_engine(model_path, folder, *overrides, anchor_path=other_model_path) for _ in range(2))
+    batch = make_batch(12)
+    rows, found = first.log_probs(batch, 1.0, top_k=4)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (rows, found["log_prob"]))
+    batch.tokens["old_log_probs"] = merge_rows(batch.lengths_B, everyones)
+    expected = first.update(batch, RankValues(rows, {"top_index": found["top_index"]}))
+    del batch.tokens["old_log_probs"]
+    metrics, scores = second.update_and_score(batch)
+    return {
+        "before": (rows, found),
+        "scores": tuple(scores),
+        "expected": expected,
+        "metrics": metrics,
+        "expected_weights": first.full_state_dict(),
+        "weights": second.full_state_dict(),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -112,6 +113,31 @@ def test_an_adaptive_weight_follows_its_target() -> None:
 
 
 SMALL_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "kl_in_reward", "passes"), [(2048, "false", 0), (64, "false", 1), (2048, "true", 1)]
+)
+def test_a_pass_over_the_policy_only_where_something_needs_it_before_the_update(
+    mini_batch: int, kl_in_reward: str, passes: int
+) -> None:
+    class Actor(Anchor):
+        asked: ClassVar[list[str]] = []
+
+        def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+            self.asked.append(of)
+            return {"log_prob": batch.tokens["rollout_log_probs"], "entropy": torch.zeros(9)}
+
+    config = make_config(
+        "actor_rollout_ref.actor.use_rollout_log_probs=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        f"algorithm.use_kl_in_reward={kl_in_reward}",
+    )
+    batch, timer = make_batch(), Timer()
+    Estimator(config).prepare(batch, Actor(0.5), None, timer)  # type: ignore[arg-type]
+    assert Actor.asked.count("policy") == passes
+    assert ("old_log_probs" in batch.tokens) == ("entropy" in batch.tokens) == ("old_log_prob" in timer.seconds)
+    assert ("old_log_probs" in batch.tokens) == bool(passes)
 
 
 def test_no_kl_costs_nothing() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
-from verl.config.objective import has_anchor, has_kl_in_reward
+from verl.config.objective import has_anchor, has_kl_in_reward, scores_in_update
 from verl.config.placement import RoleName, num_ranks
 from verl.engine.device import DTYPES
 from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
@@ -28,6 +28,7 @@ from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.work import Work
 
 DEVICE = torch.device("cpu")  # autograd does not run on fake tensors that say they are on CUDA
+FOUND_IN_UPDATE = {"old_log_probs", "top_index"}
 FEW = 2  # tokens of a row that is trained
 
 
@@ -79,6 +80,7 @@ class _Dry:
         self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
+        self.in_update = scores_in_update(config)
         self.device = FakeDevice(kind)
         self.passes: list[Pass] = []
 
@@ -87,11 +89,11 @@ class _Dry:
         with self.device.running(self.num_ranks), unread_weights():
             large = self._largest_update(role.actor)
             engine = PolicyEngine(self.config, DEVICE, 2, has_anchor(self.config))
-            engine.update(self._batch([FEW], 1))  # from now on there is an optimizer state
+            self._update(engine, self._batch([FEW], 1))  # from now on there is an optimizer state
             idle = self.device.memory.now
             self._score(engine)
             epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
-            self._measure(Phase.UPDATE, "update", lambda: engine.update(large), large, epochs)
+            self._measure(Phase.UPDATE, "update", lambda: self._update(engine, large), large, epochs)
             if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
@@ -112,10 +114,18 @@ class _Dry:
             groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size, "critic")
             return Role("critic", num_parameters(engine.model), idle, self.passes, groups)
 
+    def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
+        if not self.in_update:
+            engine.update(batch)
+            return
+        found = {"top_index"} if self.config.actor_rollout_ref.actor.use_rollout_log_probs else FOUND_IN_UPDATE
+        tokens = {name: value_T for name, value_T in batch.tokens.items() if name not in found}
+        engine.update_and_score(replace(batch, tokens=tokens))
+
     def _score(self, engine: PolicyEngine) -> None:
         role = self.config.actor_rollout_ref
         temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
-        if top_k or not role.actor.use_rollout_log_probs:
+        if not self.in_update and (top_k or not role.actor.use_rollout_log_probs):
             batch = self._batch(self._lengths(_limit(role.rollout, "log_prob")), 1)
             self._measure(Phase.SCORE, "log-probs", lambda: engine.log_probs(batch, temperature, top_k=top_k), batch)
         if engine.anchor is not None and (has_kl_in_reward(self.config) or needs_ref_log_probs(role.actor)):
