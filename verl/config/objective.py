@@ -36,6 +36,23 @@ def scores_in_update(config: Config) -> bool:
     return wanted == "update" or (wanted == "auto" and not list(_needs_scores_before(config)))
 
 
+def needs_ref_log_probs(config: Config) -> bool:
+    """Whether a batch must carry the anchor's log-probs of the sampled tokens when it comes to the update."""
+    return has_kl_in_reward(config) or (_has_sampled_kl_loss(config) and not _reads_ref_in_update(config))
+
+
+def _has_sampled_kl_loss(config: Config) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and not actor.kl_loss_type.startswith("full_")
+
+
+def _reads_ref_in_update(config: Config) -> bool:
+    """Each epoch of an update would read the anchor anew, and off-loaded parameters would be beside the policy's."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    once = actor.ppo_epochs == 1 and not ref.fsdp_config.param_offload
+    return ref.log_probs == "update" or (ref.log_probs == "auto" and once)
+
+
 def num_optimizer_steps(config: Config) -> int:
     """Of the actor, on the trajectories of one RL step when all of them are trained."""
     actor = config.actor_rollout_ref.actor
@@ -68,6 +85,21 @@ def _scores(config: Config) -> Iterator[str]:
         return
     for reason in _needs_scores_before(config):
         yield f"{ACTOR}.old_log_probs=update is too late: {reason}, or leave it at auto"
+
+
+def _ref_scores(config: Config) -> Iterator[str]:
+    wanted, key = config.actor_rollout_ref.ref.log_probs, "actor_rollout_ref.ref.log_probs"
+    if wanted == "auto" or config.trainer.val_only:
+        return
+    if wanted == "update" and has_kl_in_reward(config):
+        yield f"{key}=update is too late: the KL in the reward reads them before the update; leave it at auto"
+    elif not _has_sampled_kl_loss(config) and not has_kl_in_reward(config):
+        yield (
+            f"{key}={wanted} has no effect: only a KL in the reward and a sampled KL in the loss (use_kl_loss=True and "
+            "a kl_loss_type other than full_*) read the reference's log-probs; leave it at auto"
+        )
+    elif wanted == "update" and config.actor_rollout_ref.actor.ppo_epochs > 1:
+        yield f"{key}=update would read the reference anew in every epoch: set ppo_epochs=1, or leave it at auto"
 
 
 def _kl_weight(config: Config) -> Iterator[str]:
@@ -194,4 +226,11 @@ def _on_policy(config: Config) -> Iterator[str]:
         )
 
 
-OBJECTIVE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_kl_weight, _kl, _policy_loss, _on_policy, _scores)
+OBJECTIVE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _kl_weight,
+    _kl,
+    _policy_loss,
+    _on_policy,
+    _scores,
+    _ref_scores,
+)

@@ -34,7 +34,7 @@ KLTerm = Callable[[TrainBatch, ModelInput], KLQuestion]
 def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
     """The term that `kl_loss_type` and `kl_topk_tokens` name. Raises ConfigError when it needs an anchor."""
     if actor.kl_loss_type not in EXACT_KL:
-        return SampledTerm(actor)
+        return SampledTerm(actor, anchor)
     if anchor is None:
         raise ConfigError(
             f"actor.kl_loss_type '{actor.kl_loss_type}' needs the anchor, but this engine was made without one"
@@ -52,30 +52,33 @@ def policy_topk(actor: ActorConfig) -> int:
     return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
 
 
-def needs_ref_log_probs(actor: ActorConfig) -> bool:
-    """Whether a batch must carry the anchor's log-probs of the sampled tokens as `ref_log_probs`."""
-    return actor.use_kl_loss and actor.kl_loss_type not in EXACT_KL
-
-
-def reads_anchor(actor: ActorConfig) -> bool:
-    """Whether the loss reads the anchor's weights, beside the policy's."""
-    return actor.use_kl_loss and actor.kl_loss_type in EXACT_KL
+def reads_anchor(actor: ActorConfig, batch: TrainBatch) -> bool:
+    """Whether the loss of a batch reads the anchor's weights, beside the policy's."""
+    return actor.use_kl_loss and (actor.kl_loss_type in EXACT_KL or "ref_log_probs" not in batch.tokens)
 
 
 class SampledTerm:
-    """From the log-probs of the sampled token alone; needs `batch.tokens["ref_log_probs"]`."""
+    """From the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or as the anchor tells them."""
 
-    def __init__(self, actor: ActorConfig) -> None:
+    def __init__(self, actor: ActorConfig, anchor: AnchorReader | None) -> None:
         self.actor = actor
+        self.anchor = anchor
         self.estimate = sampled_kl(actor.kl_loss_type)
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        reference_N = self._reference(batch, inputs)
+
         def answer(stats: TokenStats) -> torch.Tensor:
-            kl_N = self.estimate(stats.log_prob_N, values_at(batch, "ref_log_probs", inputs))
+            kl_N = self.estimate(stats.log_prob_N, reference_N)
             weight_N = _weight(self.actor, batch, inputs, stats)
             return kl_N if weight_N is None else weight_N * kl_N
 
         return KLQuestion({}, answer)
+
+    def _reference(self, batch: TrainBatch, inputs: ModelInput) -> torch.Tensor:
+        if self.anchor is None or "ref_log_probs" in batch.tokens:
+            return values_at(batch, "ref_log_probs", inputs)
+        return self.anchor.labels(inputs).log_prob_N
 
 
 class FullTerm:

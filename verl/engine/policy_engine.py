@@ -30,7 +30,7 @@ from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
-from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
+from verl.engine.sharding import end_reading, iter_full_parameters, local_shards, reshard, whole
 from verl.engine.token_values import TokenScores, token_values
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
@@ -81,6 +81,7 @@ class PolicyEngine(TrainedEngine):
             actor.grad_clip,
             Path(config.trainer.default_local_dir) / "failures",
             self.layout,
+            actor.fsdp_config.reduce_gradients,
             self.objective.weigh,
         )
         models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
@@ -106,7 +107,7 @@ class PolicyEngine(TrainedEngine):
         micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE, Part.PARAMETERS if of == "policy" else Part.ANCHOR):
             found = token_values(model, batch, micro_batches, temperature, self.device, self.layout.packed, top_k)
-            reshard(model)
+            end_reading(model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = sorted(row for rows in micro_batches for row in rows)
@@ -117,9 +118,10 @@ class PolicyEngine(TrainedEngine):
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
         (`kl_objective`). One optimizer step needs neither `old_log_probs` nor `top_index`: until then the policy is the
-        one that they are of. `own` are columns of which every rank has the rows that it computed (`top_index`); they
-        are exchanged here. Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
-        Raises NumericalError when a loss or gradient is not finite, ValueError when more optimizer steps lack columns.
+        one that they are of. Without `ref_log_probs` a sampled KL reads the anchor here, in every epoch. `own` are
+        columns of which every rank has the rows that it computed (`top_index`); they are exchanged here. Returns
+        metrics `actor/...`: means over the mini-batches of token means over all ranks. Raises NumericalError when a
+        loss or gradient is not finite, ValueError when several optimizer steps lack a column.
         """
         parts = self._parts(batch)
         if len(parts) > 1:
@@ -153,7 +155,7 @@ class PolicyEngine(TrainedEngine):
             own = exchange(own, batch.lengths_B, self._rows_of_ranks(batch, parts), self.device)
         loss = partial(self._loss, batch.lengths_B, own, scores)
         batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
-        with self.residence.during(Phase.UPDATE, *self._updated):
+        with self.residence.during(Phase.UPDATE, *self._updated(batch)):
             for part in parts:
                 means = self.learner.learn(batch.select(part), loss, self.step)
                 if means:
@@ -208,7 +210,7 @@ class PolicyEngine(TrainedEngine):
         Nothing is clipped and no weight changes: for tests and for measuring gradient noise.
         """
         self.policy.train()
-        with self.residence.during(Phase.UPDATE, *self._updated):
+        with self.residence.during(Phase.UPDATE, *self._updated(batch)):
             self.learner.accumulate(batch, self.objective)
             named = self.policy.model.named_parameters()
             gradient = {name: whole(p.grad) for name, p in named if p.grad is not None}
@@ -259,13 +261,12 @@ class PolicyEngine(TrainedEngine):
             raise ValueError("this engine was made without an anchor")
         return self.anchor
 
-    @property
-    def _updated(self) -> list[Part]:
+    def _updated(self, batch: TrainBatch) -> list[Part]:
         """What an update of the policy has on the device; the anchor only where the loss reads its weights."""
         trained = [Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER]
-        return [*trained, Part.ANCHOR] if reads_anchor(self.role.actor) else trained
+        return [*trained, Part.ANCHOR] if reads_anchor(self.role.actor, batch) else trained
 
     def _release(self) -> None:
         reshard(self.policy)
         if self.anchor is not None:
-            reshard(self.anchor)
+            end_reading(self.anchor)

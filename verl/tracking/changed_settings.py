@@ -15,6 +15,7 @@ HARMLESS = re.compile(
     rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|fsdp_config\.(?!mixed_precision).+)"
     rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size)"
     rf"|{_ROLE}(fsdp_config\.(?!mixed_precision).+|num_threads|head_chunk_tokens|old_log_probs)"
+    r"|actor_rollout_ref\.ref\.log_probs"
     r"|actor_rollout_ref\.rollout\.(gpu_memory_utilization|free_cache_engine|enforce_eager|load_format|kv_cache_gib)"
     r"|actor_rollout_ref\.rollout\.(tensor_model_parallel_size|max_num_batched_tokens|max_num_seqs|num_engines)"
     r"|actor_rollout_ref\.rollout\.((max_)?nnodes|n_gpus_per_node|max_concurrent|max_restarts|(val_kwargs|weight_sync)\..+)"

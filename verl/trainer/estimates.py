@@ -13,8 +13,8 @@ from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSett
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
-from verl.config.objective import has_kl_in_reward, scores_in_update
-from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
+from verl.config.objective import has_kl_in_reward, needs_ref_log_probs, scores_in_update
+from verl.engine.kl_objective import policy_topk
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer
 from verl.trainer.roles import ActorGroup, CriticGroup
@@ -45,7 +45,7 @@ class Estimator:
                 found = actor.log_probs(batch, top_k=top_k)
             batch.tokens["entropy"] = found["entropy"]
             batch.tokens.setdefault("old_log_probs", found["log_prob"])
-        if self.kl_in_reward or needs_ref_log_probs(self.actor_config):
+        if needs_ref_log_probs(self.config):
             with timed("ref"):
                 batch.tokens["ref_log_probs"] = actor.log_probs(batch, of="anchor")["log_prob"]
         if values is not None:

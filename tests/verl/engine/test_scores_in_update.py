@@ -99,9 +99,31 @@ def test_scores_are_of_the_trained_tokens(model_path: str, run_dir: Path) -> Non
 def test_nothing_to_train_on(model_path: str, run_dir: Path) -> None:
     batch = without_scores(make_batch(2))
     batch.tokens["loss_mask"][:] = False
-    metrics, (rows, scores) = make_engine(model_path, run_dir).update_and_score(batch)
+    engine = make_engine(model_path, run_dir, *kl("k2"), anchor_path=model_path)
+    metrics, (rows, scores) = engine.update_and_score(batch)
     assert metrics["actor/num_updates"] == 0 and rows == []
     assert {name: len(value_T) for name, value_T in scores.items()} == {"log_prob": 0, "entropy": 0}
+
+
+@pytest.mark.parametrize("padding", [(), (PADDED,)], ids=["packed", "padded"])
+def test_the_anchor_is_read_in_the_update(
+    padding: tuple[str, ...], model_path: str, other_model_path: str, run_dir: Path
+) -> None:
+    """The step is that of a pass over the anchor before the update; two mini-batches, so that the policy moves."""
+    batch = make_batch()
+    settings = (*SMALL, *padding, *kl("k2"), f"{ACTOR}.ppo_mini_batch_size=3")
+    engines = [make_engine(model_path, run_dir, *settings, anchor_path=other_model_path) for _ in range(2)]
+    batch.tokens["ref_log_probs"] = engines[0].log_probs(batch, 1.0, "anchor").tokens["log_prob"]
+    expected = engines[0].update(batch)
+    del batch.tokens["ref_log_probs"]
+    metrics = engines[1].update(batch)
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert metrics["actor/num_updates"] == 2 and metrics["actor/kl_loss"] > 0.1
+    assert relative_error(engines[1].full_state_dict(), engines[0].full_state_dict()) < 1e-6
+    engines[1].follow_anchor(0.5)  # what is read next is what the anchor is then
+    moved, followed = engines[1].update(batch), engines[1].full_state_dict("anchor")
+    assert moved["actor/kl_loss"] < metrics["actor/kl_loss"]
+    assert relative_error(engines[1].full_state_dict("anchor"), followed) == 0
 
 
 @pytest.mark.parametrize("steps", [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_mini_batch_size=3"])

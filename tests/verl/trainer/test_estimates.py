@@ -165,3 +165,20 @@ def test_rollout_correction_weights_and_keeps() -> None:
     assert batch.tokens["correction"][[1, 2]].tolist() == pytest.approx([1.0, 1.2])
     assert batch.tokens["keep"].nonzero().flatten().tolist() == [1, 2, 7]
     assert metrics["rollout_correction/rejected_share"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        ((), False),
+        (("actor_rollout_ref.ref.log_probs=score",), True),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), True),
+        (("actor_rollout_ref.ref.fsdp_config.param_offload=true",), True),
+        (("actor_rollout_ref.actor.kl_loss_type=full_reverse",), False),
+    ],
+)
+def test_a_pass_over_the_anchor_only_where_the_update_does_not_read_it(overrides: tuple[str, ...], reads: bool) -> None:
+    config = make_config("actor_rollout_ref.actor.use_kl_loss=true", *overrides)
+    batch, timer = make_batch(), Timer()
+    Estimator(config).prepare(batch, Anchor(0.5), None, timer)  # type: ignore[arg-type]
+    assert ("ref_log_probs" in batch.tokens) == ("ref" in timer.seconds) == reads
