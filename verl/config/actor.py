@@ -11,6 +11,7 @@ from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimCo
 from verl.config.rollout import RolloutConfig
 
 KlLossType = SampledKl | Literal["full_forward", "full_reverse"]
+FoundIn = Literal["auto", "score", "update"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -113,6 +114,12 @@ class ActorConfig:
     use_rollout_log_probs: bool = setting(
         False, "Take the sampler's log-probs as those of the old policy instead of recomputing them."
     )
+    old_log_probs: FoundIn = setting(
+        "auto",
+        "Which forward pass gives the old policy's log-probs, entropy and Top-k tokens: one before the update (score), "
+        "or the update's own (update), for one optimiser step per RL step: the policy has not moved until then. auto: "
+        "update where nothing needs them earlier (docs/speed.md).",
+    )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     llds_coef: float = setting(
         0.0, "Weight of the likelihood-preserving regulariser (LLDS, arXiv 2512.04220) against GRPO's collapse.", ge=0
@@ -130,6 +137,12 @@ class RefConfig:
         None,
         "Folder or hub name of the anchor's first weights (a saved ref/global_step_N); null: the actor's.",
         path=True,
+    )
+    log_probs: FoundIn = setting(
+        "auto",
+        "Where the log-probs of a sampled KL in the loss (use_kl_loss) come from: a pass over all trajectories before "
+        "the update (score), or a forward pass beside the policy's in every micro-batch of the update (update). auto: "
+        "update for ppo_epochs=1 unless the parameters are off-loaded (docs/speed.md).",
     )
     log_prob_micro_batch_size: int = setting(
         128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1

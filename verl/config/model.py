@@ -88,6 +88,11 @@ class FsdpConfig:
         "gradients over nodes, at the memory of a copy per node. -1: all workers share one.",
         ge=-1,
     )
+    reduce_gradients: Literal["micro_batch", "mini_batch"] = setting(
+        "micro_batch",
+        "When gradients are reduced over the workers that share a copy: after every micro-batch, or once per "
+        "mini-batch: less is sent, but every worker keeps the whole model's gradient meanwhile (docs/speed.md).",
+    )
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
 

@@ -30,6 +30,78 @@ def has_anchor(config: Config) -> bool:
     return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
 
 
+def scores_in_update(config: Config) -> bool:
+    """Whether the update's own forward pass gives what is needed of the policy before its optimizer step."""
+    wanted = config.actor_rollout_ref.actor.old_log_probs
+    return wanted == "update" or (wanted == "auto" and not list(_needs_scores_before(config)))
+
+
+def needs_ref_log_probs(config: Config) -> bool:
+    """Whether a batch must carry the anchor's log-probs of the sampled tokens when it comes to the update."""
+    return has_kl_in_reward(config) or (_has_sampled_kl_loss(config) and not _reads_ref_in_update(config))
+
+
+def _has_sampled_kl_loss(config: Config) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and not actor.kl_loss_type.startswith("full_")
+
+
+def _reads_ref_in_update(config: Config) -> bool:
+    """Each epoch of an update would read the anchor anew, and off-loaded parameters would be beside the policy's."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    once = actor.ppo_epochs == 1 and not ref.fsdp_config.param_offload
+    return ref.log_probs == "update" or (ref.log_probs == "auto" and once)
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Of the actor, on the trajectories of one RL step when all of them are trained."""
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_epochs * num_mini_batches(trajectories_per_step(config), actor.ppo_mini_batch_size)
+
+
+def _needs_scores_before(config: Config) -> Iterator[str]:
+    """Why the policy's log-probs have to be there before the update, each with what to do about it."""
+    actor = config.actor_rollout_ref.actor
+    if (steps := num_optimizer_steps(config)) > 1:
+        total = trajectories_per_step(config)
+        yield (
+            f"after the first of {steps} optimizer steps the policy is another one (set ppo_epochs=1 and "
+            f"ppo_mini_batch_size={total})"
+        )
+    if config.trainer.critic_warmup:
+        yield "the actor has no update while the critic warms up (set trainer.critic_warmup=0)"
+    if actor.use_rollout_log_probs:
+        return
+    if has_kl_in_reward(config):
+        yield "the KL in the reward reads them (set algorithm.use_kl_in_reward=False)"
+    if actor.rollout_correction.importance != "none" or actor.rollout_correction.reject != "none":
+        yield "rollout_correction compares them with the sampler's (set its importance and reject to none)"
+    if actor.llds_coef:
+        yield "LLDS acts where likelihoods fell since then, and they would all be equal (set llds_coef=0)"
+
+
+def _scores(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.actor.old_log_probs != "update" or config.trainer.val_only:
+        return
+    for reason in _needs_scores_before(config):
+        yield f"{ACTOR}.old_log_probs=update is too late: {reason}, or leave it at auto"
+
+
+def _ref_scores(config: Config) -> Iterator[str]:
+    wanted, key = config.actor_rollout_ref.ref.log_probs, "actor_rollout_ref.ref.log_probs"
+    if wanted == "auto" or config.trainer.val_only:
+        return
+    if wanted == "update" and has_kl_in_reward(config):
+        yield f"{key}=update is too late: the KL in the reward reads them before the update; leave it at auto"
+    elif not _has_sampled_kl_loss(config) and not has_kl_in_reward(config):
+        yield (
+            f"{key}={wanted} has no effect: only a KL in the reward and a sampled KL in the loss (use_kl_loss=True and "
+            "a kl_loss_type other than full_*) read the reference's log-probs; leave it at auto"
+        )
+    elif wanted == "update" and config.actor_rollout_ref.actor.ppo_epochs > 1:
+        yield f"{key}=update would read the reference anew in every epoch: set ppo_epochs=1, or leave it at auto"
+
+
 def _kl_weight(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
     if control.type != "adaptive":
@@ -145,7 +217,7 @@ def _policy_loss(config: Config) -> Iterator[str]:
 
 def _on_policy(config: Config) -> Iterator[str]:
     actor, total = config.actor_rollout_ref.actor, trajectories_per_step(config)
-    num_updates = actor.ppo_epochs * num_mini_batches(total, actor.ppo_mini_batch_size)
+    num_updates = num_optimizer_steps(config)
     if actor.policy_loss == "reinforce" and num_updates > 1 and not config.trainer.val_only:
         yield (
             f"{ACTOR}.policy_loss=reinforce does not correct for a policy that has moved, and {num_updates} optimizer "
@@ -154,4 +226,11 @@ def _on_policy(config: Config) -> Iterator[str]:
         )
 
 
-OBJECTIVE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_kl_weight, _kl, _policy_loss, _on_policy)
+OBJECTIVE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _kl_weight,
+    _kl,
+    _policy_loss,
+    _on_policy,
+    _scores,
+    _ref_scores,
+)

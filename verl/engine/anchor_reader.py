@@ -1,6 +1,12 @@
-"""What the loss may see of the anchor: its distributions at the tokens of a micro-batch, without gradient."""
+"""What the loss may see of the anchor: its distributions at the tokens of a micro-batch, without gradient.
+
+Its gathered weights are released at once, so that they are not beside the policy's activations; not for `view`, whose
+head is read again in the backward.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -8,6 +14,7 @@ from verl.algorithms.kl import ExactKL
 from verl.engine.batching import ModelInput
 from verl.engine.head import AnchorView, TokenStats
 from verl.engine.model import CausalModel
+from verl.engine.sharding import end_reading
 
 
 class AnchorReader:
@@ -23,14 +30,21 @@ class AnchorReader:
         self.anchor.eval()
         return AnchorView(self.anchor.hidden(inputs), self.anchor.head(), divergence)
 
-    @torch.no_grad()
+    def labels(self, inputs: ModelInput) -> TokenStats:
+        """Log-probs of the labels."""
+        return self._read(inputs)
+
     def at(self, inputs: ModelInput, index_Nk: torch.Tensor) -> TokenStats:
         """Log-probs of the labels and of the ids `index_Nk`."""
-        self.anchor.eval()
-        return self.anchor(inputs, self.temperature, index_Nk=index_Nk)
+        return self._read(inputs, index_Nk=index_Nk)
 
-    @torch.no_grad()
     def top(self, inputs: ModelInput, k: int) -> TokenStats:
         """Log-probs of the labels and of the anchor's own k most likely tokens, with their ids."""
+        return self._read(inputs, top_k=k)
+
+    @torch.no_grad()
+    def _read(self, inputs: ModelInput, **asked: Any) -> TokenStats:
         self.anchor.eval()
-        return self.anchor(inputs, self.temperature, top_k=k)
+        stats = self.anchor(inputs, self.temperature, **asked)
+        end_reading(self.anchor)
+        return stats

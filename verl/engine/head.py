@@ -82,7 +82,7 @@ class Question(NamedTuple):
     chunk_tokens: tokens per chunk; None: `default_chunk`.
     entropy_gradient: False computes the entropy for reporting only.
     index_Nk: int64 ids whose log-probs are wanted too.
-    top_k: the ids of that many most likely tokens are wanted; without `index_Nk`, their log-probs too.
+    top_k: the ids of that many most likely tokens are wanted, and their log-probs. Not beside `index_Nk`.
     anchor: what the exact KL is taken to.
     dtype: number format of the factors of the head's products.
     """
@@ -115,10 +115,10 @@ def token_stats(hidden_NH: torch.Tensor, head: Head, question: Question) -> Toke
     """Answers `question` for the tokens whose last hidden states are `hidden_NH`; gradient to these and to the head.
 
     With no token at all the result is empty but still hangs on the head's weights, so that a backward gives them a
-    zero gradient. Raises ValueError for `top_k` with a gradient: find the ids first, then ask for their log-probs.
+    zero gradient. Raises ValueError for `top_k` beside `index_Nk`.
     """
-    if question.top_k and torch.is_grad_enabled():
-        raise ValueError("top_k finds ids, which have no gradient: call it under torch.no_grad()")
+    if question.top_k and question.index_Nk is not None:
+        raise ValueError("log-probs are told at one set of ids: either those of index_Nk or the top_k most likely ones")
     weight_VH, bias_V = head.cast(question.dtype)
     if question.anchor is not None:  # once for all chunks: a copy is as large as the head
         anchor_head = question.anchor.head.cast(question.dtype)
@@ -136,6 +136,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, stats.entropy_N, stats.kl_N)
         ctx.question = question
         if stats.index_Nk is not None:
+            ctx.question = question._replace(index_Nk=stats.index_Nk)
             ctx.mark_non_differentiable(stats.index_Nk)
         return tuple(stats)
 

@@ -1,8 +1,8 @@
 """The KL between policy and anchor as a term of the actor's loss: sampled, Top-k, or exact over the vocabulary.
 
 Which tokens a Top-k KL sums over (k = kl_topk_tokens): those that were most likely under the policy that sampled, for
-`full_reverse` (`batch.tokens["top_index"]`, found before the step's first update), or under the anchor, for
-`full_forward` (found when they are needed).
+`full_reverse` (`batch.tokens["top_index"]`, found before the step's first update; without it the policy is still that
+one, and they are found in the same forward pass), or under the anchor, for `full_forward` (found when they are needed).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KLTerm = Callable[[TrainBatch, ModelInput], KLQuestion]
 def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
     """The term that `kl_loss_type` and `kl_topk_tokens` name. Raises ConfigError when it needs an anchor."""
     if actor.kl_loss_type not in EXACT_KL:
-        return SampledTerm(actor)
+        return SampledTerm(actor, anchor)
     if anchor is None:
         raise ConfigError(
             f"actor.kl_loss_type '{actor.kl_loss_type}' needs the anchor, but this engine was made without one"
@@ -48,34 +48,37 @@ def topk_of(actor: ActorConfig) -> int:
 
 
 def policy_topk(actor: ActorConfig) -> int:
-    """k of the policy's most likely tokens that a batch must carry as `top_index`, 0 for none."""
+    """k of the policy's most likely tokens, `top_index`, that the KL sums over; 0 for none."""
     return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
 
 
-def needs_ref_log_probs(actor: ActorConfig) -> bool:
-    """Whether a batch must carry the anchor's log-probs of the sampled tokens as `ref_log_probs`."""
-    return actor.use_kl_loss and actor.kl_loss_type not in EXACT_KL
-
-
-def reads_anchor(actor: ActorConfig) -> bool:
-    """Whether the loss reads the anchor's weights, beside the policy's."""
-    return actor.use_kl_loss and actor.kl_loss_type in EXACT_KL
+def reads_anchor(actor: ActorConfig, batch: TrainBatch) -> bool:
+    """Whether the loss of a batch reads the anchor's weights, beside the policy's."""
+    return actor.use_kl_loss and (actor.kl_loss_type in EXACT_KL or "ref_log_probs" not in batch.tokens)
 
 
 class SampledTerm:
-    """From the log-probs of the sampled token alone; needs `batch.tokens["ref_log_probs"]`."""
+    """From the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or as the anchor tells them."""
 
-    def __init__(self, actor: ActorConfig) -> None:
+    def __init__(self, actor: ActorConfig, anchor: AnchorReader | None) -> None:
         self.actor = actor
+        self.anchor = anchor
         self.estimate = sampled_kl(actor.kl_loss_type)
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        reference_N = self._reference(batch, inputs)
+
         def answer(stats: TokenStats) -> torch.Tensor:
-            kl_N = self.estimate(stats.log_prob_N, values_at(batch, "ref_log_probs", inputs))
+            kl_N = self.estimate(stats.log_prob_N, reference_N)
             weight_N = _weight(self.actor, batch, inputs, stats)
             return kl_N if weight_N is None else weight_N * kl_N
 
         return KLQuestion({}, answer)
+
+    def _reference(self, batch: TrainBatch, inputs: ModelInput) -> torch.Tensor:
+        if self.anchor is None or "ref_log_probs" in batch.tokens:
+            return values_at(batch, "ref_log_probs", inputs)
+        return self.anchor.labels(inputs).log_prob_N
 
 
 class FullTerm:
@@ -102,33 +105,48 @@ class TopkTerm:
         self.formula = TOPK_KL[actor.kl_loss_type]
 
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+        k = topk_of(self.actor)
+        if policy_topk(self.actor) and "top_index" not in batch.tokens:
+            return KLQuestion({"top_k": k}, lambda stats: self._after(batch, inputs, stats))
         if policy_topk(self.actor):
             index_Nk = values_at(batch, "top_index", inputs).long()
             reference = self.anchor.at(inputs, index_Nk)
         else:
-            reference = self.anchor.top(inputs, topk_of(self.actor))
+            reference = self.anchor.top(inputs, k)
             assert reference.index_Nk is not None
             index_Nk = reference.index_Nk
-        sampled_in_top_N = (index_Nk == inputs.label_N[:, None]).any(-1)
+        return KLQuestion({"index_Nk": index_Nk}, lambda stats: self._kl(batch, inputs, stats, reference, index_Nk))
 
-        def answer(stats: TokenStats) -> torch.Tensor:
-            return self.formula(
-                stats.log_prob_Nk,
-                reference.log_prob_Nk,
-                stats.log_prob_N,
-                reference.log_prob_N,
-                sampled_in_top_N,
-                gradient=self.actor.kl_topk_gradient,
-                tail=self.actor.kl_use_tail_sampling,
-                weight_T=_weight(self.actor, batch, inputs, stats),
-            )
+    def _after(self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
+        """Once the policy has named the tokens."""
+        assert stats.index_Nk is not None
+        return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
 
-        return KLQuestion({"index_Nk": index_Nk}, answer)
+    def _kl(
+        self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats, reference: TokenStats, index_Nk: torch.Tensor
+    ) -> torch.Tensor:
+        return self.formula(
+            stats.log_prob_Nk,
+            reference.log_prob_Nk,
+            stats.log_prob_N,
+            reference.log_prob_N,
+            (index_Nk == inputs.label_N[:, None]).any(-1),
+            gradient=self.actor.kl_topk_gradient,
+            tail=self.actor.kl_use_tail_sampling,
+            weight_T=_weight(self.actor, batch, inputs, stats),
+        )
 
 
 def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor | None:
     """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when not asked for."""
     if not actor.use_kl_iw:
         return None
-    old_N = values_at(batch, "old_log_probs", inputs)
+    old_N = old_log_probs(batch, inputs, stats)
     return importance_weight(stats.log_prob_N, old_N, actor.kl_iw_clip_lower, actor.kl_iw_clip_upper)
+
+
+def old_log_probs(batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
+    """[N] of the policy before the step's first optimizer step; of a batch without them that is the policy itself."""
+    if "old_log_probs" not in batch.tokens:
+        return stats.log_prob_N.detach()
+    return values_at(batch, "old_log_probs", inputs)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregation import loss_weights
 from verl.engine.batching import Budget, Layout, ModelInput, model_input, plan, selected_tokens
-from verl.engine.sharding import is_main_rank
+from verl.engine.sharding import is_main_rank, reduce_gradients
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
@@ -28,12 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class TokenLoss(NamedTuple):
-    """Loss per selected token [N] with gradient, and named detached values [N] whose token means are reported."""
+    """Loss per selected token [N] with gradient, and named detached values [N]: `reports`, whose token means are
+    reported, and `scores`, which `TokenScores` may keep token by token.
+    """
 
     loss_N: torch.Tensor
     reports: dict[str, torch.Tensor]
+    scores: dict[str, torch.Tensor] = {}
 
 
+Reduction = Literal["micro_batch", "mini_batch"]
 LossFunction = Callable[[TrainBatch, ModelInput], TokenLoss]
 TokenWeights = Callable[[TrainBatch], torch.Tensor]
 
@@ -56,11 +60,13 @@ class Learner:
         grad_clip: float,
         failure_dir: Path,
         layout: Layout,
+        reduction: Reduction,
         weigh: TokenWeights = token_mean,
     ) -> None:
         """`grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf.
 
-        `layout` says how a micro-batch's rows lie. `weigh` gives each token's weight [T] in the loss of a mini-batch.
+        `layout` says how a micro-batch's rows lie, `reduction` after which of them gradients are reduced. `weigh` gives
+        each token's weight [T] in the loss of a mini-batch.
         """
         self.model = model
         self.optimizer = optimizer
@@ -69,6 +75,7 @@ class Learner:
         self.grad_clip = grad_clip
         self.failure_dir = failure_dir
         self.layout = layout
+        self.reduction = reduction
         self.weigh = weigh
 
     def learn(self, batch: TrainBatch, loss: LossFunction, step: int) -> dict[str, float]:
@@ -95,7 +102,9 @@ class Learner:
         place = dist.get_world_size(), dist.get_rank()
         batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
         sums: dict[str, torch.Tensor] = {}
-        for rows in plan(batch.lengths_B, *place, self.budget, self.layout):
+        micro_batches = plan(batch.lengths_B, *place, self.budget, self.layout)
+        for number, rows in enumerate(micro_batches, 1):
+            reduce_gradients(self.model, number == len(micro_batches), self.reduction == "micro_batch")
             micro_batch = batch.select(rows)
             inputs = model_input(micro_batch, self.device, self.layout.packed)
             token_loss = loss(micro_batch, inputs)

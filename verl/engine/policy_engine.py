@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, RankValues, plan, plan_all, trained_rows
 from verl.engine.device import set_threads
 from verl.engine.exchange import exchange, rows_of
-from verl.engine.kl_objective import reads_anchor
-from verl.engine.learner import Learner, LossFunction, TokenLoss
+from verl.engine.kl_objective import policy_topk, reads_anchor
+from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, layout_of
@@ -29,8 +30,8 @@ from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
-from verl.engine.sharding import iter_full_parameters, local_shards, reshard, whole
-from verl.engine.token_values import token_values
+from verl.engine.sharding import end_reading, iter_full_parameters, local_shards, reshard, whole
+from verl.engine.token_values import TokenScores, token_values
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
 from verl.phases import Part, Phase
@@ -80,6 +81,7 @@ class PolicyEngine(TrainedEngine):
             actor.grad_clip,
             Path(config.trainer.default_local_dir) / "failures",
             self.layout,
+            actor.fsdp_config.reduce_gradients,
             self.objective.weigh,
         )
         models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
@@ -105,7 +107,7 @@ class PolicyEngine(TrainedEngine):
         micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE, Part.PARAMETERS if of == "policy" else Part.ANCHOR):
             found = token_values(model, batch, micro_batches, temperature, self.device, self.layout.packed, top_k)
-            reshard(model)
+            end_reading(model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = sorted(row for rows in micro_batches for row in rows)
@@ -115,23 +117,45 @@ class PolicyEngine(TrainedEngine):
         """One RL step: `ppo_epochs` passes over `mini_batches` of `ppo_mini_batch_size` rows, one AdamW step for each.
 
         Needs `advantages` and `old_log_probs` [T] float32 at rollout.temperature, and what the KL asks for
-        (`kl_objective`). `own` are columns of which every rank has the rows that it computed (`top_index`); they are
-        exchanged here. Returns metrics `actor/...`: means over the mini-batches of token means over all ranks.
-        Raises NumericalError when a loss or gradient is not finite.
+        (`kl_objective`). One optimizer step needs neither `old_log_probs` nor `top_index`: until then the policy is the
+        one that they are of. Without `ref_log_probs` a sampled KL reads the anchor here, in every epoch. `own` are
+        columns of which every rank has the rows that it computed (`top_index`); they are exchanged here. Returns
+        metrics `actor/...`: means over the mini-batches of token means over all ranks. Raises NumericalError when a
+        loss or gradient is not finite, ValueError when several optimizer steps lack a column.
         """
-        actor = self.role.actor
-        lr = self.set_lr_of_step()
-        results = []
-        rows = trained_rows(batch)
-        cut = mini_batches(
-            rows, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, self.step
-        )
-        parts = list(cut)
-        loss: LossFunction = self.objective
+        parts = self._parts(batch)
+        if len(parts) > 1:
+            self._require_old_policy(batch, own)
+        return self._update(batch, parts, own)
+
+    def update_and_score(self, batch: TrainBatch) -> tuple[dict[str, float], RankValues]:
+        """`update` by one optimizer step, and what its forward pass found: `log_prob` and `entropy` [T] float32 of the
+        trained tokens in this rank's rows, 0 elsewhere. Raises ValueError where there would be more steps.
+        """
+        parts = self._parts(batch)
+        if len(parts) > 1:
+            raise ValueError(f"{len(parts)} optimizer steps have no log-probs of one policy: call log_probs and update")
+        scores = TokenScores(batch.lengths_B)
+        return self._update(batch, parts, scores=scores), scores.of_rank()
+
+    def _parts(self, batch: TrainBatch) -> list[list[int]]:
+        """The rows of each mini-batch of this step."""
+        actor, seed, rows = self.role.actor, self.config.trainer.seed, trained_rows(batch)
+        return list(mini_batches(rows, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, self.step))
+
+    def _update(
+        self,
+        batch: TrainBatch,
+        parts: Sequence[Sequence[int]],
+        own: RankValues | None = None,
+        scores: TokenScores | None = None,
+    ) -> dict[str, float]:
+        lr, results = self.set_lr_of_step(), []
         if own is not None:
-            loss = self._joined(exchange(own, batch.lengths_B, self._rows_of_ranks(batch, parts), self.device), batch)
-            batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
-        with self.residence.during(Phase.UPDATE, *self._updated):
+            own = exchange(own, batch.lengths_B, self._rows_of_ranks(batch, parts), self.device)
+        loss = partial(self._loss, batch.lengths_B, own, scores)
+        batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
+        with self.residence.during(Phase.UPDATE, *self._updated(batch)):
             for part in parts:
                 means = self.learner.learn(batch.select(part), loss, self.step)
                 if means:
@@ -139,9 +163,19 @@ class PolicyEngine(TrainedEngine):
             self._release()
         self.end_step()
         metrics = mean_of(results, "actor")
-        if actor.use_kl_loss:
-            metrics["actor/kl_coef"] = actor.kl_loss_coef
+        if self.role.actor.use_kl_loss:
+            metrics["actor/kl_coef"] = self.role.actor.kl_loss_coef
         return metrics | {"actor/lr": lr, "actor/num_updates": float(len(results))}
+
+    def _require_old_policy(self, batch: TrainBatch, own: RankValues | None) -> None:
+        """After the first optimizer step the policy does not say any more what it was."""
+        there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())
+        needed = ["old_log_probs"] + ["top_index"] * (policy_topk(self.role.actor) > 0)
+        if missing := [name for name in needed if name not in there]:
+            raise ValueError(
+                f"several optimizer steps on a batch need tokens['{missing[0]}'] of the policy before the first one: "
+                "call log_probs before the update"
+            )
 
     def _rows_of_ranks(self, batch: TrainBatch, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The rows that each rank works on in any of these mini-batches."""
@@ -153,14 +187,22 @@ class PolicyEngine(TrainedEngine):
                 rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
         return [sorted(rows) for rows in rows_of_ranks]
 
-    def _joined(self, own: RankValues, batch: TrainBatch) -> LossFunction:
-        """The objective on micro-batches to which the columns of `own` are added."""
-
-        def loss(micro_batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
-            columns = rows_of(own, batch.lengths_B, micro_batch.rows["row"].tolist())
-            return self.objective(replace(micro_batch, tokens=micro_batch.tokens | columns), inputs)
-
-        return loss
+    def _loss(
+        self,
+        lengths_B: torch.Tensor,
+        own: RankValues | None,
+        scores: TokenScores | None,
+        micro_batch: TrainBatch,
+        inputs: ModelInput,
+    ) -> TokenLoss:
+        """The objective on a micro-batch to which the columns of `own` are added; `scores` keeps what it found."""
+        rows = micro_batch.rows["row"].tolist()
+        if own is not None:
+            micro_batch = replace(micro_batch, tokens=micro_batch.tokens | rows_of(own, lengths_B, rows))
+        token_loss = self.objective(micro_batch, inputs)
+        if scores is not None:
+            scores.add(rows, inputs, token_loss.scores)
+        return token_loss
 
     def gradients(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """The whole float32 gradient of `batch` taken as one mini-batch, by parameter name, on every rank.
@@ -168,7 +210,7 @@ class PolicyEngine(TrainedEngine):
         Nothing is clipped and no weight changes: for tests and for measuring gradient noise.
         """
         self.policy.train()
-        with self.residence.during(Phase.UPDATE, *self._updated):
+        with self.residence.during(Phase.UPDATE, *self._updated(batch)):
             self.learner.accumulate(batch, self.objective)
             named = self.policy.model.named_parameters()
             gradient = {name: whole(p.grad) for name, p in named if p.grad is not None}
@@ -219,13 +261,12 @@ class PolicyEngine(TrainedEngine):
             raise ValueError("this engine was made without an anchor")
         return self.anchor
 
-    @property
-    def _updated(self) -> list[Part]:
+    def _updated(self, batch: TrainBatch) -> list[Part]:
         """What an update of the policy has on the device; the anchor only where the loss reads its weights."""
         trained = [Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER]
-        return [*trained, Part.ANCHOR] if reads_anchor(self.role.actor) else trained
+        return [*trained, Part.ANCHOR] if reads_anchor(self.role.actor, batch) else trained
 
     def _release(self) -> None:
         reshard(self.policy)
         if self.anchor is not None:
-            reshard(self.anchor)
+            end_reading(self.anchor)

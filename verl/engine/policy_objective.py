@@ -17,16 +17,17 @@ from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, values_at
-from verl.engine.kl_objective import build_kl
+from verl.engine.kl_objective import build_kl, old_log_probs
 from verl.engine.learner import TokenLoss
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
 
 
 class PolicyObjective:
-    """The actor's loss on one micro-batch; needs `advantages` and `old_log_probs` [T] float32 in `batch.tokens`.
+    """The actor's loss on one micro-batch; needs `advantages` [T] float32 in `batch.tokens`.
 
-    What the KL needs is said in `kl_objective`.
+    Without `old_log_probs` [T] float32 the policy is still the one before the step: l_old is l without gradient, the
+    ratio 1. What the KL needs is said in `kl_objective`.
     """
 
     def __init__(self, actor: ActorConfig, model: CausalModel, temperature: float, anchor: AnchorReader | None) -> None:
@@ -51,7 +52,7 @@ class PolicyObjective:
         kl = None if self.kl is None else self.kl(batch, inputs)
         asked = {} if kl is None else kl.asked
         stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **asked)
-        old_N, advantage_N = values_at(batch, "old_log_probs", inputs), values_at(batch, "advantages", inputs)
+        old_N, advantage_N = old_log_probs(batch, inputs, stats), values_at(batch, "advantages", inputs)
         row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
         policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
         reports = {
@@ -73,7 +74,7 @@ class PolicyObjective:
             fallen_N = llds(stats.log_prob_N, old_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
             loss_N = loss_N + actor.llds_coef * fallen_N
             reports["llds_loss"] = fallen_N.detach()
-        return TokenLoss(loss_N, reports)
+        return TokenLoss(loss_N, reports, {"log_prob": stats.log_prob_N.detach(), "entropy": stats.entropy_N.detach()})
 
 
 def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:

@@ -42,7 +42,8 @@ class SftEngine:
         layout = layout_of([self.model.model], config.model.use_remove_padding)
         failure_dir = Path(trainer.default_local_dir) / "failures"
         budget = Budget(tokens=trainer.max_token_len_per_gpu)
-        self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, layout)
+        how = layout, fsdp.reduce_gradients
+        self.learner = Learner(self.model, optimizer, device, budget, trainer.grad_clip, failure_dir, *how)
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """One AdamW step on `batch`: `loss` in nats per token, `grad_norm`, `lr`. Raises NumericalError."""

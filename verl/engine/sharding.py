@@ -6,8 +6,9 @@ With hybrid sharding (HSDP) a group of ranks, those of a node, holds the model; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params
     layers) is the root unit. The root stays gathered from its forward to its backward: the head's chunks are computed
     again there, and an exact KL reads the anchor's head after the anchor's forward. It therefore must be released by
     `reshard` after passes without a backward, before its weights change. With one rank in a shard group nothing is
-    released early.
+    released early. A unit's weights are gathered while the unit before it computes.
     """
     mixed = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
@@ -37,8 +38,31 @@ def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=mesh.size(-1) > 1)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")
+    if mesh.size(-1) > 1:
+        _prefetch([model, *layers])
     over = " x ".join(str(size) for size in mesh.shape)
     logger.info("sharded %d parameters over %s ranks, %d units", num_parameters(model), over, len(layers) + 1)
+
+
+def _prefetch(units: Sequence[nn.Module]) -> None:
+    """By the order of the forward pass. FSDP2 would gather a unit's weights when the unit is called: as early on the
+    device, but not before the host has come so far.
+    """
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+    for unit, following in pairwise([units[0], *units[:0:-1]]):
+        unit.set_modules_to_backward_prefetch([following])
+
+
+def reduce_gradients(model: nn.Module, last: bool, every_time: bool) -> None:
+    """Say before the backward of a micro-batch what becomes of gradients: of the `last` one of a mini-batch they are
+    reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
+    add up their shards; or not at all, and every rank adds up whole gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last or every_time, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -51,6 +75,13 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def end_reading(model: FSDPModule) -> None:
+    """Like `reshard`, for a model that no backward follows: FSDP2 notes the order of all forward passes for a backward,
+    and would keep it for ever.
+    """
+    model.reset_iter_state()
 
 
 def local_shards(model: nn.Module) -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Log-probs and entropies of a batch's tokens under one model, micro-batch by micro-batch."""
+"""Log-probs and entropies of a batch's tokens under one model, micro-batch by micro-batch: of passes without a gradient
+(`token_values`), and of an update's own (`TokenScores`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from verl.engine.batching import flat_positions, model_input
+from verl.engine.batching import ModelInput, RankValues, flat_positions, model_input
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
 
@@ -39,3 +41,30 @@ def token_values(
             index_Nk = stats.index_Nk.to("cpu", torch.int32)
             found.setdefault("top_index", index_Nk.new_zeros(num_tokens, index_Nk.shape[1]))[token_N] = index_Nk
     return found
+
+
+class TokenScores:
+    """What the forward passes of an update found, token by token. It stays on the device until `of_rank`: a copy to the
+    host would wait for the device in every micro-batch.
+    """
+
+    names = ("log_prob", "entropy")
+
+    def __init__(self, lengths_B: torch.Tensor) -> None:
+        self.lengths_B = lengths_B
+        self._parts: list[tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    def add(self, rows: list[int], inputs: ModelInput, scores: dict[str, torch.Tensor]) -> None:
+        """Of the selected tokens [N] of a micro-batch, which has these `rows` of the batch."""
+        self._parts.append((rows, inputs.token_N, scores))
+
+    def of_rank(self) -> RankValues:
+        """`log_prob` and `entropy` [T] float32 of the rows that were added."""
+        found = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
+        for rows, token_N, scores in self._parts:
+            index_N = flat_positions(self.lengths_B, rows)[token_N]
+            for name, value_T in found.items():
+                value_T[index_N] = scores[name].float().cpu()
+        own = sorted(row for rows, _, _ in self._parts for row in rows)
+        index_T = flat_positions(self.lengths_B, own)
+        return RankValues(own, {name: value_T[index_T] for name, value_T in found.items()})

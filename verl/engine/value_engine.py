@@ -61,7 +61,8 @@ class ValueEngine(TrainedEngine):
             self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size
         )
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
-        learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, self.layout)
+        how = self.layout, self.critic.model.fsdp_config.reduce_gradients
+        learner = Learner(self.model, optimizer, device, budget, self.critic.grad_clip, failure_dir, *how)
         schedule = Schedule.from_config(optim, total_training_steps)
         moved = residence(self.critic.model.fsdp_config, self.model, optimizer, device)
         super().__init__(schedule, learner, Resumable({"critic": self.model}, "critic", optimizer), moved)

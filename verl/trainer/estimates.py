@@ -13,8 +13,8 @@ from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSett
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
-from verl.config.objective import has_kl_in_reward
-from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
+from verl.config.objective import has_kl_in_reward, needs_ref_log_probs, scores_in_update
+from verl.engine.kl_objective import policy_topk
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer
 from verl.trainer.roles import ActorGroup, CriticGroup
@@ -27,18 +27,25 @@ class Estimator:
         self.config = config
         self.actor_config = config.actor_rollout_ref.actor
         self.kl_in_reward = has_kl_in_reward(config)
+        self.scores_policy = not scores_in_update(config)
         self.kl_weight = build_controller(config.algorithm.kl_ctrl)
 
     def prepare(
         self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
     ) -> dict[str, float]:
-        """Adds to `batch.tokens` [T]: `old_log_probs`, `advantages`, and where they are used `entropy`,
-        `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
+        """Adds to `batch.tokens` [T]: `advantages`, `old_log_probs` and `entropy` unless the update finds them, and
+        where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
         """
         values = None if critic is None else critic.begin_values(for_critic(batch, self.config.algorithm))
-        with timed("old_log_prob"):
-            self._policy(batch, actor)
-        if self.kl_in_reward or needs_ref_log_probs(self.actor_config):
+        if self.actor_config.use_rollout_log_probs:
+            batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
+        top_k = policy_topk(self.actor_config)
+        if self.scores_policy and (top_k or not self.actor_config.use_rollout_log_probs):
+            with timed("old_log_prob"):
+                found = actor.log_probs(batch, top_k=top_k)
+            batch.tokens["entropy"] = found["entropy"]
+            batch.tokens.setdefault("old_log_probs", found["log_prob"])
+        if needs_ref_log_probs(self.config):
             with timed("ref"):
                 batch.tokens["ref_log_probs"] = actor.log_probs(batch, of="anchor")["log_prob"]
         if values is not None:
@@ -46,16 +53,6 @@ class Estimator:
                 batch.tokens["values"] = values()
         with timed("adv"):
             return self._correct(batch) | self._advantages(batch)
-
-    def _policy(self, batch: TrainBatch, actor: ActorGroup) -> None:
-        top_k = policy_topk(self.actor_config)
-        if self.actor_config.use_rollout_log_probs:
-            batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
-            if not top_k:
-                return
-        found = actor.log_probs(batch, top_k=top_k)
-        batch.tokens.setdefault("old_log_probs", found.pop("log_prob"))
-        batch.tokens |= found
 
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
         config = self.actor_config.rollout_correction

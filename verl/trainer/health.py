@@ -26,8 +26,8 @@ def health_metrics(trajectories: Sequence[Trajectory], batch: TrainBatch | None)
     """All health metrics of one step; docs/health.md says what each one means.
 
     `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T], `entropy` [T] and
-    `old_log_probs` [T] (the trainer's, nats) are read where present. Pass a batch without `old_log_probs` where they
-    are the sampler's own.
+    `old_log_probs` [T] (the trainer's, nats) are read where present, the last two at the tokens that `scored` [T] bool
+    names, by default those of the loss mask. Pass a batch without `old_log_probs` where they are the sampler's own.
 
     Raises ValueError for a finished trajectory without a reward.
     """
@@ -103,8 +103,8 @@ def zero_advantages(batch: TrainBatch) -> dict[str, float]:
 
 
 def entropy(batch: TrainBatch) -> dict[str, float]:
-    """`health/entropy`: mean of `entropy` [T] (nats) over the loss mask."""
-    mask_T = batch.tokens["loss_mask"]
+    """`health/entropy`: mean of `entropy` [T] (nats) over the scored tokens."""
+    mask_T = _scored(batch)
     if "entropy" not in batch.tokens or not bool(mask_T.any()):
         return {}
     return {"health/entropy": float(batch.tokens["entropy"][mask_T].double().mean())}
@@ -117,7 +117,7 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
     exp(d) - 1 - d, an unbiased and never negative estimate of KL(sampler || trainer) (Schulman, "Approximating KL
     divergence", http://joschu.net/blog/kl-approx.html). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
     """
-    mask_T = batch.tokens["loss_mask"]
+    mask_T = _scored(batch)
     if "old_log_probs" not in batch.tokens or not bool(mask_T.any()):
         return {}
     policy_N = mask_T.nonzero().squeeze(-1)  # to read by numbers is several times faster than by a mask
@@ -135,6 +135,11 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
         for turn, mean in enumerate(mean_K[:MAX_TURNS].tolist()):
             metrics[f"health/mismatch_turn_{turn}/{name}"] = mean
     return metrics
+
+
+def _scored(batch: TrainBatch) -> torch.Tensor:
+    """[T] bool."""
+    return batch.tokens.get("scored", batch.tokens["loss_mask"])
 
 
 def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], start_N: npt.NDArray[np.int64]) -> int:

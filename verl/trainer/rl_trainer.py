@@ -21,7 +21,7 @@ from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
-from verl.protocol import TrainBatch, Trajectory
+from verl.protocol import Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
@@ -180,7 +180,7 @@ class RLTrainer:
             partitions=split_rows(trained.lengths_B, self.pool.world_size),
             max_prompt_length=config.data.max_start_length,
         )
-        metrics |= health_metrics(collected.sampled, self._recomputed(batch)) | collected.metrics
+        metrics |= health_metrics(collected.sampled, self.updates.scored(batch, trained)) | collected.metrics
         metrics["rollout/num_engines"] = float(num_engines)
         with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
             self._store(collected.sampled, "train", step)
@@ -189,12 +189,6 @@ class RLTrainer:
     def _sync(self, step: int) -> None:
         with self.timer("weight_sync"):
             self.rollouts.load_weights(partial(self.actor.publish_weights, step))
-
-    def _recomputed(self, batch: TrainBatch) -> TrainBatch:
-        """The batch without `old_log_probs` where these are the sampler's own: they say nothing about a mismatch."""
-        if not self.config.actor_rollout_ref.actor.use_rollout_log_probs:
-            return batch
-        return replace(batch, tokens={name: value for name, value in batch.tokens.items() if name != "old_log_probs"})
 
     def _validate(self, step: int) -> dict[str, float]:
         with self.timer("testing"):

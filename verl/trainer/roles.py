@@ -119,6 +119,16 @@ class ActorGroup(Role):
         """
         return merged(batch, self.group.call_all("log_probs", share(batch, SCORED), of, top_k))
 
+    def update_and_score(
+        self, batch: TrainBatch, beside: Sequence[Call] = ()
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """`update` by one optimizer step, and `log_prob` and `entropy` [T] float32 of the policy before it, from the
+        same forward pass; 0 outside the loss mask.
+        """
+        shared = share(batch, self.learns_from, self.learns_from_rows)
+        answers = wait_beside(self.group.begin_all("update_and_score", shared), beside)
+        return answers[0][0], merged(batch, [found for _, found in answers])
+
     def follow_anchor(self, tau: float) -> None:
         self.group.call_all("follow_anchor", tau)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from verl.config import Config
-from verl.config.objective import has_anchor
+from verl.config.objective import has_anchor, scores_in_update
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
 from verl.tracking.timing import Timer
@@ -30,7 +31,8 @@ class Updates:
     def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
         """The critic's step and the actor's, then `sync`, which gives the engines the new weights. Returns metrics.
 
-        A critic on GPUs of its own is waited for last, since it works beside all the rest.
+        Where the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`. A critic on
+        GPUs of its own is waited for last, since it works beside all the rest.
         """
         metrics: dict[str, float] = {}
         beside: list[Call] = []
@@ -43,12 +45,31 @@ class Updates:
                     metrics |= begun()[0]
         if step > self.config.trainer.critic_warmup:
             with timed("update_actor"):
-                metrics |= self.actor.update(trained, beside)
+                metrics |= self._update_actor(trained, beside)
             metrics |= self._follow_anchor(step, timed)
         sync()
         for begun in beside:
             with timed("update_critic"):
                 metrics |= begun()[0]
+        return metrics
+
+    def scored(self, batch: TrainBatch, trained: TrainBatch) -> TrainBatch:
+        """The batch with `old_log_probs` and `entropy` only where the trainer found them: before the update those of
+        all tokens, or in the update those of the tokens that were `trained`.
+        """
+        tokens = dict(batch.tokens)
+        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
+            del tokens["old_log_probs"]  # the sampler's own say nothing about a mismatch
+        if "log_probs" in trained.tokens:
+            found = {"old_log_probs": trained.tokens["log_probs"], "entropy": trained.tokens["entropy"]}
+            tokens |= found | {"scored": trained.tokens["loss_mask"]}
+        return replace(batch, tokens=tokens)
+
+    def _update_actor(self, trained: TrainBatch, beside: Sequence[Call]) -> dict[str, float]:
+        if not scores_in_update(self.config):
+            return self.actor.update(trained, beside)
+        metrics, found = self.actor.update_and_score(trained, beside)
+        trained.tokens |= {"log_probs": found["log_prob"], "entropy": found["entropy"]}
         return metrics
 
     def _follow_anchor(self, step: int, timed: Timer) -> dict[str, float]:

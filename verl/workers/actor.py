@@ -57,6 +57,12 @@ class ActorWorker(RankWorker):
         own, self.own = self.own, None
         return self.engine.update(batch.fetch(), own)
 
+    @in_phase(Phase.UPDATE)
+    def update_and_score(self, batch: SharedBatch) -> tuple[dict[str, float], SharedValues]:
+        """Like `update` by one optimizer step, with the log-probs and entropies that its forward pass found."""
+        metrics, found = self.engine.update_and_score(batch.fetch())
+        return metrics, SharedValues.of(found)
+
     def follow_anchor(self, tau: float) -> None:
         with self.spans("follow_anchor"):
             self.engine.follow_anchor(tau)

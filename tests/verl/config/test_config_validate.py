@@ -19,6 +19,8 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=4"]
 REINFORCE = ["algorithm.adv_estimator=reinforce", "algorithm.norm_adv_by_std_in_grpo=false"]
 KL_LOSS = f"{ACTOR}.use_kl_loss=true"
 ONE_UPDATE = [f"{ACTOR}.ppo_mini_batch_size=1024"]
+ONE_GRPO_UPDATE = [*GRPO, f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.old_log_probs=update"]
+GAE = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=false"]
 TOP_K = [KL_LOSS, f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_topk_tokens=32"]
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1"]
 CORRECTION = f"{ACTOR}.rollout_correction"
@@ -188,6 +190,15 @@ NO_DEFAULT_LIMITS = [
             [f"{CORRECTION}.reject=geometric", f"{ACTOR}.use_rollout_log_probs=true"],
             "set actor_rollout_ref.actor.use_rol",
         ),
+        ([*GRPO, f"{ACTOR}.old_log_probs=update"], "is too late: after the first of 16 optimizer steps the policy is"),
+        ([*ONE_GRPO_UPDATE, "trainer.critic_warmup=2", *GAE], "the actor has no update while the critic warms up"),
+        ([*ONE_GRPO_UPDATE, "algorithm.use_kl_in_reward=true"], "is too late: the KL in the reward reads them"),
+        ([*ONE_GRPO_UPDATE, f"{CORRECTION}.reject=token"], "rollout_correction compares them with the sampler's"),
+        ([*ONE_GRPO_UPDATE, f"{ACTOR}.llds_coef=0.1"], "LLDS acts where likelihoods fell since then"),
+        (["actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update is too late: the KL in the reward reads"),
+        ([*GRPO, "actor_rollout_ref.ref.log_probs=score"], "ref.log_probs=score has no effect: only a KL in the rew"),
+        ([*TOP_K, "actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update has no effect"),
+        ([KL_LOSS, f"{ACTOR}.ppo_epochs=2", "actor_rollout_ref.ref.log_probs=update"], "anew in every epoch: set ppo"),
         ([f"{CORRECTION}.reject_low=1.1"], f"{CORRECTION} has to let a ratio of 1"),
         ([f"{CORRECTION}.reject_high=0.9"], f"{CORRECTION} has to let a ratio of 1"),
         ([f"{CORRECTION}.importance_cap=0.9"], f"{CORRECTION} has to let a ratio of 1"),
@@ -260,6 +271,9 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [f"{CORRECTION}.importance=token", f"{CORRECTION}.importance_cap=1"],
         [f"{CORRECTION}.reject=token", f"{CORRECTION}.reject_low=1", f"{CORRECTION}.reject_high=1"],
         [*GRPO, "data.train_batch_size=64"],
+        ONE_GRPO_UPDATE,
+        [KL_LOSS, "actor_rollout_ref.ref.log_probs=update"],
+        [*ONE_GRPO_UPDATE, f"{ACTOR}.use_rollout_log_probs=true", f"{ACTOR}.llds_coef=0.1"],
         [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.5"],
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=205"],
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=204", "trainer.val_only=true"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 from verl.engine import residence
-from verl.engine.batching import RankValues, merge_rows
+from verl.engine.batching import ModelInput, RankValues, merge_rows
 from verl.engine.device import init_process_group
 from verl.engine.exchange import exchange, rows_of
+from verl.engine.learner import TokenLoss
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.sharding import named_tensors, whole
 from verl.errors import NumericalError
+from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered
+from verl.trainer.dry_run.work import kind_of
 
 ACTOR = "actor_rollout_ref.actor"
 KL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_loss_coef=0.3")
@@ -205,3 +212,63 @@ def learn_from_own_columns(folder: Path, model_path: str, other_model_path: str)
             metrics.append(engine.update(batch, own if name == "own" else None))
         results[name] = metrics, engine.full_state_dict()
     return results
+
+
+def score_in_update(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """One step with a Top-k KL whose update finds all that it needs of the policy, and one with a pass before it."""
+    overrides = (*KL, f"{ACTOR}.kl_topk_tokens=4", f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.optim.eps=1e-2")
+    first, second = (make_engine(model_path, folder, *overrides, anchor_path=other_model_path) for _ in range(2))
+    batch = make_batch(12)
+    rows, found = first.log_probs(batch, 1.0, top_k=4)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (rows, found["log_prob"]))
+    batch.tokens["old_log_probs"] = merge_rows(batch.lengths_B, everyones)
+    expected = first.update(batch, RankValues(rows, {"top_index": found["top_index"]}))
+    del batch.tokens["old_log_probs"]
+    metrics, scores = second.update_and_score(batch)
+    return {
+        "before": (rows, found),
+        "scores": tuple(scores),
+        "expected": expected,
+        "metrics": metrics,
+        "expected_weights": first.full_state_dict(),
+        "weights": second.full_state_dict(),
+    }
+
+
+def count_collectives(folder: Path, model_path: str, other_model_path: str, in_pairs: bool) -> dict[str, Any]:
+    """A mini-batch of three micro-batches, by `reduce_gradients`: its gradient, and the collectives that it took."""
+    size = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=4")
+    found: dict[str, Any] = {}
+    for setting in ("micro_batch", "mini_batch"):
+        how = (f"{FSDP}.reduce_gradients={setting}", *(IN_PAIRS if in_pairs else ()))
+        learner = (engine := make_engine(model_path, folder, *size, *how)).learner
+        calls: list[ModelInput] = []
+
+        def loss(
+            batch: TrainBatch, inputs: ModelInput, engine: PolicyEngine = engine, calls: list = calls
+        ) -> TokenLoss:
+            calls.append(inputs)
+            return engine.objective(batch, inputs)
+
+        with CommDebugMode() as collectives, profile(activities=[ProfilerActivity.CPU]) as profiled:
+            learner.accumulate(make_batch(12), loss)
+        counts: Counter[str] = Counter()
+        for operation, number in collectives.get_comm_counts().items():
+            counts[kind_of(str(operation))] += number
+        found[setting] = {
+            "num_micro_batches": len(calls),
+            "counts": dict(counts),
+            "events": [name for _, name in sorted(_unit_events(profiled))],
+            "gradient": {name: whole(p.grad) for name, p in engine.policy.named_parameters() if p.grad is not None},
+        }
+    return found
+
+
+def _unit_events(profiled: profile) -> Iterator[tuple[float, str]]:
+    """When FSDP2 began to gather a unit, and when it was done with it."""
+    kinds = {"all_gather": "gather", "post_forward": "done", "post_backward_reshard": "backward done"}
+    for event in profiled.events():
+        match = re.fullmatch(r"FSDP::(\w+)(?: \((.*)\))?", event.name)
+        if match and match[1] in kinds and (match[2] or match[1] == "all_gather"):
+            yield event.time_range.start, f"{kinds[match[1]]} {match[2].rsplit('.', 1)[-1] if match[2] else 'root'}"

@@ -91,8 +91,19 @@ def test_top_ids_are_the_most_likely_ones() -> None:
     log_p_NV = (case.hidden_NH @ case.weight_VH.T / TEMPERATURE).log_softmax(-1)
     torch.testing.assert_close(stats.log_prob_Nk, log_p_NV.topk(TOP).values.detach(), atol=1e-12, rtol=0)
     assert torch.equal(stats.index_Nk, log_p_NV.topk(TOP).indices)
-    with pytest.raises(ValueError, match="top_k finds ids"):
-        token_stats(case.hidden_NH, case.head, Question(case.label_N, TEMPERATURE, 3, top_k=TOP))
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_the_gradient_at_the_top_ids_is_that_at_given_ids(chunk: int) -> None:
+    """To the last bit: the ids are found in the same pass, or known before."""
+    case = Case(bias=True)
+    found = token_stats(case.hidden_NH, case.head, Question(case.label_N, TEMPERATURE, chunk, top_k=TOP))
+    question = Question(case.label_N, TEMPERATURE, chunk, index_Nk=found.index_Nk)
+    given = token_stats(case.hidden_NH, case.head, question)
+    gradients = [torch.autograd.grad(case.total(stats), case.leaves) for stats in (found, given)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    with pytest.raises(ValueError, match="at one set of ids"):
+        token_stats(case.hidden_NH, case.head, question._replace(top_k=TOP))
 
 
 def test_more_ids_than_the_vocabulary_has_are_all_of_it() -> None:

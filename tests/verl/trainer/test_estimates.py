@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -114,6 +115,31 @@ def test_an_adaptive_weight_follows_its_target() -> None:
 SMALL_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)
 
 
+@pytest.mark.parametrize(
+    ("mini_batch", "kl_in_reward", "passes"), [(2048, "false", 0), (64, "false", 1), (2048, "true", 1)]
+)
+def test_a_pass_over_the_policy_only_where_something_needs_it_before_the_update(
+    mini_batch: int, kl_in_reward: str, passes: int
+) -> None:
+    class Actor(Anchor):
+        asked: ClassVar[list[str]] = []
+
+        def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+            self.asked.append(of)
+            return {"log_prob": batch.tokens["rollout_log_probs"], "entropy": torch.zeros(9)}
+
+    config = make_config(
+        "actor_rollout_ref.actor.use_rollout_log_probs=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        f"algorithm.use_kl_in_reward={kl_in_reward}",
+    )
+    batch, timer = make_batch(), Timer()
+    Estimator(config).prepare(batch, Actor(0.5), None, timer)  # type: ignore[arg-type]
+    assert Actor.asked.count("policy") == passes
+    assert ("old_log_probs" in batch.tokens) == ("entropy" in batch.tokens) == ("old_log_prob" in timer.seconds)
+    assert ("old_log_probs" in batch.tokens) == bool(passes)
+
+
 def test_no_kl_costs_nothing() -> None:
     batch = make_batch()
     assert prepare(Estimator(make_config()), batch, below=math.nan) == {}
@@ -139,3 +165,20 @@ def test_rollout_correction_weights_and_keeps() -> None:
     assert batch.tokens["correction"][[1, 2]].tolist() == pytest.approx([1.0, 1.2])
     assert batch.tokens["keep"].nonzero().flatten().tolist() == [1, 2, 7]
     assert metrics["rollout_correction/rejected_share"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        ((), False),
+        (("actor_rollout_ref.ref.log_probs=score",), True),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), True),
+        (("actor_rollout_ref.ref.fsdp_config.param_offload=true",), True),
+        (("actor_rollout_ref.actor.kl_loss_type=full_reverse",), False),
+    ],
+)
+def test_a_pass_over_the_anchor_only_where_the_update_does_not_read_it(overrides: tuple[str, ...], reads: bool) -> None:
+    config = make_config("actor_rollout_ref.actor.use_kl_loss=true", *overrides)
+    batch, timer = make_batch(), Timer()
+    Estimator(config).prepare(batch, Anchor(0.5), None, timer)  # type: ignore[arg-type]
+    assert ("ref_log_probs" in batch.tokens) == ("ref" in timer.seconds) == reads

@@ -209,6 +209,16 @@ def test_nan_is_shown_and_not_hidden() -> None:
     assert all(math.isnan(metrics[f"health/mismatch/{name}"]) for name in ("mean_abs", "max_abs", "k3"))
 
 
+def test_only_scored_tokens_count() -> None:
+    # Of two rows the update scored the first: its differences are 0.1 and 0.3. The zeros elsewhere were not found.
+    batch = with_old_log_probs((trajectory((5, 6)), [0.1, 0.3]), (trajectory((7,)), [0.9]))
+    batch.tokens["entropy"] = torch.tensor([0.0, 0, 1, 2, 0, 0, 0])
+    batch.tokens["scored"] = batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)
+    metrics = health_metrics([], batch)
+    assert metrics["health/mismatch/mean_abs"] == pytest.approx(0.2)
+    assert metrics["health/entropy"] == pytest.approx(1.5)
+
+
 def test_without_the_trainers_log_probs_there_is_no_mismatch() -> None:
     assert health_metrics([], TrainBatch.from_trajectories([trajectory((5,))])) == {}
 

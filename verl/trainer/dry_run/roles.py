@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
-from verl.config.objective import has_anchor, has_kl_in_reward
+from verl.config.model import FsdpConfig
+from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_update
 from verl.config.placement import RoleName, num_ranks
 from verl.engine.device import DTYPES
-from verl.engine.kl_objective import needs_ref_log_probs, policy_topk
+from verl.engine.kl_objective import policy_topk
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.sharding import named_tensors, num_parameters, reshard
 from verl.engine.slices import unread_weights
@@ -79,6 +80,7 @@ class _Dry:
         self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
+        self.in_update = scores_in_update(config)
         self.device = FakeDevice(kind)
         self.passes: list[Pass] = []
 
@@ -87,11 +89,12 @@ class _Dry:
         with self.device.running(self.num_ranks), unread_weights():
             large = self._largest_update(role.actor)
             engine = PolicyEngine(self.config, DEVICE, 2, has_anchor(self.config))
-            engine.update(self._batch([FEW], 1))  # from now on there is an optimizer state
+            self._update(engine, self._batch([FEW], 1))  # from now on there is an optimizer state
             idle = self.device.memory.now
             self._score(engine)
             epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
-            self._measure(Phase.UPDATE, "update", lambda: engine.update(large), large, epochs)
+            self._measure(Phase.UPDATE, "update", lambda: self._update(engine, large), large, epochs)
+            self._reduced_once(role.actor.fsdp_config)
             if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
@@ -109,16 +112,25 @@ class _Dry:
             self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
             epochs = self.asked.critic.ppo_epochs
             self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
+            self._reduced_once(critic.model.fsdp_config)
             groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size, "critic")
             return Role("critic", num_parameters(engine.model), idle, self.passes, groups)
+
+    def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
+        found = set() if needs_ref_log_probs(self.asked) else {"ref_log_probs"}
+        if self.in_update:
+            from_rollout = self.config.actor_rollout_ref.actor.use_rollout_log_probs
+            found |= {"top_index"} if from_rollout else {"top_index", "old_log_probs"}
+        tokens = {name: value_T for name, value_T in batch.tokens.items() if name not in found}
+        (engine.update_and_score if self.in_update else engine.update)(replace(batch, tokens=tokens))
 
     def _score(self, engine: PolicyEngine) -> None:
         role = self.config.actor_rollout_ref
         temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
-        if top_k or not role.actor.use_rollout_log_probs:
+        if not self.in_update and (top_k or not role.actor.use_rollout_log_probs):
             batch = self._batch(self._lengths(_limit(role.rollout, "log_prob")), 1)
             self._measure(Phase.SCORE, "log-probs", lambda: engine.log_probs(batch, temperature, top_k=top_k), batch)
-        if engine.anchor is not None and (has_kl_in_reward(self.config) or needs_ref_log_probs(role.actor)):
+        if engine.anchor is not None and needs_ref_log_probs(self.asked):
             read = self._batch(self._lengths(_limit(role.ref, "log_prob")), 1)
             self._measure(
                 Phase.SCORE, "anchor's log-probs", lambda: engine.log_probs(read, temperature, "anchor"), read
@@ -137,6 +149,14 @@ class _Dry:
             times *= whole / int(batch.lengths_B.sum())
         self.passes.append(Pass(phase, name, memory.peak, work, times, batch is not None))
 
+    def _reduced_once(self, fsdp: FsdpConfig) -> None:
+        """What the update that was measured last sends once a mini-batch is in its work for two micro-batches or one,
+        and these are repeated `times`.
+        """
+        if Phase.UPDATE in self.phases:
+            once = ["all-reduce"] + ["reduce-scatter"] * (fsdp.reduce_gradients == "mini_batch")
+            self.passes[-1].work.lessen(once, self.share_of_mini_batch)
+
     def _sync(self, engine: PolicyEngine) -> None:
         reshard(engine.policy)
         if self.kind == "cpu" or self.config.trainer.layout == "split":
@@ -153,6 +173,7 @@ class _Dry:
         lengths = self._lengths(_limit(settings, "ppo"), rows)
         micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_ranks)))
         batch = self._batch(lengths, micro_batches)
+        self.share_of_mini_batch = min(1.0, int(batch.lengths_B.sum()) / (rows * window_of(self.config)))
         settings.ppo_mini_batch_size, settings.ppo_epochs, settings.shuffle = len(batch), 1, False
         return batch
 

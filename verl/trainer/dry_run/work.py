@@ -6,7 +6,7 @@ A product's operations are counted by PyTorch's own formulas; attention is causa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,12 @@ class Work:
     @property
     def flops(self) -> float:
         return sum(operation.flops for operation in self.operations)
+
+    def lessen(self, kinds: Collection[str], factor: float) -> None:
+        """Count of the collectives of these kinds only a share, rounded."""
+        for counts in (self.sent, self.calls):
+            for kind in counts.keys() & set(kinds):
+                counts[kind] = round(factor * counts[kind])
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Operation | None:
         """One operation of the device; None where it has no kernel of its own."""

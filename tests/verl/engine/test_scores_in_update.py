@@ -1,0 +1,157 @@
+"""Old log-probs, entropy and Top-k tokens from the update's own forward pass, against a pass of their own before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_workers
+import pytest
+import torch
+from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+
+from verl.engine.batching import merge_rows
+from verl.protocol import TrainBatch
+
+ACTOR = "actor_rollout_ref.actor"
+K = 4
+# AdamW divides by the gradient's own size: with a large eps, rounding is not blown up to a whole step
+SMALL = (f"{ACTOR}.ppo_max_token_len_per_gpu=60", f"{ACTOR}.head_chunk_tokens=5", f"{ACTOR}.optim.eps=1e-2")
+PADDED = "actor_rollout_ref.model.use_remove_padding=false"
+
+
+def kl(kind: str, *more: str) -> tuple[str, ...]:
+    return (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kind}", f"{ACTOR}.kl_loss_coef=0.5", *more)
+
+
+TOP = f"{ACTOR}.kl_topk_tokens={K}"
+CASES = {
+    "no KL": (),
+    "sampled": kl("low_var_kl"),
+    "top-k": kl("full_reverse", TOP),
+    "top-k, weighted": kl("full_reverse", TOP, f"{ACTOR}.use_kl_iw=true"),
+    "top-k forward": kl("full_forward", TOP),
+    "exact": kl("full_reverse"),
+    "gspo": (f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"),
+}
+
+
+def before(batch: TrainBatch, found: dict[str, torch.Tensor]) -> TrainBatch:
+    """The batch with what was found of the policy before its update."""
+    added = {"old_log_probs": found["log_prob"], "top_index": found["top_index"]}
+    return TrainBatch(batch.lengths_B, batch.tokens | added, batch.rows)
+
+
+def without_scores(batch: TrainBatch) -> TrainBatch:
+    tokens = {name: value_T for name, value_T in batch.tokens.items() if name != "old_log_probs"}
+    return TrainBatch(batch.lengths_B, tokens, batch.rows)
+
+
+@pytest.mark.parametrize("padding", [(), (PADDED,)], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_step(
+    name: str, padding: tuple[str, ...], model_path: str, other_model_path: str, run_dir: Path
+) -> None:
+    batch = without_scores(make_batch())
+    engines = [
+        make_engine(model_path, run_dir, *SMALL, *padding, *CASES[name], anchor_path=other_model_path) for _ in range(2)
+    ]
+    found = engines[0].log_probs(batch, 1.0, top_k=K).tokens
+    scored = before(batch, found)
+    assert relative_error(engines[1].gradients(batch), engines[0].gradients(scored)) < 1e-6
+    expected = engines[0].update(scored)
+    metrics, (rows, scores) = engines[1].update_and_score(batch)
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6) and metrics["actor/ppo_kl"] == 0
+    assert relative_error(engines[1].full_state_dict(), engines[0].full_state_dict()) < 1e-6
+    assert rows == list(range(len(batch)))
+    for score in ("log_prob", "entropy"):
+        torch.testing.assert_close(scores[score], found[score], atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_is_that_of_the_definition(model_path: str, run_dir: Path) -> None:
+    """Autograd in float64 on whole logits: the ratio to the policy itself, held fixed, is 1, its gradient is not 0."""
+    batch = without_scores(make_batch())
+    engine = make_engine(model_path, run_dir, *SMALL, f"{ACTOR}.entropy_coeff=0")
+    model, logits = full_logits(model_path, batch)
+    log_p_T = log_softmax_rows(logits, 1.0).gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
+    ratio_T = (log_p_T - log_p_T.detach()).exp()
+    (-ratio_T * batch.tokens["advantages"])[batch.tokens["loss_mask"]].mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(engine.gradients(batch), expected) < 1e-5
+
+
+def test_scores_are_of_the_trained_tokens(model_path: str, run_dir: Path) -> None:
+    """A row without a trained token is in no mini-batch; of the others only what the mask leaves is found."""
+    batch = without_scores(make_batch(3))
+    start, end = batch.lengths_B[:1].sum(), batch.lengths_B[:2].sum()
+    batch.tokens["loss_mask"][start:end] = False
+    kept = int(batch.tokens["loss_mask"].nonzero()[0])
+    batch.tokens["loss_mask"][kept] = False
+    engine = make_engine(model_path, run_dir)
+    expected = engine.log_probs(batch, 1.0).tokens["log_prob"]
+    rows, scores = engine.update_and_score(batch)[1]
+    assert rows == [0, 2]
+    merged = merge_rows(batch.lengths_B, [(rows, scores["log_prob"])])
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+    assert merged[kept] == 0 and not merged[start:end].any() and merged.any()
+
+
+def test_nothing_to_train_on(model_path: str, run_dir: Path) -> None:
+    batch = without_scores(make_batch(2))
+    batch.tokens["loss_mask"][:] = False
+    engine = make_engine(model_path, run_dir, *kl("k2"), anchor_path=model_path)
+    metrics, (rows, scores) = engine.update_and_score(batch)
+    assert metrics["actor/num_updates"] == 0 and rows == []
+    assert {name: len(value_T) for name, value_T in scores.items()} == {"log_prob": 0, "entropy": 0}
+
+
+@pytest.mark.parametrize("padding", [(), (PADDED,)], ids=["packed", "padded"])
+def test_the_anchor_is_read_in_the_update(
+    padding: tuple[str, ...], model_path: str, other_model_path: str, run_dir: Path
+) -> None:
+    """The step is that of a pass over the anchor before the update; two mini-batches, so that the policy moves."""
+    batch = make_batch()
+    settings = (*SMALL, *padding, *kl("k2"), f"{ACTOR}.ppo_mini_batch_size=3")
+    engines = [make_engine(model_path, run_dir, *settings, anchor_path=other_model_path) for _ in range(2)]
+    batch.tokens["ref_log_probs"] = engines[0].log_probs(batch, 1.0, "anchor").tokens["log_prob"]
+    expected = engines[0].update(batch)
+    del batch.tokens["ref_log_probs"]
+    metrics = engines[1].update(batch)
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert metrics["actor/num_updates"] == 2 and metrics["actor/kl_loss"] > 0.1
+    assert relative_error(engines[1].full_state_dict(), engines[0].full_state_dict()) < 1e-6
+    engines[1].follow_anchor(0.5)  # what is read next is what the anchor is then
+    moved, followed = engines[1].update(batch), engines[1].full_state_dict("anchor")
+    assert moved["actor/kl_loss"] < metrics["actor/kl_loss"]
+    assert relative_error(engines[1].full_state_dict("anchor"), followed) == 0
+
+
+@pytest.mark.parametrize("steps", [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_mini_batch_size=3"])
+def test_after_an_optimizer_step_it_is_too_late(
+    steps: str, model_path: str, other_model_path: str, run_dir: Path
+) -> None:
+    batch, settings = make_batch(), (*kl("full_reverse", TOP), steps)
+    engine = make_engine(model_path, run_dir, *settings, anchor_path=other_model_path)
+    with pytest.raises(ValueError, match=r"need tokens\['top_index'\] of the policy before the first one"):
+        engine.update(batch)
+    with pytest.raises(ValueError, match=r"need tokens\['old_log_probs'\]"):
+        engine.update(without_scores(batch))
+    with pytest.raises(ValueError, match="2 optimizer steps have no log-probs of one policy"):
+        engine.update_and_score(batch)
+
+
+def test_two_ranks(tmp_path: Path, model_path: str, other_model_path: str) -> None:
+    """Each finds the scores of the rows that it trains on; the step is that of a pass before it."""
+    ranks = engine_workers.run(tmp_path, model_path, other_model_path, 2, engine_workers.score_in_update)
+    batch = make_batch(12)
+    for name in ("log_prob", "entropy"):
+        found, expected = (
+            merge_rows(batch.lengths_B, [(rank[where][0], rank[where][1][name]) for rank in ranks])
+            for where in ("scores", "before")
+        )
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert sorted(ranks[0]["scores"][0] + ranks[1]["scores"][0]) == list(range(12))
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(rank["expected"], rel=1e-5, abs=1e-6)
+    weights: list[dict[str, Any]] = [ranks[0][name] for name in ("weights", "expected_weights")]
+    assert relative_error(*weights) < 1e-6
