@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -50,6 +51,7 @@ class RolloutManager:
         self.stats: dict[str, float] = {}
         self._device = pool.device
         self._publish: PublishWeights | None = None  # those that the engines have
+        self._abandoned = threading.Event()
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
         self._fleet = Fleet(config, pool, nodes)
@@ -82,6 +84,19 @@ class RolloutManager:
             log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
         self.stats = draws.stats()
         return draws.trajectories()
+
+    def abandon(self) -> None:
+        """End what another thread's `collect` is sampling: that raises `SamplingAbandoned`, until `allow` is called.
+
+        The only method that may be called while another one is at work.
+        """
+        self._abandoned.set()
+        for engine in self._fleet.engines:
+            engine.worker.abandon.remote()
+
+    def allow(self) -> None:
+        """Sample again after `abandon`."""
+        self._abandoned.clear()
 
     def load_weights(self, publish: PublishWeights) -> None:
         """Give the weights that `publish` offers to every engine; it is called again for engines started later.
@@ -150,7 +165,7 @@ class RolloutManager:
 
     def _sample(self, draws: Draws) -> None:
         try:
-            Stream(self._fleet, draws, self.timeout_s).run()
+            Stream(self._fleet, draws, self.timeout_s, self._abandoned).run()
         except Exception:
             calls = [engine.worker.abandon.remote() for engine in self._fleet.engines]
             ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
