@@ -1,151 +1,20 @@
-"""Sampling ahead of the loop: real threads, with stand-ins for the engines, the actor and what is collected."""
+"""Sampling ahead of the loop: real threads, with the stand-ins of ahead_world.py."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from ahead_world import DEADLINE_S, Prompts, World, trajectory, until
 
-from verl.errors import EnvironmentUnavailable, SamplingAbandoned, WeightsInTraining, WeightSyncError
-from verl.phases import Phase
-from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
-from verl.tracking.timing import Timer
+from verl.errors import EnvironmentUnavailable, WeightsInTraining, WeightSyncError
 from verl.trainer.collection import Collected
-from verl.trainer.rollouts_ahead import RolloutsAhead
 from verl.trainer.sampling_state import SamplingState
 from verl.trainer.staleness import staleness_metrics
-
-DEADLINE_S = 60.0
-
-
-class Prompts:
-    """Numbers, endlessly."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next(self, n: int) -> list[int]:
-        self.position += n
-        return list(range(self.position - n, self.position))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.position = state["position"]
-
-
-class Actor:
-    """Its weights are a number. `training` while the loop changes them."""
-
-    training = False
-
-    def publish_weights(self, version: int) -> int:
-        assert not self.training, "weights were exported while they changed"
-        return version
-
-    def note_memory(self, phase: Phase) -> None:
-        pass
-
-
-class Engines:
-    num_engines = 1
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.publish: Callable[[], Any] = lambda: None
-        self.sampling = False
-        self.abandoned = threading.Event()
-
-    def load_weights(self, publish: Callable[[], int]) -> None:
-        assert not self.sampling, "weights were loaded while a batch was sampled"
-        self.version, self.publish = publish(), publish
-
-    def abandon(self) -> None:
-        self.abandoned.set()
-
-    def allow(self) -> None:
-        self.abandoned.clear()
-
-
-class Sampler:
-    """Collects two prompts a step, once `go` lets it: one permit a batch, or none needed where it is `free`."""
-
-    def __init__(self, engines: Engines, free: bool = False) -> None:
-        self.engines, self.prompts, self.free = engines, Prompts(), free
-        self.permits = threading.Semaphore(0)
-        self.begun = threading.Semaphore(0)
-        self.versions: list[tuple[int, int | None]] = []  # (step, version) in the order they were begun
-        self.failing: dict[int, BaseException] = {}
-
-    def collect(self, step: int) -> Collected:
-        engines = self.engines
-        drawn = self.prompts.next(2)
-        engines.sampling = True
-        try:
-            self.versions.append((step, engines.version))
-            self.begun.release()
-            version = engines.version
-            while not self.free and not self.permits.acquire(timeout=0.01):
-                if engines.abandoned.is_set():
-                    raise SamplingAbandoned("nobody wants it")
-            if step in self.failing:
-                raise self.failing.pop(step)
-            assert engines.version == version, "a batch has one version"
-        finally:
-            engines.sampling = False
-        trajectories = [trajectory(step, number, version or 0) for number in drawn]
-        return Collected(trajectories, trajectories, TrainBatch.from_trajectories(trajectories))
-
-    def wait_until_begun(self) -> None:
-        assert self.begun.acquire(timeout=DEADLINE_S), "no batch was begun"
-
-
-def trajectory(step: int, number: int, version: int) -> Trajectory:
-    segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
-    found = Trajectory(f"train-{step}-{number}", Prompt((1,), "test", {"number": number}), segments, Status.ANSWERED)
-    found.reward, found.weight_version = 1.0, version
-    return found
-
-
-class World:
-    """A loop's view: a source, and what it was made of."""
-
-    def __init__(self, max_staleness: int, last_step: int, free: bool = False, first: int = 0) -> None:
-        self.actor, self.rollouts, self.timer = Actor(), Engines(), Timer()
-        self.sampler = Sampler(self.rollouts, free)
-        self.max_staleness = max_staleness
-        self.source = RolloutsAhead(
-            self.sampler,  # type: ignore[arg-type]
-            self.rollouts,  # type: ignore[arg-type]
-            self.actor,  # type: ignore[arg-type]
-            max_staleness,
-            last_step,
-        )
-        self.source.load(first)
-
-    def take(self, step: int) -> list[int]:
-        """The prompts of the step, whose staleness is checked."""
-        return numbers(self.take_all(step))
-
-    def take_all(self, step: int) -> Collected:
-        collected = self.source.take(step, self.timer)
-        staleness_metrics(collected.sampled, step, self.max_staleness)
-        return collected
-
-    def train(self, step: int, seconds: float = 0.0, hold: bool = False) -> None:
-        self.actor.training = True
-        time.sleep(seconds)
-        self.actor.training = False
-        self.source.renew(step, self.timer, hold)
-
-
-def numbers(collected: Collected) -> list[int]:
-    return [found.prompt.row["number"] for found in collected.sampled]
 
 
 @pytest.fixture
@@ -162,13 +31,6 @@ def world() -> Iterator[Callable[..., World]]:
         assert not any(thread.name == "rollouts-ahead" for thread in threading.enumerate()), "a thread is left"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_one_step_off_samples_the_next_step_with_the_weights_before_the_update(world: Callable[..., World]) -> None:
     """Sampled with versions 0, 0, 1, 2: when step n is sampled, step n - 1 is being trained."""
     one = world(1, 4)
@@ -182,7 +44,6 @@ def test_one_step_off_samples_the_next_step_with_the_weights_before_the_update(w
         taken.append(one.take(step + 1))
     assert taken == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert one.sampler.versions == [(1, 0), (2, 0), (3, 1), (4, 2)]
-    assert one.source.take and one.rollouts.version == 3
 
 
 def test_a_step_says_how_old_its_weights_are(world: Callable[..., World]) -> None:
@@ -222,7 +83,7 @@ def test_no_more_is_sampled_ahead_than_the_bound_allows(world: Callable[..., Wor
 def test_with_a_bound_of_two_the_loop_does_not_wait_for_a_batch_that_it_does_not_need_yet(
     world: Callable[..., World],
 ) -> None:
-    """Step 2 is ready when step 1 is trained, and step 3 is being sampled: step 2 is taken, and version 1 loaded later."""
+    """Step 2 is ready when step 1 is trained, and step 3 is being sampled: step 2 is taken, weights come later."""
     one = world(2, 5)
     for _ in range(2):
         one.sampler.permits.release()
@@ -356,8 +217,8 @@ def test_before_anything_was_sampled_the_state_is_that_of_the_prompts(world: Cal
 
 
 def test_engines_that_were_started_anew_wait_for_weights_that_are_not_in_training(world: Callable[..., World]) -> None:
-    """The thread may not export them. The batch is sampled with the same prompts when the loop has loaded them; one that
-    is ready stays.
+    """The thread may not export them. The batch is sampled with the same prompts when the loop has loaded them, and one
+    that is ready stays.
     """
     one = world(2, 4, free=True)
     collect, died = one.sampler.collect, threading.Event()
