@@ -14,7 +14,7 @@ CORRECTION = f"{ACTOR}.rollout_correction"
 SPLIT = ("trainer.layout=split", "trainer.rollout_gpus_per_node=4")
 ONE_STEP_OFF = "trainer.async_rollout=one_step_off"
 BOUNDED = "trainer.async_rollout=bounded"
-ONE_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=1024", f"{ACTOR}.policy_loss=reinforce")
+ONE_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.policy_loss=reinforce")
 
 
 def config_of(*overrides: str) -> Config:

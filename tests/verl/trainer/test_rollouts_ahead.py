@@ -28,7 +28,7 @@ def world() -> Iterator[Callable[..., World]]:
     yield make
     for one in made:
         one.source.close()
-        assert not any(thread.name == "rollouts-ahead" for thread in threading.enumerate()), "a thread is left"
+    assert not any(thread.name == "rollouts-ahead" for thread in threading.enumerate()), "a thread is left"
 
 
 def test_one_step_off_samples_the_next_step_with_the_weights_before_the_update(world: Callable[..., World]) -> None:
