@@ -272,7 +272,7 @@ class RLTrainer:
                 log.warning("while the run was ended: %s", error)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.tracker.log(self.timer.metrics() | metrics, step)
+        self.tracker.log(metrics | self.timer.metrics(), step)  # phases may have gone on since the step's metrics
         self.timer = Timer()
 
     def _store(self, trajectories: list[Trajectory], split: Kind, step: int) -> None:

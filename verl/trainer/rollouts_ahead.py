@@ -63,8 +63,8 @@ class RolloutsAhead:
         self._ready = deque[tuple[int, Collected]]()
         self._before: dict[int, SamplingState] = {}  # of the steps that are ready or being sampled
         self._next = 0  # step to be sampled next, or now
-        self._newest = self._loaded = 0  # versions that the actor has, and the engines
-        self._has_weights = False
+        self._newest = 0  # version that the actor has
+        self._loaded: int | None = None  # that of the engines; None where they have none, or one of no use
         self._sampling = self._closed = False
         self._held = False  # the loop wants the engines for itself
         self._waited_for = False  # the loop has nothing to train
@@ -75,7 +75,6 @@ class RolloutsAhead:
         with self._idle.stopped():
             self.rollouts.load_weights(partial(self._publish, version))
         self._newest = self._loaded = version
-        self._has_weights = True
 
     def take(self, step: int, timed: Timer) -> Collected:
         with timed("gen"), self._changed:
@@ -87,12 +86,12 @@ class RolloutsAhead:
                 if not self._sampling:
                     self._load_newest()
                 self._changed.wait()
-            self._waited_for = False
         ready, collected = self._ready[0]
         assert ready == step, f"step {ready} was sampled where {step} is trained"
         with timed("weight_sync"), self._changed:
             if not self._sampling:
                 self._load_newest()
+            self._waited_for = False
             self._ready.popleft()
             del self._before[step]
             collected.metrics["rollout/idle_s"] = self._idle.read()
@@ -125,7 +124,7 @@ class RolloutsAhead:
             self.rollouts.allow()
             if self._ready:
                 self._sample_again(self._ready[0][0])
-            self._newest, self._has_weights = version, False
+            self._newest, self._loaded = version, None
         with timed("weight_sync"):
             self._load_newest()
         self._go_on()
@@ -145,12 +144,13 @@ class RolloutsAhead:
     def _start_at(self, step: int) -> None:
         if not self._next:
             self._next = step
+            self._idle.start()
             self._thread.start()
 
     def _load_newest(self) -> None:
         """Where the engines have others. The thread waits, or has ended."""
         with self._changed:
-            if not self._has_weights or self._loaded < self._newest:
+            if self._loaded != self._newest:
                 self.load(self._newest)
                 self._changed.notify_all()
 
@@ -171,13 +171,12 @@ class RolloutsAhead:
                 self._sample()
         except BaseException as error:  # the loop raises it
             with self._changed:
-                self._failure, self._sampling = error, False
-                self._changed.notify_all()
+                self._failure = error
+                self._rest()
 
     def _begin(self) -> bool:
         """Wait until the next step may be sampled. False when there is none."""
         with self._changed:
-            self._idle.start()
             self._changed.wait_for(lambda: self._has_ended or self._may_sample)
             self._idle.stop()
             if self._has_ended:
@@ -192,10 +191,10 @@ class RolloutsAhead:
 
     @property
     def _may_sample(self) -> bool:
-        if self._held or not self._has_weights or self._next > self.last_step:
+        if self._held or self._loaded is None or self._next > self.last_step:
             return False
-        if self._waited_for and self._loaded < self._newest:
-            return False  # the loop loads them now
+        if self._waited_for and self._loaded != self._newest:
+            return False  # the loop loads it now
         return self._next - 1 - self._loaded <= self.max_staleness
 
     def _sample(self) -> None:
@@ -204,17 +203,22 @@ class RolloutsAhead:
             collected = self.collector.collect(step)
         except (SamplingAbandoned, WeightsInTraining) as error:
             with self._changed:
-                self._has_weights = self._has_weights and not isinstance(error, WeightsInTraining)
+                if isinstance(error, WeightsInTraining):
+                    self._loaded = None
                 self._sample_again(step)
-                self._sampling = False
-                self._changed.notify_all()
+                self._rest()
             return
         collected.metrics["rollout/collect_s"] = time.monotonic() - begun
         collected.metrics["rollout/num_engines"] = float(self.rollouts.num_engines)
         with self._changed:
             self._ready.append((step, collected))
-            self._next, self._sampling = step + 1, False
-            self._changed.notify_all()
+            self._next = step + 1
+            self._rest()
+
+    def _rest(self) -> None:
+        self._sampling = False
+        self._idle.start()
+        self._changed.notify_all()
 
     def _sample_again(self, step: int) -> None:
         """This one and all later ones."""
