@@ -29,6 +29,14 @@ class RolloutError(VerlError):
     """Sampling failed, or too many trajectories of a step failed."""
 
 
+class SamplingAbandoned(RolloutError):
+    """Sampling was told to stop, by whoever has no use for it any more."""
+
+
+class WeightsInTraining(RolloutError):
+    """Engines that were started anew have no weights, and the trainer's are changing at the moment."""
+
+
 class EngineDied(RolloutError):
     """The process of a rollout engine ended without being asked to."""
 

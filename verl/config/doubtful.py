@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.config.asynchronous import max_staleness
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
 
@@ -14,6 +15,7 @@ def doubts(config: Config) -> Iterator[str]:
         return
     yield from _truncated_sampling(config)
     yield from _kl_without_gradient(config)
+    yield from _stale_without_correction(config)
 
 
 def _truncated_sampling(config: Config) -> Iterator[str]:
@@ -33,4 +35,16 @@ def _kl_without_gradient(config: Config) -> Iterator[str]:
             f"{ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient of zero on average: as a loss it adds noise and "
             f"does not hold the policy near the reference. Set it to {actor.kl_loss_type}+ (the same value, the "
             "gradient of k2), mse (k2) or low_var_kl (k3), or put the KL into the reward (algorithm.use_kl_in_reward)."
+        )
+
+
+def _stale_without_correction(config: Config) -> Iterator[str]:
+    """A ratio to the sampler's own log-probs corrects for old weights, too."""
+    actor = config.actor_rollout_ref.actor
+    in_the_ratio = actor.use_rollout_log_probs and actor.policy_loss != "reinforce"
+    if max_staleness(config) and actor.rollout_correction.importance == "none" and not in_the_ratio:
+        yield (
+            f"trainer.async_rollout={config.trainer.async_rollout} trains on what older weights have sampled, and "
+            f"nothing corrects for that: set {ACTOR}.rollout_correction.importance=token (truncated importance "
+            f"weights) with {ACTOR}.use_rollout_log_probs=False."
         )

@@ -11,6 +11,7 @@ from verl.config.fields import section, setting
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
 Layout = Literal["colocated", "split"]
 Overwrite = Literal["never", "archive"]
+AsyncRollout = Literal["off", "one_step_off", "bounded"]
 
 
 @dataclass
@@ -37,6 +38,18 @@ class TrainerConfig:
     )
     rollout_gpus_per_node: int | None = setting(
         None, "GPUs of each node that sample, with layout=split; null with colocated.", ge=1
+    )
+    async_rollout: AsyncRollout = setting(
+        "off",
+        "off: a step is sampled, then trained; one_step_off: while a step is trained the next one is sampled, with the "
+        "newest weights that were finished when its sampling began; bounded: up to max_staleness steps ahead. Needs "
+        "layout=split, or device=cpu.",
+    )
+    max_staleness: int | None = setting(
+        None,
+        "With async_rollout=bounded: how many versions older than those trained on a step the weights that sampled it "
+        "may be, at most; null otherwise.",
+        ge=1,
     )
     save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)
     test_freq: int = setting(-1, "Steps between two validations; -1: only before and after training.", ge=-1)

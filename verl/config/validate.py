@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from verl.config.algorithm import GROUP_ESTIMATORS
+from verl.config.asynchronous import asynchronous_problems
 from verl.config.counts import trajectories_per_step
 from verl.config.inert import inert_problems
 from verl.config.model import OptimConfig
@@ -224,6 +225,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _batches,
     placement_problems,
     fewer_nodes_problems,
+    asynchronous_problems,
     _strategies,
     _advantages,
     *OBJECTIVE_CHECKS,

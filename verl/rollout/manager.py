@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import ray
+from ray.exceptions import RayError
 
 from verl.agent.sampling import How
 from verl.config import Config
@@ -31,6 +33,8 @@ PublishWeights = Callable[[], WeightStream]
 
 log = logging.getLogger(__name__)
 
+SPANS_S = 5.0
+
 
 class RolloutManager:
     """Starts the engines and spreads prompts over them. Every wait ends after `trainer.step_timeout_s`.
@@ -50,8 +54,8 @@ class RolloutManager:
         self.timeout_s = config.trainer.step_timeout_s
         self.stats: dict[str, float] = {}
         self._device = pool.device
-        self._spans: dict[str, list[Span]] = {}
         self._publish: PublishWeights | None = None  # those that the engines have
+        self._abandoned = threading.Event()
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
         self._fleet = Fleet(config, pool, nodes)
@@ -86,9 +90,30 @@ class RolloutManager:
         return draws.trajectories()
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """What each engine did in the calls of `collect` since the last call, by the engine's name."""
-        taken, self._spans = self._spans, {}
-        return taken
+        """What each engine did since the last call, by its name; of one that does not answer, nothing.
+
+        May be called while another method is at work.
+        """
+        calls = {engine.worker.take_spans.remote(): engine.name for engine in list(self._fleet.engines)}
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=SPANS_S) if calls else ([], [])
+        spans = {}
+        for call in ready:
+            with contextlib.suppress(RayError):  # the engine has died, which the next call of the fleet finds out
+                spans[calls[call]] = ray.get(call)
+        return spans
+
+    def abandon(self) -> None:
+        """End what another thread's `collect` is sampling: that raises `SamplingAbandoned`, until `allow` is called.
+
+        May be called while another method is at work.
+        """
+        self._abandoned.set()
+        for engine in self._fleet.engines:
+            engine.worker.abandon.remote()
+
+    def allow(self) -> None:
+        """Sample again after `abandon`."""
+        self._abandoned.clear()
 
     def load_weights(self, publish: PublishWeights) -> None:
         """Give the weights that `publish` offers to every engine; it is called again for engines started later.
@@ -157,9 +182,7 @@ class RolloutManager:
 
     def _sample(self, draws: Draws) -> None:
         try:
-            Stream(self._fleet, draws, self.timeout_s).run()
-            for engine, spans in self._fleet.ask_each("take_spans", dict.fromkeys(self._fleet.engines, ())).items():
-                self._spans.setdefault(engine.name, []).extend(spans)
+            Stream(self._fleet, draws, self.timeout_s, self._abandoned).run()
         except Exception:
             calls = [engine.worker.abandon.remote() for engine in self._fleet.engines]
             ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.errors import EngineDied, WorkerDied
+from verl.errors import EngineDied, SamplingAbandoned, WorkerDied
 from verl.rollout.draws import Draws
 from verl.rollout.fleet import Engine, Fleet
 from verl.single_controller import wait_for, wait_for_any
@@ -31,20 +32,24 @@ class Stream:
     An engine's call ends as soon as some of its episodes have, and the next call brings it new ones. While the queue
     is shorter than the room that there is, all engines are given equally much. The episodes of an engine that dies
     go to the others. Raises `EngineDied` when none is left, `Stalled` when an engine has finished nothing for
-    `timeout_s` seconds, and what `Draws.record` and the episodes raise.
+    `timeout_s` seconds, `SamplingAbandoned` soon after `abandoned` is set and the engines have been told to end their
+    episodes, and what `Draws.record` and the episodes raise.
     """
 
-    def __init__(self, fleet: Fleet, draws: Draws, timeout_s: float) -> None:
-        self.fleet, self.draws, self.timeout_s = fleet, draws, timeout_s
+    def __init__(self, fleet: Fleet, draws: Draws, timeout_s: float, abandoned: threading.Event) -> None:
+        self.fleet, self.draws, self.timeout_s, self.abandoned = fleet, draws, timeout_s, abandoned
         self.places = [Place(engine) for engine in fleet.engines]
         self._calls: dict[Any, tuple[Place, float]] = {}  # with the time at which each was made
 
     def run(self) -> None:
+        self._require_wanted()
         self.draws.put_back()
         self._hand_out()
         while self._calls:
             oldest = min(made for _, made in self._calls.values())
-            for call in wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest):
+            done = wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest)
+            self._require_wanted()
+            for call in done:
                 place, _ = self._calls.pop(call)
                 try:
                     [finished] = wait_for([call], "rollout", self.timeout_s)
@@ -55,6 +60,10 @@ class Stream:
                     place.held.remove(slot)
                     self.draws.record(slot, trajectory)
             self._hand_out()
+
+    def _require_wanted(self) -> None:
+        if self.abandoned.is_set():
+            raise SamplingAbandoned(f"step {self.draws.step}: sampling was abandoned")
 
     def _lose(self, place: Place, error: EngineDied | WorkerDied) -> None:
         self.fleet.lose(place.engine, error)

@@ -14,6 +14,7 @@ from verl.config.collapse_guard import CollapseGuardConfig, GuardAction
 SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
 GRAD_NORM = "actor/grad_norm"
+STALENESS = "rollout/staleness/max"
 ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sampled, else of the update
 
 
@@ -23,7 +24,8 @@ class Alarm:
 
     `name` is the setting that was broken, `value` the latest value of `metric`, `steps` for how many steps in a row
     the condition has held. `first_bad_step` is the step of the first weights that showed it, one before the first
-    step whose metrics did: a step samples, and starts its update, from the weights of the step before.
+    step whose metrics did: a step samples, and starts its update, from the weights of the step before. Where sampling
+    runs ahead it is earlier by that step's staleness.
     """
 
     name: str
@@ -66,6 +68,11 @@ class _Finding:
 class _Streak:
     first_step: int
     steps: int = 0
+    staleness: int = 0  # of the first step
+
+    @property
+    def first_weights(self) -> int:
+        return self.first_step - 1 - self.staleness
 
 
 LIMITS = (
@@ -129,6 +136,7 @@ class CollapseGuard:
         self._alarmed = False
         if self.config.action == "off":
             return None
+        self._staleness = int(metrics.get(STALENESS, 0))
         alarms = [alarm for finding in self._findings(metrics) if (alarm := self._count(finding, step))]
         if not alarms:
             return None
@@ -174,6 +182,7 @@ class CollapseGuard:
 
     def _forget(self) -> None:
         self._alarmed = False
+        self._staleness = 0
         self._streaks: dict[str, _Streak] = {}
         self._scores: deque[float] = deque(maxlen=SCORE_WINDOW)
         self._best_average = -math.inf
@@ -219,7 +228,7 @@ class CollapseGuard:
         if finding.finite and not finding.holds:
             self._streaks.pop(finding.setting, None)
             return None
-        streak = self._streaks.setdefault(finding.setting, _Streak(step))
+        streak = self._streaks.setdefault(finding.setting, _Streak(step, staleness=self._staleness))
         streak.steps += 1
         if finding.finite and not _is_due(streak.steps, finding.patience):
             return None
@@ -229,7 +238,7 @@ class CollapseGuard:
             finding.value,
             finding.threshold,
             streak.steps,
-            streak.first_step - 1,
+            streak.first_weights,
             self._action,
             _message(finding, streak),
         )

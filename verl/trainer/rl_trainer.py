@@ -11,17 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl.config import Config
+from verl.config.asynchronous import max_staleness
 from verl.config.objective import has_anchor
 from verl.data.prompts import PromptSource
-from verl.determinism import random_state, seed_everything, set_random_state
+from verl.determinism import seed_everything
 from verl.engine.batching import split_rows
 from verl.errors import StorageError, TrainingCollapsed
-from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
-from verl.protocol import Trajectory
+from verl.protocol import TrainBatch, Trajectory
 from verl.rollout.manager import RolloutManager
 from verl.stacks import offer_stacks
 from verl.startup import phase, tell
@@ -38,11 +36,14 @@ from verl.trainer.health import health_metrics
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.performance import Performance
-from verl.trainer.preflight.prompts import require_prompts
+from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup, memory_metrics
+from verl.trainer.rollouts_ahead import rollout_source
+from verl.trainer.sampling_state import SamplingState
 from verl.trainer.scoring import Scorer
+from verl.trainer.staleness import staleness_metrics
 from verl.trainer.updates import Updates, anchor_moves
 from verl.trainer.watchdog import Watchdog
 
@@ -62,10 +63,7 @@ class RLTrainer:
         self.run_dir = Path(config.trainer.default_local_dir)
         self.tokenizer = load_policy_tokenizer(config)
         with phase("loading the prompts"):
-            self.train_prompts = self._prompt_source(config.data.train_files, config.data.train_data_num)
-            require_prompts(config, len(self.train_prompts))  # what is left of them without those that are too long
-            self.val_prompts = self._prompt_source(config.data.val_files, config.data.val_data_num)
-            self.test_prompts = self._prompt_source(config.data.test_files, None) if config.data.test_files else None
+            self.train_prompts, self.val_prompts, self.test_prompts = load_prompts(config, self.tokenizer)
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()
         tell(f"prompts: {len(self.train_prompts)} for training, {len(self.val_prompts)} for validation")
         self.scorer = Scorer(config, self.tokenizer)
@@ -101,10 +99,7 @@ class RLTrainer:
             with self.timer("step"), self._told_if_first(step):
                 collected, trained, metrics = self._train_step(step)
             metrics |= self.performance.metrics(self.timer, collected.sampled, trained)
-            if last or _due(trainer.test_freq, step):
-                metrics |= self._validate(step)
-            if _due(trainer.eval_ref_policy_freq, step):
-                metrics |= self._validate_anchor(step)
+            metrics |= self._validations(step)
             # Before anything is saved: a checkpoint has the weights that the run goes on with, and their score.
             went_back = self._watch(metrics, step)
             score = None if went_back else metrics.get(SCORE)
@@ -132,7 +127,7 @@ class RLTrainer:
             self._log(metrics, step)
             raise
         if went_back:
-            self._sync(step)
+            self.source.discard(step, self.timer)
         return went_back
 
     def _told_if_first(self, step: int) -> AbstractContextManager[None]:
@@ -140,11 +135,9 @@ class RLTrainer:
 
     def _progress(self) -> dict[str, Any]:
         """What the driver needs to go on, besides what the roles hold."""
-        return {
-            "prompts": self.train_prompts.state_dict(),
+        return self.source.state().to_json() | {
             "kl_weight": self.estimator.kl_weight.value,
             "guard": self.recovery.guard.state_dict(),
-            "random": {name: state.numpy().tobytes().hex() for name, state in random_state().items()},
         }
 
     def _resume(self) -> int:
@@ -153,22 +146,16 @@ class RLTrainer:
         if path is None:
             return 0
         progress = self.checkpoints.resume(path)
-        self.train_prompts.load_state_dict(progress["prompts"])
+        SamplingState.from_json(progress).put_back(self.train_prompts)
         self.estimator.kl_weight.value = progress["kl_weight"]
         self.recovery.guard.load_state_dict(progress["guard"])
-        drawn = {name: bytearray.fromhex(state) for name, state in progress.get("random", {}).items()}
-        set_random_state({name: torch.frombuffer(state, dtype=torch.uint8) for name, state in drawn.items()})
         log.info("going on after step %d, from %s", progress["step"], path)
         return int(progress["step"])
 
     def _train_step(self, step: int) -> tuple[Collected, TrainBatch, dict[str, float]]:
         """What was sampled, what of it was trained on, and metrics."""
         config, timed = self.config, self.timer
-        with timed("gen"):
-            collected = self.collector.collect(step)
-            num_engines = self.rollouts.num_engines
-            self.actor.note_memory(Phase.SAMPLE)
-            self.rollouts.sleep()
+        collected = self.source.take(step, timed)
         batch = collected.batch
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
         trained = for_losses(batch, self.updates.kept(collected.trained))
@@ -180,15 +167,28 @@ class RLTrainer:
             partitions=split_rows(trained.lengths_B, self.pool.world_size),
             max_prompt_length=config.data.max_start_length,
         )
+        metrics |= staleness_metrics(collected.sampled, step, max_staleness(config))
         metrics |= health_metrics(collected.sampled, self.updates.scored(batch, trained)) | collected.metrics
-        metrics["rollout/num_engines"] = float(num_engines)
         with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
             self._store(collected.sampled, "train", step)
         return collected, trained, metrics | memory_metrics([self.actor, self.critic])
 
     def _sync(self, step: int) -> None:
-        with self.timer("weight_sync"):
-            self.rollouts.load_weights(partial(self.actor.publish_weights, step))
+        self.source.renew(step, self.timer, hold=any(self._due_validations(step)))
+
+    def _due_validations(self, step: int) -> tuple[bool, bool]:
+        """Whether the policy is validated after this step, and the anchor."""
+        trainer = self.config.trainer
+        policy = step == self.total_steps or _due(trainer.test_freq, step)
+        return policy, has_anchor(self.config) and _due(trainer.eval_ref_policy_freq, step)
+
+    def _validations(self, step: int) -> dict[str, float]:
+        policy, anchor = self._due_validations(step)
+        if not (policy or anchor):
+            return {}
+        with self.source.engines(self.timer):
+            metrics = self._validate(step) if policy else {}
+            return metrics | (self._validate_anchor(step) if anchor else {})
 
     def _validate(self, step: int) -> dict[str, float]:
         with self.timer("testing"):
@@ -202,12 +202,10 @@ class RLTrainer:
             return self._evaluate(self.test_prompts, "test", step)
 
     def _validate_anchor(self, step: int) -> dict[str, float]:
-        if not has_anchor(self.config):
-            return {}
         with self.timer("testing_ref_policy"):
             self.rollouts.load_weights(partial(self.actor.publish_weights, step, of="anchor"))
             metrics = self._evaluate(self.val_prompts, "val_ref", step)
-            self.rollouts.load_weights(partial(self.actor.publish_weights, step))
+            self.source.load(step)
         return metrics
 
     def _evaluate(self, prompts: PromptSource, split: Kind, step: int) -> dict[str, float]:
@@ -249,14 +247,16 @@ class RLTrainer:
                 self._undo.append(self.critic.shutdown)
             self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
             self.updates = Updates(config, self.actor, self.critic)
-            self.collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
+            collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
+            self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
+            self._undo.append(self.source.close)
             self.checkpoints = Checkpoints(
                 self.run_dir, self.actor, self.critic, anchor_moves(config), trainer.max_ckpt_to_keep
             )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
             self.rollouts.check()
-            self.rollouts.load_weights(partial(self.actor.publish_weights, self.steps_done))
+            self.source.load(self.steps_done)
         except BaseException:
             self.shutdown()
             raise
@@ -270,26 +270,13 @@ class RLTrainer:
                 log.warning("while the run was ended: %s", error)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.tracker.log(self.timer.metrics() | metrics, step)
+        self.tracker.log(metrics | self.timer.metrics(), step)  # phases may have gone on since the step's metrics
         self.performance.write_timeline(step, self.timer)
         self.timer = Timer()
 
     def _store(self, trajectories: list[Trajectory], split: Kind, step: int) -> None:
         if self.config.trainer.save_trajectories:
             self.writer.hand_over(partial(write_trajectories, self.run_dir, split, step, trajectories, self._decode))
-
-    def _prompt_source(self, files: str | list[str], num_rows: int | None) -> PromptSource:
-        data = self.config.data
-        return PromptSource(
-            files,
-            self.tokenizer,
-            prompt_key=data.prompt_key,
-            max_start_length=data.max_start_length,
-            shuffle=data.shuffle_train_dataloader,
-            seed=self.config.trainer.seed,
-            num_rows=num_rows,
-            filter_overlong=data.filter_overlong_prompts,
-        )
 
     def _steps_of_all_epochs(self) -> int:
         return max(1, len(self.train_prompts) // self.config.data.train_batch_size) * self.config.trainer.total_epochs

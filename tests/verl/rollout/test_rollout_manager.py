@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
 from verl.config import Config, load_config
-from verl.errors import ConfigError, EngineDied, RolloutError, WeightSyncError, WorkerDied
+from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, Trajectory
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.manager import RolloutManager
@@ -94,6 +94,34 @@ def test_what_is_drawn_depends_on_seed_and_step_and_not_on_the_company(
     many = manager.collect(prompts, n=2, step=3)
     assert sampled(manager.collect(prompts[:1], n=2, step=3)) == sampled(many[:2])
     assert sampled(manager.collect(prompts[:1], n=2, step=4)) != sampled(many[:2])
+
+
+def test_what_another_thread_samples_can_be_abandoned(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Two of three prompts wait for others that never come; after `allow` the engines sample as before."""
+    prompts = prompts_of(byte_tokenizer, *[{} for _ in range(3)])
+    expected = sampled(manager.collect(prompts, n=2, step=5))
+    waiting = prompts_of(byte_tokenizer, *[{"folder": str(tmp_path), "waits_for": number} for number in (0, 99, 99)])
+    raised: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            manager.collect(waiting, n=2, step=6)
+        except SamplingAbandoned as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    while not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    manager.abandon()
+    thread.join(60)
+    assert [str(error) for error in raised] == ["step 6: sampling was abandoned"]
+    with pytest.raises(SamplingAbandoned):
+        manager.collect(prompts, n=1, step=7)
+    manager.allow()
+    assert sampled(manager.collect(prompts, n=2, step=5)) == expected
 
 
 def test_validation_is_greedy(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable
 
@@ -230,6 +231,17 @@ def test_the_first_bad_weights_are_those_that_the_first_bad_step_sampled_with() 
     assert alarm.first_bad_step == 3
     assert "since step 4" in alarm.message
     assert good_checkpoint([1, 2, 3, 4], alarm.first_bad_step) == 2
+
+
+def test_weights_that_sampled_ahead_are_older_by_the_staleness() -> None:
+    """Bad from step 4 on, which version 1 has sampled. What the first bad step had counts, not the latest."""
+    watcher = guard(max_kl=0.2)
+    for step, (kl, staleness) in enumerate([(0.1, 0.0), (0.1, 1.0), (0.1, 2.0), (0.3, 2.0), (0.3, 1.0)], start=1):
+        assert watcher.observe({KL: kl, "rollout/staleness/max": staleness}, step) is None
+    resumed = guard(max_kl=0.2)
+    resumed.load_state_dict(json.loads(json.dumps(watcher.state_dict())))
+    alarm = resumed.observe({KL: 0.3, "rollout/staleness/max": 0.0}, 6)
+    assert alarm is not None and alarm.first_bad_step == 1
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -44,3 +46,18 @@ def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
 def test_a_stopped_watchdog_leaves_the_driver_alone() -> None:
     status, lines = run("stop")
     assert status == 0 and lines[1:] == ["left alone"]
+
+
+WAITING = """
+from ahead_world import World
+from verl.trainer.watchdog import Watchdog
+
+watchdog = Watchdog(2.0, lambda seconds: print("stalled", flush=True))
+World(1, 2).take(1)  # its sampler is let go by nobody
+"""
+
+
+def test_a_loop_that_waits_for_a_thread_that_hangs_is_ended() -> None:
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", WAITING], env=variables, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "stalled\n"), done.stderr

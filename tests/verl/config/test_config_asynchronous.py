@@ -1,0 +1,80 @@
+"""Asynchronous RL: what it needs, what it cannot go with, and what is doubtful about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import Config, load_config
+from verl.config.asynchronous import max_staleness
+from verl.config.doubtful import doubts
+from verl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = f"{ACTOR}.rollout_correction"
+SPLIT = ("trainer.layout=split", "trainer.rollout_gpus_per_node=4")
+ONE_STEP_OFF = "trainer.async_rollout=one_step_off"
+BOUNDED = "trainer.async_rollout=bounded"
+ONE_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.policy_loss=reinforce")
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(
+        "ppo_trainer", [*("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=4"), *overrides]
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        ((), 0),
+        (("trainer.async_rollout=off",), 0),
+        ((ONE_STEP_OFF, *SPLIT), 1),
+        ((ONE_STEP_OFF, "trainer.max_staleness=1", *SPLIT), 1),
+        ((BOUNDED, "trainer.max_staleness=3", *SPLIT), 3),
+        ((ONE_STEP_OFF, "trainer.device=cpu"), 1),  # engines on CPU are processes of their own
+        ((ONE_STEP_OFF, "trainer.layout=split", "actor_rollout_ref.rollout.nnodes=2"), 1),
+    ],
+)
+def test_how_old_weights_may_be(overrides: tuple[str, ...], most: int) -> None:
+    assert max_staleness(config_of(*overrides)) == most
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer.max_staleness=2",), "trainer.max_staleness=2 has no effect with trainer.async_rollout=off"),
+        ((ONE_STEP_OFF, "trainer.max_staleness=2", *SPLIT), "one_step_off is a trainer.max_staleness of 1, not 2"),
+        ((BOUNDED, *SPLIT), "bounded needs trainer.max_staleness"),
+        ((ONE_STEP_OFF,), "with trainer.layout=colocated both take turns on the same GPUs: set trainer.layout=split"),
+        (
+            (ONE_STEP_OFF, *SPLIT, "trainer.deterministic=true"),
+            "trainer.async_rollout=one_step_off and trainer.deterministic=True exclude each other",
+        ),
+        ((BOUNDED, "trainer.max_staleness=0", *SPLIT), "trainer.max_staleness"),
+        (("trainer.async_rollout=two_steps_off",), "trainer.async_rollout"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*overrides)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1, "one contradiction, one message"
+
+
+@pytest.mark.parametrize("overrides", [(), ONE_UPDATE, (f"{ACTOR}.use_rollout_log_probs=true", *ONE_UPDATE)])
+def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ...]) -> None:
+    [doubt] = doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))
+    assert f"nothing corrects for that: set {CORRECTION}.importance=token" in doubt
+    assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides, "trainer.val_only=true"))) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{CORRECTION}.importance=token",),
+        (f"{CORRECTION}.importance=sequence", *ONE_UPDATE),
+        (f"{ACTOR}.use_rollout_log_probs=true",),  # the ratio of the loss is to the weights that sampled
+    ],
+)
+def test_no_doubt_about_a_run_that_corrects(overrides: tuple[str, ...]) -> None:
+    assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))) == []

@@ -1,0 +1,42 @@
+"""What decides which prompts are drawn next and how they are scored, at one point of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.data.prompts import PromptSource
+from verl.determinism import random_state, set_random_state
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """Where `prompts` go on, and the generators that rewards and environments share, each [n] uint8."""
+
+    prompts: dict[str, int]
+    random: dict[str, torch.Tensor]
+
+    @classmethod
+    def now(cls, prompts: PromptSource) -> SamplingState:
+        return cls(prompts.state_dict(), random_state())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts,
+            "random": {name: state.numpy().tobytes().hex() for name, state in self.random.items()},
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> SamplingState:
+        drawn = {name: bytearray.fromhex(state) for name, state in saved.get("random", {}).items()}
+        return cls(
+            saved["prompts"], {name: torch.frombuffer(state, dtype=torch.uint8) for name, state in drawn.items()}
+        )
+
+    def put_back(self, prompts: PromptSource) -> None:
+        """Raises DataError for other prompts than the state's."""
+        prompts.load_state_dict(self.prompts)
+        set_random_state(self.random)
