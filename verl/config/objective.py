@@ -30,6 +30,13 @@ def has_anchor(config: Config) -> bool:
     return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
 
 
+def anchor_is_base(config: Config) -> bool:
+    """Whether the anchor is the policy without its adapters, so that it takes no memory of its own."""
+    role = config.actor_rollout_ref
+    stays = config.algorithm.ref_policy_ema_tau == 1
+    return role.model.lora_rank > 0 and stays and role.ref.path in (None, role.model.path)
+
+
 def _kl_weight(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
     if control.type != "adaptive":
