@@ -33,7 +33,7 @@ def adapter_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def write_adapter(folder: Path, model: Decoder, parts: Iterator[torch.Tensor]) -> None:
-    """To `folder/adapter`, if there are adapters. `parts` holds their values next, in the order of `adapter_tensors`."""
+    """To `folder/adapter`, if there are adapters; their values are next in `parts`, in order."""
     tensors = adapter_tensors(model)
     if not tensors:
         return

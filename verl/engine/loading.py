@@ -45,7 +45,7 @@ def load_sharded(
     lora = Lora.from_config(settings) if trained else None
     hf_model.requires_grad_(trained)
     if lora is not None:
-        add_adapters(hf_model, lora, precision.param_dtype)
+        add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
     model = CausalModel(hf_model, *head)
     _shard(model, fsdp, mixed, device)
     _fill(model, slices, device)

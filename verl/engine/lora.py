@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, **like))
         self.adapter_is_on = True
+        self.stored_name = ""  # of the weight, in the model's files
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out]."""
@@ -69,11 +70,14 @@ class LoraLinear(nn.Linear):
         return output + self.lora.scale * functional.linear(functional.linear(input, self.lora_A), self.lora_B)
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> None:
+def add_adapters(
+    model: PreTrainedModel, lora: Lora, dtype: torch.dtype, stored: Mapping[str, str | None] | None = None
+) -> None:
     """Freeze the model and put adapters beside its target layers; `begin_adapters` gives them values.
 
     The frozen weights are kept in `dtype`, to which the forward pass casts them anyway. A critic's output layer stays
-    as it is, and is trained. Raises ConfigError for unknown targets.
+    as it is, and is trained. stored: what weights are called in the model's files, where that is another name. Raises
+    ConfigError for unknown targets.
     """
     names = target_layers(model, lora.targets)
     for part in (model.base_model, model.get_output_embeddings()):
@@ -82,7 +86,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> None
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        model.set_submodule(name, LoraLinear(layer, lora))
+        adapted = LoraLinear(layer, lora)
+        weight = f"{name}.weight"
+        adapted.stored_name = (stored or {}).get(weight) or weight
+        model.set_submodule(name, adapted)
 
 
 def _freeze(module: nn.Module, dtype: torch.dtype) -> None:
@@ -112,7 +119,7 @@ def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
 
 @torch.no_grad()
 def begin_adapters(model: nn.Module, seed: int) -> None:
-    """Give A and B their first values. Each A is drawn whole, by the seed and its name: the sharding does not matter."""
+    """Give A and B their first values. Each A is drawn whole, by the seed and its name, whatever the sharding."""
     for name, layer in adapted_layers(model):
         draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         bound = 1 / math.sqrt(layer.in_features)

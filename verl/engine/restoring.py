@@ -15,7 +15,8 @@ from verl.errors import CheckpointError
 def load_saved(model: Decoder, path: Path) -> None:
     """Copy the weights of a folder that `saving.save_model` wrote into `model`, each rank reading its own slices.
 
-    Of a model with adapters only these are read. Raises CheckpointError when a weight is missing, has another shape, or its file is damaged; nothing is changed then.
+    Into a model with adapters only these are copied. Raises CheckpointError when a weight is missing, has another
+    shape, or its file is damaged; nothing is changed then.
     """
     reshard(model)
     adapters = adapter_tensors(model)
