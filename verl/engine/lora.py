@@ -158,7 +158,12 @@ def merge(weight: torch.Tensor, scaled_B: torch.Tensor, A: torch.Tensor) -> torc
 
     W is always the base's own weight: merging into what was merged before would add up roundings.
     """
-    return torch.addmm(weight.float(), scaled_B.float(), A.float())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a trainer in bfloat16 lets float32 products use TF32
+    try:
+        return torch.addmm(weight.float(), scaled_B.float(), A.float())
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

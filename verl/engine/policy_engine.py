@@ -183,9 +183,7 @@ class PolicyEngine(TrainedEngine):
 
         Only merging takes communication, of adapters. Raises ValueError for an anchor that is the policy's own base.
         """
-        anchor = self.model_of("anchor")
-        if isinstance(anchor, ReferencePolicy):
-            raise ValueError("an anchor that is the policy without its adapters cannot move")
+        anchor = self._own_weights_of("anchor")
         with self.residence.during(Phase.UPDATE, Part.PARAMETERS, Part.ANCHOR):
             reshard(self.policy)
             for mine, (_, theirs) in zip(weights_of(anchor.model), merged_tensors(self.policy), strict=True):
@@ -207,13 +205,13 @@ class PolicyEngine(TrainedEngine):
 
     def load_saved(self, path: Path, of: Which = "policy") -> None:
         """Replace the weights by a saved model's. The policy's optimizer starts anew. Raises CheckpointError."""
-        load_saved(self.model_of(of), path)
+        load_saved(self._own_weights_of(of), path)
         if of == "policy":
             self.learner.optimizer.state.clear()
 
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
-        save_model(self.model_of(of), Path(path), tokenizer)
+        save_model(self._own_weights_of(of), Path(path), tokenizer)
 
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor
@@ -233,6 +231,12 @@ class PolicyEngine(TrainedEngine):
         if self.anchor is None:
             raise ValueError("this engine was made without an anchor")
         return self.anchor
+
+    def _own_weights_of(self, of: Which) -> CausalModel:
+        model = self.model_of(of)
+        if isinstance(model, ReferencePolicy):
+            raise ValueError("this anchor is the policy without its adapters: it cannot move, be loaded or be saved")
+        return model
 
     def _is_policy(self, of: Which) -> bool:
         """Whether the weights are the policy's, with adapters or without."""

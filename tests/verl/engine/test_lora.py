@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import engine_workers
@@ -130,8 +131,9 @@ def test_a_reference_without_adapters_is_one_that_was_loaded(
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     states = free.full_state_dict("anchor"), beside.full_state_dict("anchor")
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    with pytest.raises(ValueError, match="cannot move"):
-        free.follow_anchor(0.9)
+    for call in (partial(free.follow_anchor, 0.9), partial(free.save_pretrained, tmp_path / "anchor", None, "anchor")):
+        with pytest.raises(ValueError, match="it cannot move, be loaded or be saved"):
+            call()
 
 
 def test_a_moving_anchor_follows_the_merged_weights(model_path: str, run_dir: Path) -> None:
