@@ -56,9 +56,10 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.lora = layer.in_features, layer.out_features, lora
         self.weight, self.bias = layer.weight, layer.bias
-        like = {"dtype": torch.float32, "device": layer.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, **like))
+        self.lora_A, self.lora_B = (
+            nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=layer.weight.device))
+            for shape in ((lora.rank, self.in_features), (self.out_features, lora.rank))
+        )
         self.adapter_is_on = True
         self.stored_name = ""  # of the weight, in the model's files
 
