@@ -63,6 +63,7 @@ EXTRAS = {
         "nbclient>=0.10",
         "nbformat>=5.10",
         "pandas>=2.2",
+        "peft>=0.19",
         "openai>=3.51",
         "pytest>=8.3",
         "pytest-xdist>=3.8",

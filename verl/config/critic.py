@@ -37,6 +37,13 @@ class CriticModelConfig:
         "Pack the rows of a micro-batch one after the other instead of padding them to the longest (no influence on "
         "the result). A model whose attention cannot tell packed rows apart is padded, with a warning.",
     )
+    lora_rank: int = setting(
+        0,
+        "Train adapters of this rank (LoRA), and the output layer, beside frozen weights; 0: train all weights.",
+        ge=0,
+    )
+    lora_alpha: float = setting(16, "Adapters are multiplied by lora_alpha / lora_rank.", gt=0)
+    target_modules: str | list[str] = setting("all-linear", "Layers with adapters: all-linear, or a list of names.")
     fsdp_config: FsdpConfig = section(FsdpConfig)
 
 

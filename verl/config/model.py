@@ -8,6 +8,7 @@ from typing import Any, Literal
 from verl.config.fields import section, setting
 
 Strategy = Literal["fsdp", "megatron"]
+LoraTargets = str | list[str]
 
 
 @dataclass
@@ -30,6 +31,18 @@ class ModelConfig:
         "the result). A model whose attention cannot tell packed rows apart is padded, with a warning.",
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model's files.")
+    lora_rank: int = setting(
+        0,
+        "Train low-rank adapters (LoRA) of this rank beside frozen weights; 0: train all weights. Adapters want a "
+        "learning rate about 10 times as high.",
+        ge=0,
+    )
+    lora_alpha: float = setting(16, "Adapters are multiplied by lora_alpha / lora_rank.", gt=0)
+    target_modules: str | list[str] = setting(
+        "all-linear",
+        "Layers with adapters: all-linear (every linear layer of the decoder), or a list of names such as "
+        "[q_proj,v_proj].",
+    )
 
 
 @dataclass

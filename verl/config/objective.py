@@ -49,7 +49,8 @@ def _has_sampled_kl_loss(config: Config) -> bool:
 def _reads_ref_in_update(config: Config) -> bool:
     """Each epoch of an update would read the anchor anew, and off-loaded parameters would be beside the policy's."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    once = actor.ppo_epochs == 1 and not ref.fsdp_config.param_offload
+    beside = not ref.fsdp_config.param_offload or anchor_is_base(config)
+    once = actor.ppo_epochs == 1 and beside
     return ref.log_probs == "update" or (ref.log_probs == "auto" and once)
 
 
@@ -100,6 +101,13 @@ def _ref_scores(config: Config) -> Iterator[str]:
         )
     elif wanted == "update" and config.actor_rollout_ref.actor.ppo_epochs > 1:
         yield f"{key}=update would read the reference anew in every epoch: set ppo_epochs=1, or leave it at auto"
+
+
+def anchor_is_base(config: Config) -> bool:
+    """Whether the anchor is the policy without its adapters, so that it takes no memory of its own."""
+    role = config.actor_rollout_ref
+    stays = config.algorithm.ref_policy_ema_tau == 1
+    return role.model.lora_rank > 0 and stays and role.ref.path in (None, role.model.path)
 
 
 def _kl_weight(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from verl.config.compose import load
 from verl.config.fields import section, setting
 from verl.config.model import FsdpConfig, ModelConfig, OptimConfig
 from verl.config.trainer import Overwrite
+from verl.config.validate import adapter_problems, raise_problems
 
 
 @dataclass
@@ -71,4 +72,6 @@ def load_sft_config(
     config_name: str = "sft", overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> SftConfig:
     """Compose `config_name` with `overrides` and check it. Raises ConfigError naming the key."""
-    return load(SftConfig, config_name, overrides, config_dir)
+    config = load(SftConfig, config_name, overrides, config_dir)
+    raise_problems(list(adapter_problems(config.model, "model")))
+    return config

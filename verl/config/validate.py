@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from verl.config.algorithm import GROUP_ESTIMATORS
 from verl.config.asynchronous import asynchronous_problems
 from verl.config.counts import trajectories_per_step
+from verl.config.critic import CriticModelConfig
 from verl.config.inert import inert_problems
-from verl.config.model import OptimConfig
+from verl.config.model import ModelConfig, OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
 from verl.config.placement import fewer_nodes_problems, placement_problems
 from verl.config.rollout import ValKwargs
@@ -218,6 +219,26 @@ def _sampling(config: Config) -> Iterator[str]:
             )
 
 
+def _adapters(config: Config) -> Iterator[str]:
+    yield from adapter_problems(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+    yield from adapter_problems(config.critic.model, "critic.model")
+
+
+def adapter_problems(model: ModelConfig | CriticModelConfig, section: str) -> Iterator[str]:
+    """Settings of adapters that contradict each other, of the model in that section."""
+    usual = ModelConfig()
+    if model.lora_rank:
+        if not model.target_modules:
+            yield f"{section}.target_modules is empty: name layers, or set {section}.target_modules=all-linear"
+        return
+    for name in ("lora_alpha", "target_modules"):
+        if getattr(model, name) != getattr(usual, name):
+            yield (
+                f"{section}.{name} has no effect with lora_rank=0, as all weights are trained: set "
+                f"{section}.lora_rank to 16, say, or leave {name} out"
+            )
+
+
 CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     inert_problems,
     _lengths,
@@ -234,4 +255,5 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _guard,
     _format_reward,
     _sampling,
+    _adapters,
 )

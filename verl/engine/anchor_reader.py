@@ -14,13 +14,14 @@ from verl.algorithms.kl import ExactKL
 from verl.engine.batching import ModelInput
 from verl.engine.head import AnchorView, TokenStats
 from verl.engine.model import CausalModel
+from verl.engine.reference_policy import ReferencePolicy
 from verl.engine.sharding import end_reading
 
 
 class AnchorReader:
     """Reads the anchor's weights as they are when it is asked."""
 
-    def __init__(self, anchor: CausalModel, temperature: float) -> None:
+    def __init__(self, anchor: CausalModel | ReferencePolicy, temperature: float) -> None:
         self.anchor = anchor
         self.temperature = temperature
 

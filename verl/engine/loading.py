@@ -13,6 +13,7 @@ from verl.config.critic import CriticModelConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, MixedPrecisionConfig, ModelConfig
 from verl.engine.device import device_mesh, prepare_matmul, resolve_head_dtype, resolve_precision
 from verl.engine.hf_model import HfModel
+from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.sharding import shard
 from verl.engine.slices import Slices, find_slices
@@ -29,30 +30,43 @@ def load_sharded(
     head_chunk_tokens: int | None,
     trained: bool,
     head_dtype: str = "auto",
+    seed: int = 0,
 ) -> CausalModel:
-    """The language model at `path`, sharded; without `trained` it has no gradients. Raises ConfigError."""
+    """The language model at `path`, sharded; without `trained` it has no gradients, and no adapters.
+
+    `seed` is for the first values of adapters. Raises ConfigError.
+    """
     import_modules(settings.external_lib)
     checkpointing = trained and settings.enable_gradient_checkpointing
     hf = CausalLm(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
     hf_model, slices = _begun(hf)
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     head = head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision)
+    lora = Lora.from_config(settings) if trained else None
+    hf_model.requires_grad_(trained)
+    if lora is not None:
+        add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
     model = CausalModel(hf_model, *head)
-    model.requires_grad_(trained)
     _shard(model, fsdp, mixed, device)
     _fill(model, slices, device)
+    begin_adapters(model.model, seed)
     return model
 
 
-def load_sharded_critic(settings: CriticModelConfig, device: torch.device) -> ValueModel:
-    """The value model that `settings` describe, sharded. Raises ConfigError."""
+def load_sharded_critic(settings: CriticModelConfig, device: torch.device, seed: int = 0) -> ValueModel:
+    """The value model that `settings` describe, sharded. `seed` is for adapters. Raises ConfigError."""
     import_modules(settings.external_lib)
     checkpointing = settings.enable_gradient_checkpointing
     hf = TokenClassifier(settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
     hf_model, slices = _begun(hf, new_head=True)
+    mixed = settings.fsdp_config.mixed_precision
+    lora = Lora.from_config(settings)
+    if lora is not None:
+        add_adapters(hf_model, lora, resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype).param_dtype)
     model = ValueModel(hf_model)
-    _shard(model, settings.fsdp_config, settings.fsdp_config.mixed_precision, device)
+    _shard(model, settings.fsdp_config, mixed, device)
     _fill(model, slices, device)
+    begin_adapters(model.model, seed)
     return model
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
+from verl.config.objective import anchor_is_base
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, RankValues, plan, plan_all, trained_rows
 from verl.engine.device import set_threads
@@ -22,15 +23,17 @@ from verl.engine.exchange import exchange, rows_of
 from verl.engine.kl_objective import policy_topk, reads_anchor
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
+from verl.engine.merging import iter_full_parameters, merged_tensors
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
-from verl.engine.model import CausalModel, layout_of
+from verl.engine.model import CausalModel, layout_of, weights_of
 from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.policy_objective import PolicyObjective
+from verl.engine.reference_policy import ReferencePolicy
 from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
-from verl.engine.sharding import end_reading, iter_full_parameters, local_shards, reshard, whole
+from verl.engine.sharding import end_reading, local, reshard, whole
 from verl.engine.token_values import TokenScores, token_values
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
@@ -52,6 +55,8 @@ class PolicyEngine(TrainedEngine):
     def __init__(self, config: Config, device: torch.device, total_training_steps: int, with_anchor: bool) -> None:
         """Load `model.path` (and the anchor from `ref.path`, by default the same) and shard both.
 
+        With adapters an anchor that is the model they were added to, and does not move, is the policy without them.
+
         `total_training_steps` is the length of the learning-rate schedule unless optim.total_training_steps says
         otherwise. The process group must exist. Raises ConfigError.
         """
@@ -61,11 +66,7 @@ class PolicyEngine(TrainedEngine):
         actor = self.role.actor
         set_threads(actor.num_threads)
         self.policy = self._load(self.role.model.path, actor.fsdp_config, trained=True)
-        self.anchor: CausalModel | None = None
-        if with_anchor:
-            self.anchor = self._load(
-                self.role.ref.path or self.role.model.path, self.role.ref.fsdp_config, trained=False
-            )
+        self.anchor = self._anchor() if with_anchor else None
         loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
         self.layout = layout_of(loaded, self.role.model.use_remove_padding)
         optim = actor.optim
@@ -84,9 +85,10 @@ class PolicyEngine(TrainedEngine):
             actor.fsdp_config.reduce_gradients,
             self.objective.weigh,
         )
-        models = {"policy": self.policy} | ({} if self.anchor is None else {"anchor": self.anchor})
+        own_anchor = self.anchor if isinstance(self.anchor, CausalModel) else None
+        models = {"policy": self.policy} | ({} if own_anchor is None else {"anchor": own_anchor})
         schedule = Schedule.from_config(optim, total_training_steps)
-        frozen = None if self.anchor is None else (self.role.ref.fsdp_config, self.anchor)
+        frozen = None if own_anchor is None else (self.role.ref.fsdp_config, own_anchor)
         moved = residence(actor.fsdp_config, self.policy, optimizer, device, frozen)
         super().__init__(schedule, learner, Resumable(models, "policy", optimizer), moved)
 
@@ -105,9 +107,9 @@ class PolicyEngine(TrainedEngine):
             settings.log_prob_micro_batch_size,
         )
         micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
-        with self.residence.during(Phase.SCORE, Part.PARAMETERS if of == "policy" else Part.ANCHOR):
+        with self.residence.during(Phase.SCORE, Part.PARAMETERS if self._is_policy(of) else Part.ANCHOR):
             found = token_values(model, batch, micro_batches, temperature, self.device, self.layout.packed, top_k)
-            end_reading(model)
+            end_reading(self.policy if self._is_policy(of) else model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
         own = sorted(row for rows in micro_batches for row in rows)
@@ -219,10 +221,16 @@ class PolicyEngine(TrainedEngine):
         return gradient
 
     def follow_anchor(self, tau: float) -> None:
-        """anchor <- tau anchor + (1 - tau) policy, on this rank's float32 shards: no communication."""
-        anchor = self.model_of("anchor")
+        """anchor <- tau anchor + (1 - tau) policy, on this rank's float32 shards; adapters are merged for it.
+
+        Only merging takes communication, of adapters. Raises ValueError for an anchor that is the policy's own base.
+        """
+        anchor = self._own_weights_of("anchor")
         with self.residence.during(Phase.UPDATE, Part.PARAMETERS, Part.ANCHOR):
-            anchor_rule.follow(local_shards(anchor), local_shards(self.policy), tau)
+            reshard(self.policy)
+            for mine, (_, theirs) in zip(weights_of(anchor.model), merged_tensors(self.policy), strict=True):
+                if theirs.is_floating_point():
+                    anchor_rule.follow([local(mine[1])], [local(theirs)], tau)
             reshard(anchor)
 
     def iter_full_parameters(self, of: Which = "policy") -> Iterator[tuple[str, torch.Tensor]]:
@@ -239,27 +247,42 @@ class PolicyEngine(TrainedEngine):
 
     def load_saved(self, path: Path, of: Which = "policy") -> None:
         """Replace the weights by a saved model's. The policy's optimizer starts anew. Raises CheckpointError."""
-        load_saved(self.model_of(of), path)
+        load_saved(self._own_weights_of(of), path)
         if of == "policy":
             self.learner.optimizer.state.clear()
 
     def save_pretrained(self, path: str | Path, tokenizer: Any, of: Which = "policy") -> None:
         """Save in Hugging Face format, usable as `model.path`. Raises CheckpointError on every rank if it fails."""
-        save_model(self.model_of(of), Path(path), tokenizer)
+        save_model(self._own_weights_of(of), Path(path), tokenizer)
 
     def _load(self, path: str, fsdp: FsdpConfig | FrozenFsdpConfig, trained: bool) -> CausalModel:
         actor = self.role.actor
         mixed = actor.fsdp_config.mixed_precision
-        head = actor.head_chunk_tokens, trained, actor.head_dtype
+        head = actor.head_chunk_tokens, trained, actor.head_dtype, self.config.trainer.seed
         return load_sharded(path, self.role.model, fsdp, mixed, self.device, *head)
 
-    def model_of(self, of: Which) -> CausalModel:
+    def _anchor(self) -> CausalModel | ReferencePolicy:
+        if anchor_is_base(self.config):
+            return ReferencePolicy(self.policy)
+        return self._load(self.role.ref.path or self.role.model.path, self.role.ref.fsdp_config, trained=False)
+
+    def model_of(self, of: Which) -> CausalModel | ReferencePolicy:
         """The sharded model. Raises ValueError for the anchor of an engine without one."""
         if of == "policy":
             return self.policy
         if self.anchor is None:
             raise ValueError("this engine was made without an anchor")
         return self.anchor
+
+    def _own_weights_of(self, of: Which) -> CausalModel:
+        model = self.model_of(of)
+        if isinstance(model, ReferencePolicy):
+            raise ValueError("this anchor is the policy without its adapters: it cannot move, be loaded or be saved")
+        return model
+
+    def _is_policy(self, of: Which) -> bool:
+        """Whether the weights are the policy's, with adapters or without."""
+        return of == "policy" or isinstance(self.anchor, ReferencePolicy)
 
     def _updated(self, batch: TrainBatch) -> list[Part]:
         """What an update of the policy has on the device; the anchor only where the loss reads its weights."""

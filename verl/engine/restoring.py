@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl.engine.adapter_files import adapter_tensors, adapter_weights
 from verl.engine.model import Decoder
 from verl.engine.sharding import named_tensors, reshard
 from verl.engine.slices import fill_part
@@ -14,13 +15,15 @@ from verl.errors import CheckpointError
 def load_saved(model: Decoder, path: Path) -> None:
     """Copy the weights of a folder that `saving.save_model` wrote into `model`, each rank reading its own slices.
 
-    Raises CheckpointError when a weight is missing, has another shape, or its file is damaged; nothing is changed then.
+    Into a model with adapters only these are copied. Raises CheckpointError when a weight is missing, has another
+    shape, or its file is damaged; nothing is changed then.
     """
     reshard(model)
-    files = weight_files(path)
+    adapters = adapter_tensors(model)
+    files = adapter_weights(path) if adapters else weight_files(path)
     if files is None:
         raise CheckpointError(f"{path} has no model.safetensors")
-    target = dict(named_tensors(model))
+    target = adapters or dict(named_tensors(model))
     if absent := sorted(target.keys() - files.file_of.keys()):
         raise CheckpointError(f"{path} lacks {len(absent)} weights, the first is {absent[0]}")
     for name, tensor in target.items():

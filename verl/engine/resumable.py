@@ -1,6 +1,7 @@
 """All that an engine needs to go on as if nothing had happened, in PyTorch's distributed checkpoint format.
 
 Weights, optimizer and anchor are written shard by shard, so that any number of ranks reads what any other number wrote.
+Of a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
 Writing goes on in the background while training does: what is written are copies in CPU memory.
 """
 
@@ -20,6 +21,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from verl.determinism import random_state, set_random_state
+from verl.engine.base_weights import FILE as BASE_FILE
+from verl.engine.base_weights import BaseWeights
+from verl.engine.lora import adapted_layers
 from verl.engine.sharding import reshard
 from verl.errors import CheckpointError
 from verl.storage import Digests, could_not_write, digest
@@ -37,6 +41,7 @@ class Resumable:
 
     def __init__(self, models: Mapping[str, nn.Module], trained: str, optimizer: torch.optim.Optimizer) -> None:
         self._models, self._trained, self._optimizer = models, trained, optimizer
+        self._base = BaseWeights.of(models[trained])
         self._group: dist.ProcessGroup | None = None
         self._background = ThreadPoolExecutor(1)
         self._written: Future[Digests] | None = None
@@ -53,6 +58,8 @@ class Resumable:
         for model in self._models.values():
             reshard(model)
         tensors = self._weights() | self._optimizer_state() | _random_state() | _as_tensors(counters)
+        if self._base is not None:
+            self._base.checksum()  # here, as the background's collectives are on a group of their own
         copies = BlockingAsyncStager().stage(tensors)  # in CPU memory
         self._written = self._background.submit(self._write, copies, folder)
 
@@ -76,6 +83,7 @@ class Resumable:
         Raises CheckpointError when something is missing or has another shape.
         """
         try:
+            self._check_base(folder)
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
             for model in self._models.values():
                 reshard(model)
@@ -88,6 +96,12 @@ class Resumable:
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
         set_random_state({name.split(".")[1]: state for name, state in random.items()})
         return {name.removeprefix("counter."): tensor.item() for name, tensor in found.items()}
+
+    def _check_base(self, folder: Path) -> None:
+        if self._base is not None:
+            self._base.check(folder)
+        elif (folder / BASE_FILE).is_file():
+            raise CheckpointError(f"it has adapters ({BASE_FILE}): set lora_rank as it was, or start a new run")
 
     def _write(self, tensors: Tensors, folder: Path) -> Digests:
         try:
@@ -102,8 +116,9 @@ class Resumable:
         writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
         dcp.save(tensors, storage_writer=writer, process_group=self._group)
         rank = dist.get_rank()
+        base = [self._base.write(folder)] if rank == 0 and self._base is not None else []
         own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-        return {path.name: digest(path) for path in [*own, *([folder / ".metadata"] if rank == 0 else [])]}
+        return {path.name: digest(path) for path in [*own, *base, *([folder / ".metadata"] if rank == 0 else [])]}
 
     def _weights(self) -> Tensors:
         return {f"{role}.{name}": t for role, model in self._models.items() for name, t in _tensors(model).items()}
@@ -131,7 +146,9 @@ class Resumable:
 
 
 def _tensors(model: Any) -> Tensors:
-    """Parameters and saved buffers, sharded as they are."""
+    """Parameters and saved buffers, sharded as they are; with adapters, what is trained."""
+    if any(adapted_layers(model)):
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}

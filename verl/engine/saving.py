@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from transformers.dynamic_module_utils import custom_object_save
 
+from verl.engine.adapter_files import adapter_tensors, write_adapter
+from verl.engine.merging import exported
 from verl.engine.model import Decoder
-from verl.engine.sharding import is_main_rank, named_tensors, reshard
+from verl.engine.sharding import is_main_rank, reshard
 from verl.engine.streaming import Entry, stream, write_safetensors
 from verl.errors import CheckpointError
 from verl.storage import could_not_write, sync
@@ -27,15 +30,18 @@ MAX_FILE_BYTES = 5 * 2**30
 def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Save config, float32 weights and tokenizer to the folder `path`, replacing what is there. All ranks call it.
 
+    Adapters are merged into the weights, and lie by themselves in the folder `adapter` (`adapter_files`).
+
     Rank 0 writes, holding one shard of one weight at a time; the others send theirs and hold nothing. A failure (a full
     disk, say) removes what was written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
     reshard(model)
-    weights = dict(sorted(named_tensors(model), key=lambda item: -item[1].dtype.itemsize))  # so that files are aligned
-    parts = stream(weights.values())
+    weights = dict(sorted(exported(model).items(), key=lambda item: -item[1].dtype.itemsize))  # so files are aligned
+    adapters = adapter_tensors(model)
+    parts = stream(chain((weight.make() for weight in weights.values()), adapters.values()))
     failure: Exception | None = None
     if is_main_rank():
-        entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+        entries = [Entry(name, weight.dtype, weight.shape) for name, weight in weights.items()]
         try:
             _write(model, path, tokenizer, parts, plan_files(entries, max_file_bytes))
         except Exception as error:  # noqa: BLE001  the other ranks have more to send: take that, then raise
@@ -58,6 +64,7 @@ def _write(
     try:
         temporary.mkdir(parents=True)
         write_weights(temporary, parts, files)
+        write_adapter(temporary, model, parts)
         if model.model._auto_class is not None:  # its code came with the files it was loaded from
             custom_object_save(model.model, temporary, config=model.model.config)
         model.model.config.save_pretrained(temporary)
@@ -65,7 +72,7 @@ def _write(
             model.model.generation_config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        for file in temporary.iterdir():
+        for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
         _replace(temporary, path)

@@ -35,7 +35,14 @@ class SftEngine:
                 "set them to False; to save memory lower trainer.max_token_len_per_gpu or use more devices"
             )
         self.model = load_sharded(
-            config.model.path, config.model, fsdp, fsdp.mixed_precision, device, trainer.head_chunk_tokens, trained=True
+            config.model.path,
+            config.model,
+            fsdp,
+            fsdp.mixed_precision,
+            device,
+            trainer.head_chunk_tokens,
+            trained=True,
+            seed=trainer.seed,
         )
         self.schedule = Schedule.from_config(optim, trainer.total_training_steps)
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)

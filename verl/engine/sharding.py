@@ -84,12 +84,6 @@ def end_reading(model: FSDPModule) -> None:
     model.reset_iter_state()
 
 
-def local_shards(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every parameter and floating-point buffer, sharing memory with the model."""
-    parameters = [local(parameter) for parameter in model.parameters()]
-    return parameters + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded tensor, without gradient history, sharing memory."""
     tensor = tensor.detach()
@@ -174,13 +168,6 @@ def on_mesh(tensor: DTensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def iter_full_parameters(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
-    reshard(model)
-    for name, tensor in named_tensors(model):
-        yield name, whole(tensor)
 
 
 def is_main_rank() -> bool:

@@ -56,7 +56,8 @@ class Slices:
         """
         _give_memory(model, device)
         for name, tensor in weights_of(model.model):
-            fill_part(tensor, self.files, self.stored[name])
+            if name in self.stored:  # adapters are in no file
+                fill_part(tensor, self.files, self.stored[name])
 
 
 class Unread(Slices):

@@ -10,12 +10,13 @@ import torch
 
 from verl.engine.batching import ModelInput, RankValues, flat_positions, model_input
 from verl.engine.model import CausalModel
+from verl.engine.reference_policy import ReferencePolicy
 from verl.protocol import TrainBatch
 
 
 @torch.no_grad()
 def token_values(
-    model: CausalModel,
+    model: CausalModel | ReferencePolicy,
     batch: TrainBatch,
     micro_batches: Iterable[Sequence[int]],
     temperature: float,

@@ -53,7 +53,7 @@ class ValueEngine(TrainedEngine):
         self.device = device
         self.seed = config.trainer.seed
         set_threads(config.actor_rollout_ref.actor.num_threads)
-        self.model = load_sharded_critic(self.critic.model, device)
+        self.model = load_sharded_critic(self.critic.model, device, self.seed)
         self.layout = layout_of([self.model.model], self.critic.model.use_remove_padding)
         optim = self.critic.optim
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)

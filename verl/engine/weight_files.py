@@ -22,6 +22,12 @@ class WeightFiles:
 
     file_of: Mapping[str, Path]
 
+    @classmethod
+    def of(cls, file: Path) -> WeightFiles:
+        """All that one file holds. Raises CheckpointError when it cannot be read."""
+        with _opened(file, "names") as opened:
+            return cls(dict.fromkeys(opened.keys(), file))
+
     def shape(self, name: str) -> torch.Size:
         """Raises CheckpointError when the file cannot be read."""
         with _opened(self.file_of[name], name) as source:
@@ -45,8 +51,7 @@ def weight_files(source: str | Path) -> WeightFiles | None:
     """
     single = _found(source, SAFE_WEIGHTS_NAME)
     if single is not None:
-        with _opened(single, "names") as opened:
-            return WeightFiles(dict.fromkeys(opened.keys(), single))
+        return WeightFiles.of(single)
     index = _found(source, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return None

@@ -29,15 +29,19 @@ class WeightExporter:
         self.buckets = DeviceBuckets(device) if on_its_gpu else HostBuckets(folder, self.bucket_mib * MIB)
 
     @torch.no_grad()
-    def export(self, named_tensors: NamedTensors, version: int, index: int) -> ExportedWeights:
+    def export(
+        self, named_tensors: NamedTensors, version: int, index: int, dtype: torch.dtype | None = None
+    ) -> ExportedWeights:
         """Bucket `index`, this rank's part. All ranks call it with the same arguments, bucket after bucket.
+
+        dtype: of what is sent, where it is not the engines' format.
 
         Raises `NumericalError` naming the first weight that has a NaN or an Inf, and `WeightSyncError` when there is
         not enough memory for buckets.
         """
-        named = dict(named_tensors)
-        plan = plan_buckets(named.items(), self.dtype, self.bucket_mib)
-        return self.buckets.export(named, plan, self.dtype, version, index)
+        named, dtype = dict(named_tensors), dtype or self.dtype
+        plan = plan_buckets(named.items(), dtype, self.bucket_mib)
+        return self.buckets.export(named, plan, dtype, version, index)
 
     def release(self) -> None:
         """After the last bucket, or after a failure."""

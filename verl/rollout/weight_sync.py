@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
 from verl.parent import end_with_parent
-from verl.rollout.weight_checksum import differing, sums_of
+from verl.rollout.weight_adapters import are_adapters, with_adapters
+from verl.rollout.weight_checksum import NamedTensors, differing, sums_of
 from verl.rollout.weight_group import RECEIVED, Meeting, WeightDrain
 from verl.rollout.weight_ipc import device_name, open_exports
 from verl.rollout.weight_memory import host_name, open_shared
@@ -34,6 +35,7 @@ class WeightSyncExtension:
     device: torch.device
     rank: int
     weight_drain: WeightDrain | None = None
+    _adapters: dict[str, torch.Tensor]
 
     def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
         """Load bucket `index` of `count`, in order, and return what is wrong with it; then nothing of it is loaded.
@@ -48,7 +50,12 @@ class WeightSyncExtension:
             return [str(error)]
         if wrong := differing(sums_of(tensors.items()), sums):
             return [f"other values in {name} than the trainer wrote" for name in wrong]
-        self._reload(tensors, index, count)
+        if are_adapters(tensors):
+            self._keep_adapters(tensors, index)
+            if index + 1 == count:
+                self._reload(with_adapters(self._files(), self._adapters), 0, 1)
+        else:
+            self._reload(tensors.items(), index, count)
         return []
 
     def join_weight_group(self, host: str, port: int, size: int, first_rank: int) -> str:
@@ -82,7 +89,24 @@ class WeightSyncExtension:
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
-    def _reload(self, tensors: Mapping[str, torch.Tensor], index: int, count: int) -> None:
+    def _keep_adapters(self, tensors: Mapping[str, torch.Tensor], index: int) -> None:
+        """Copies, as the bucket's memory is written anew, until all of a version are there."""
+        if index == 0:
+            self._adapters = {}
+        self._adapters |= {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
+
+    def _files(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the files of the model, whatever the engine was started with."""
+        from vllm.config import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        config = self.vllm_config.load_config
+        files = LoadConfig(download_dir=config.download_dir, ignore_patterns=config.ignore_patterns)
+        files.use_tqdm_on_load = False
+        loader = DefaultModelLoader(files)
+        yield from loader.get_all_weights(self.vllm_config.model_config, self.model_runner.get_model())
+
+    def _reload(self, named: NamedTensors, index: int, count: int) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -91,9 +115,9 @@ class WeightSyncExtension:
         with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
             if index == 0:
                 initialize_layerwise_reload(model)
-            model.load_weights(iter(tensors.items()))
+            model.load_weights(iter(named))
             if index + 1 < count:
-                keep_what_waits(model, tensors)
+                keep_what_waits(model, dict(named))
             else:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
                 if self.device.type == "cpu":

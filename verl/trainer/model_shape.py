@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.config import Config
 from verl.engine.hf_model import source_of
 from verl.engine.loading import import_modules
+from verl.engine.lora import Lora, add_adapters
 from verl.engine.model import decoder_layers
 from verl.engine.sharding import num_parameters
 from verl.engine.value_model import token_classifier_config
@@ -24,6 +25,7 @@ class ModelShape:
     """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size.
 
     Of `num_params`, `num_looked_up` are in no product: an embedding that is not the head too.
+    `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
     """
 
     num_params: int
@@ -33,30 +35,43 @@ class ModelShape:
     key_width: int
     window: int | None
     num_looked_up: int = 0
+    num_adapted: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_adapted or self.num_params
 
 
 def policy_shape(config: Config) -> ModelShape:
     """Of the policy that a run would load. Raises ConfigError."""
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
-    return model_shape(model.path, model.override_config, model.trust_remote_code)
+    return model_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
 
 
 def model_shape(
-    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    path: str,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    lora: Lora | None = None,
 ) -> ModelShape:
-    """Of the language model in the folder (config.json suffices) or of that hub name. Raises ConfigError."""
+    """Of the language model in the folder (config.json suffices) or of that hub name, with adapters if any are asked
+    for. Raises ConfigError.
+    """
 
     def make() -> PreTrainedModel:
         source = source_of(path, "actor_rollout_ref.model.path")
         config = load_model_config(source, trust_remote_code, override_config)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
-    return _shape(path, make)
+    return _shape(path, make, lora)
 
 
 def value_shape(
-    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    path: str,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    lora: Lora | None = None,
 ) -> ModelShape:
     """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
 
@@ -64,10 +79,10 @@ def value_shape(
         config = token_classifier_config(path, override_config, trust_remote_code)
         return AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
 
-    return _shape(path, make)
+    return _shape(path, make, lora)
 
 
-def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
+def _shape(path: str, make: Callable[[], PreTrainedModel], lora: Lora | None) -> ModelShape:
     try:
         with torch.device("meta"):
             model = make()
@@ -84,4 +99,11 @@ def _shape(path: str, make: Callable[[], PreTrainedModel]) -> ModelShape:
         key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         window=getattr(config, "max_position_embeddings", None),
         num_looked_up=0 if config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
+        num_adapted=0 if lora is None else _num_adapted(model, lora),
     )
+
+
+def _num_adapted(model: PreTrainedModel, lora: Lora) -> int:
+    """Adds them, so it comes last."""
+    add_adapters(model, lora, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

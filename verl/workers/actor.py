@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import ray
+import torch
 
 from verl.config import Config
 from verl.engine.batching import RankValues
 from verl.engine.memory_meter import in_phase
+from verl.engine.model import weights_of
 from verl.engine.policy_engine import PolicyEngine, Which
-from verl.engine.sharding import named_tensors, reshard
+from verl.engine.sharding import reshard
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.weight_adapters import adapters_of
 from verl.rollout.weight_export import WeightExporter
 from verl.rollout.weight_group import Meeting, WeightSource
 from verl.single_controller.shared_batch import SharedBatch, SharedValues
@@ -77,7 +80,9 @@ class ActorWorker(RankWorker):
             self.exporter = WeightExporter(self.config, self.engine.device, Path(folder))
         model = self.engine.model_of(of)
         reshard(model)
-        return self.exporter.export(named_tensors(model), version, index)
+        if adapters := adapters_of(model):
+            return self.exporter.export(adapters.items(), version, index, torch.float32)
+        return self.exporter.export(weights_of(model.model), version, index)
 
     def open_weight_group(self, size: int) -> Meeting:
         """A place where `size` members meet: this rank, which sends, and those that receive."""

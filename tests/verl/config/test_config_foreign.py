@@ -32,7 +32,7 @@ from verl.errors import ConfigError
             "here it is 'max_turns', the turns that may use a tool;",
         ),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "not supported, because each validation prompt is answered once"),
-        ("+actor_rollout_ref.model.lora_rank=8", "not supported, because all weights are trained"),
+        ("+actor_rollout_ref.model.use_liger=true", "not supported, because log-probs are computed in chunks"),
         ("ray_init.num_cpus=8", "not supported, because Ray is started here, or the cluster used that RAY_ADDRESS"),
         ("num_generations=8", "here it is 'actor_rollout_ref.rollout.n_agent'"),
         ("beta=0.04", "here it is 'actor_rollout_ref.actor.kl_loss_coef', with"),

@@ -33,6 +33,11 @@ NO_DEFAULT_LIMITS = [
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["actor_rollout_ref.model.lora_rank=-1"], "actor_rollout_ref.model.lora_rank"),
+        (["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"], "model.lora_alpha"),
+        (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha has no effect with lora_rank=0, as all weights are"),
+        (["critic.model.target_modules=[q_proj]"], "critic.model.target_modules has no effect with lora_rank=0"),
+        (["critic.model.lora_rank=8", "critic.model.target_modules=[]"], "critic.model.target_modules is empty"),
         (["data.max_start_length=600"], "data.max_start_length (600) is larger than data.max_prompt_length (512)"),
         (["data.max_obs_length=600"], "data.max_obs_length (600) is larger"),
         (["data.max_response_length=600"], "data.max_response_length (600) is larger"),
@@ -282,6 +287,8 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [f"{GUARD}.action='off'", *NO_DEFAULT_LIMITS],
         ["reward_model.structure_format_score=0.9", "reward_model.retrieval_score=0.1"],
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x"],
+        ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"],
+        ["critic.model.lora_rank=8", "critic.model.lora_alpha=16.5"],
     ],
 )
 def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:

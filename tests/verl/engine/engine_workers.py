@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import Counter
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one_unit": (12, (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000000",)),
 }
 FSDP = f"{ACTOR}.fsdp_config"
+LORA = ("actor_rollout_ref.model.lora_rank=3",)  # which two workers do not share evenly
 IN_PAIRS = (f"{FSDP}.fsdp_size=2",)
 OFFLOAD = (
     *(f"{FSDP}.{part}_offload=true" for part in ("param", "grad", "optimizer")),
@@ -272,3 +274,23 @@ def _unit_events(profiled: profile) -> Iterator[tuple[float, str]]:
         match = re.fullmatch(r"FSDP::(\w+)(?: \((.*)\))?", event.name)
         if match and match[1] in kinds and (match[2] or match[1] == "all_gather"):
             yield event.time_range.start, f"{kinds[match[1]]} {match[2].rsplit('.', 1)[-1] if match[2] else 'root'}"
+
+
+def adapt(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+    """Adapters with a reference that is their base: gradients, three steps, what is saved."""
+    results: dict[str, Any] = {"gradients": {}}
+    for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl"):
+        num_rows, overrides = CASES[name]
+        engine = make_engine(model_path, folder, *KL, *LORA, *overrides, with_anchor=True)
+        engine.update(make_batch(12, seed=1))  # from zeros A has no gradient
+        results["gradients"][name] = engine.gradients(make_batch(num_rows))
+    engine = make_engine(model_path, folder, *KL, *LORA, *MINI_BATCHES, with_anchor=True)
+    results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
+    results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
+    engine.save_pretrained(folder / "saved", None)
+    if dist.get_rank() == 0:
+        (folder / "state").mkdir()
+    dist.barrier()
+    engine.start_saving_state(folder / "state")
+    engine.resumable.saved()
+    return results | {"base": json.loads((folder / "state" / "base.json").read_text())}

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded
 from verl.engine.saving import save_model
-from verl.engine.sharding import local_shards
+from verl.engine.sharding import local
 from verl.errors import CheckpointError
 from verl.heap import return_free_memory
 
@@ -58,7 +58,7 @@ def load_and_save(folder: Path, model_path: str, _: str) -> dict[str, Any]:
     torch.ones(MIB).sum()  # what the first use of torch takes
     loading, model = growth_mib(lambda: load_sharded(*arguments, trained=True))
     saving, _ = growth_mib(lambda: save_model(model, folder / "saved", None))
-    shard = sum(part.untyped_storage().nbytes() for part in local_shards(model)) / MIB
+    shard = sum(part.untyped_storage().nbytes() for part in map(local, model.parameters())) / MIB
     if dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB, resource.RLIM_INFINITY))  # no file may grow beyond this
     with pytest.raises(CheckpointError) as failure:

@@ -229,3 +229,18 @@ def test_other_bad_input(word_model: str, tmp_path: Path, capsys: pytest.Capture
         )
     with pytest.raises(DataError, match="no rows in no file at all"):
         run(sft_config(word_model, tmp_path, "data.train_files=[]"))
+
+
+def test_adapters_learn_beside_a_frozen_base(model_path: str, tmp_path: Path) -> None:
+    engine = SftEngine(sft_config(model_path, tmp_path, "model.lora_rank=4", "optim.lr=2e-2"), CPU)
+    losses = [engine.step(make_batch())["loss"] for _ in range(6)]
+    assert losses[-1] < 0.8 * losses[0]
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).state_dict()
+    frozen = {name: p for name, p in engine.model.model.named_parameters() if not p.requires_grad}
+    assert frozen and all(torch.equal(p.detach().to_local(), base[name]) for name, p in frozen.items())
+    engine.save_pretrained(tmp_path / "saved", None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    assert len(changed) == 2 * 7 and (tmp_path / "saved" / "adapter" / "adapter_config.json").is_file()
+    with pytest.raises(ConfigError, match="model.lora_alpha has no effect with lora_rank=0"):
+        sft_config(model_path, tmp_path, "model.lora_alpha=3")

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from verl.config import Config
-from verl.engine.sharding import iter_full_parameters, whole
+from verl.engine.merging import iter_full_parameters
+from verl.engine.sharding import whole
 from verl.engine.value_engine import ValueEngine
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch

@@ -141,6 +141,35 @@ def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
     assert update.work.sent["reduce-scatter"] == pytest.approx(2 * 4 * params, rel=0.01)  # two micro-batches, float32
 
 
+def adapted(folder: Path, *overrides: str) -> list[str]:
+    lora = ["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_policy_ema_tau=1"]
+    return overrides_of(save_model(folder, TINYWIKI), f"{ACTOR}.use_rollout_log_probs=false", *lora, *overrides)
+
+
+def test_the_peak_with_adapters_is_what_torch_allocates(tmp_path: Path) -> None:
+    """An exact KL to the policy's own base."""
+    overrides = adapted(tmp_path)
+    real = measure_rank(overrides, full_rows(([WINDOW] * 7 + [4096 - 7 * WINDOW]) * 2), 0, 1, tmp_path)
+    dry = peaks(run_roles(load_config("tinywiki", overrides), "cpu"))
+    print({name: (dry[name], real[name]) for name in real})
+    assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
+
+
+def test_adapters_by_hand(tmp_path: Path) -> None:
+    """A frozen base in bfloat16 and adapters with two moments: no gradient, no moments and no anchor of the base."""
+    [actor] = run_roles(load_config("tinywiki", adapted(tmp_path, "trainer.device=auto")), "cuda")
+    width, mlp, layers, rank = 128, 384, 3, 8
+    adapters = layers * rank * (4 * 2 * width + 3 * (width + mlp))
+    assert actor.num_adapted == actor.num_trained == adapters
+    assert actor.idle.allocated == pytest.approx(2 * actor.num_params + 12 * adapters, rel=0.03)
+    without = load_config(
+        "tinywiki", [*adapted(tmp_path / "whole", "trainer.device=auto"), "actor_rollout_ref.model.lora_rank=0"]
+    )
+    [whole] = run_roles(without, "cuda")
+    assert whole.num_params == actor.num_params and not whole.num_adapted
+    assert whole.idle.allocated == pytest.approx(16 * whole.num_params, rel=0.03)  # and the anchor
+
+
 def test_thousands_of_ranks(tmp_path: Path) -> None:
     """More ranks than rows of a weight: most shards are empty, rank 0 has one row of each."""
     width = 64

@@ -51,6 +51,11 @@ def test_utilisation_by_hand() -> None:
     assert utilisation.metrics(torch.tensor([2, 5]), 4.0) == {"perf/mfu/actor": 2 * (dense + attention) / 4 / 1000}
 
 
+def test_frozen_weights_have_no_gradient() -> None:
+    shape = ModelShape(10, 0, 4, 16, 4, None, num_looked_up=2, num_adapted=3)
+    assert Utilisation(shape, 1, 1.0).flops(torch.tensor([5])) == (4 * 8 + 2 * 3) * 5
+
+
 @pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 5090", "AMD Instinct MI300X"])
 def test_a_device_without_data_sheet_has_no_utilisation(name: str) -> None:
     assert Utilisation.of(Config(), name, 8) is None

@@ -51,6 +51,13 @@ def test_what_checkpoints_take(make_config: Callable[..., Config]) -> None:
     assert disk.check_one_checkpoint(make_config("trainer.val_only=true"), MODELS, free=0).level == "ok"
 
 
+def test_what_checkpoints_with_adapters_take(make_config: Callable[..., Config]) -> None:
+    """Of 1 G parameters 1 M are trained: 4 GiB and 4 MiB exported, 12 MiB of state, and no anchor of its own."""
+    adapted = Models(ModelShape(GIB, 2, 4, 8, 2, 1024, num_adapted=2**20))
+    config = make_config("trainer.save_freq=10", "actor_rollout_ref.model.lora_rank=8")
+    assert disk.checkpoint_bytes(config, adapted, steps=10) == (4 * GIB + 16 * 2**20, 1)
+
+
 def test_run_folder(tmp_path: Path) -> None:
     assert disk.check_folder(tmp_path / "a" / "b").level == "ok"
     assert not (tmp_path / "a").exists()

@@ -57,6 +57,11 @@ def test_a_run_that_can_start_leaves_no_trace(
             EnvironmentUnavailable,  # the window is large enough now, and the next thing is wrong
             "http://127.0.0.1:1/retrieve",
         ),
+        (
+            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[qproj]"],
+            ConfigError,
+            "has no linear layer qproj. It has down_proj, gate_proj, ",
+        ),
         (["trainer.default_local_dir=/dev/null/run"], ConfigError, "run folder: /dev/null/run: /dev/null is a file"),
         (["data.tokenizer=/no/such/folder"], ConfigError, "no tokenizer could be loaded"),
         (["reward.function=no.such.Reward"], ConfigError, "no.such"),

@@ -19,9 +19,14 @@ TERA = 1e12
 
 def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: Place) -> str:
     """The whole text but the verdict."""
-    models = ", ".join(f"{role.name} {role.num_params / 1e9:.2f} B parameters" for role in roles)
+    models = ", ".join(map(_parameters, roles))
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
     return "\n".join([*lines, *_work(config, roles, place), "", *_assumed(config)])
+
+
+def _parameters(role: Role) -> str:
+    words = f"{role.name} {role.num_params / 1e9:.2f} B parameters"
+    return f"{words} ({role.num_adapted / 1e6:.2f} M trained)" if role.num_adapted else words
 
 
 def _devices(config: Config, place: Place) -> str:

@@ -15,12 +15,15 @@ from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_upd
 from verl.config.placement import RoleName, num_ranks
 from verl.engine.device import DTYPES
 from verl.engine.kl_objective import policy_topk
+from verl.engine.lora import adapted_layers, is_adapter
+from verl.engine.model import Decoder
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import named_tensors, num_parameters, reshard
+from verl.engine.sharding import named_tensors, reshard
 from verl.engine.slices import unread_weights
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.protocol import TrainBatch
+from verl.rollout.weight_adapters import adapters_of
 from verl.rollout.weight_buckets import gathered, plan_buckets
 from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch
 from verl.trainer.dry_run.fake_device import FakeDevice
@@ -49,13 +52,21 @@ class Pass:
 
 @dataclass(frozen=True)
 class Role:
-    """A trained role on one rank. `idle` bytes are on the device while it does nothing."""
+    """A trained role on one rank. `idle` bytes are on the device while it does nothing.
+
+    `num_adapted`: parameters of adapters (and of an output layer) that are trained in place of all; 0: all are.
+    """
 
     name: RoleName
     num_params: int
     idle: Peak
     passes: list[Pass]
     groups: Groups
+    num_adapted: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_adapted or self.num_params
 
 
 def run_roles(config: Config, kind: str) -> list[Role]:
@@ -99,7 +110,8 @@ class _Dry:
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
             groups = groups_of(self.asked, role.actor.fsdp_config.fsdp_size)
-            return Role("actor", num_parameters(engine.policy), idle, self.passes, groups)
+            num_params, num_adapted = _sizes(engine.policy)
+            return Role("actor", num_params, idle, self.passes, groups, num_adapted)
 
     def critic(self) -> Role:
         critic = self.config.critic
@@ -114,7 +126,8 @@ class _Dry:
             self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
             self._reduced_once(critic.model.fsdp_config)
             groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size, "critic")
-            return Role("critic", num_parameters(engine.model), idle, self.passes, groups)
+            num_params, num_adapted = _sizes(engine.model)
+            return Role("critic", num_params, idle, self.passes, groups, num_adapted)
 
     def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
         found = set() if needs_ref_log_probs(self.asked) else {"ref_log_probs"}
@@ -161,8 +174,10 @@ class _Dry:
         reshard(engine.policy)
         if self.kind == "cpu" or self.config.trainer.layout == "split":
             return  # the rows that a rank has go straight to memory that the host's processes share
-        rollout, named, held = self.config.actor_rollout_ref.rollout, dict(named_tensors(engine.policy)), {}
-        dtype = DTYPES.get(rollout.dtype, torch.float32)
+        rollout, held = self.config.actor_rollout_ref.rollout, {}
+        named, dtype = adapters_of(engine.policy), torch.float32
+        if not named:
+            named, dtype = dict(named_tensors(engine.policy)), DTYPES.get(rollout.dtype, torch.float32)
         for names in plan_buckets(named.items(), dtype, rollout.weight_sync.bucket_mib):
             held = gathered([(name, named[name]) for name in names], dtype)  # beside the one before, as the actor does
         held.clear()
@@ -185,6 +200,13 @@ class _Dry:
     def _batch(self, lengths: list[int], micro_batches: int) -> TrainBatch:
         top_k = policy_topk(self.config.actor_rollout_ref.actor)
         return largest_batch(lengths, self.num_ranks, micro_batches, top_k, self.config.algorithm.norm_adv_by_batch_std)
+
+
+def _sizes(model: Decoder) -> tuple[int, int]:
+    """`num_params` and `num_adapted`."""
+    num_params = sum(tensor.numel() for name, tensor in model.named_parameters() if not is_adapter(name))
+    num_trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+    return num_params, num_trained if any(adapted_layers(model)) else 0
 
 
 def _limit(settings: object, prefix: str) -> Limit:

@@ -122,7 +122,7 @@ def planned(
         costs[phase] += _of_roles(config, [by_phase[phase] for by_phase in worked])
     loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
     costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
-    costs[Phase.SYNC] += sending_weights(config, roles[0].num_params, place, machine)
+    costs[Phase.SYNC] += sending_weights(config, 2 * roles[0].num_adapted or roles[0].num_params, place, machine)
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
     sent = _sent(config, roles)
     return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
@@ -185,11 +185,11 @@ def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
     return {where: together([sent[where] for sent in by_role]) for where in by_role[0]}
 
 
-def sending_weights(config: Config, num_params: int, place: Place, machine: Machine) -> Cost:
-    """Of the policy to nodes that only sample: a broadcast sends each byte once over each link of its ring, Ray's
-    object store once to each node, from one that trains.
+def sending_weights(config: Config, num_values: int, place: Place, machine: Machine) -> Cost:
+    """Of the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a broadcast sends each
+    byte once over each link of its ring, Ray's object store once to each node, from one that trains.
     """
-    rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_params
+    rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_values
     if not rollout.nnodes:
         return Cost()
     if rollout.weight_sync.is_broadcast(place.kind):
@@ -205,6 +205,7 @@ def _moving(config: Config, role: Role, phase: Phase) -> Cost:
     if role.name == "critic" and phase is Phase.SYNC:
         return Cost()
     parts = ("param_offload", "optimizer_offload") if phase is Phase.UPDATE else ("param_offload",)
-    width = sum(MOVED[part] for part in parts if getattr(settings, part))
-    seconds = 2 * width * role.num_params / role.groups.shard / HOST_LINK
+    values = {"param_offload": role.num_params, "optimizer_offload": role.num_trained}
+    moved = sum(MOVED[part] * values[part] for part in parts if getattr(settings, part))
+    seconds = 2 * moved / role.groups.shard / HOST_LINK
     return Cost(seconds, {HOST: seconds}) if seconds else Cost()

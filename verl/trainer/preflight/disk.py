@@ -49,8 +49,9 @@ def check_all_checkpoints(config: Config, models: Models, steps: int | None, fre
 def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple[float, int]:
     """Bytes of all checkpoints together, and how many there are; `steps` None: unknown, one is counted.
 
-    A checkpoint holds models in float32, and the state: weights and two moments of AdamW, and the anchor's weights. One
-    more than `max_ckpt_to_keep` is counted for the best, and one for that which is being written.
+    A checkpoint holds models in float32, and the state: what is trained with two moments of AdamW, and the anchor's
+    weights. Adapters are also beside the model that they are merged into. One more than `max_ckpt_to_keep` is counted
+    for the best, and one for that which is being written.
     """
     trainer, keep = config.trainer, config.trainer.max_ckpt_to_keep
     if trainer.val_only:
@@ -59,7 +60,8 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
     if keep is not None:
         count = min(count, keep + 2)
     trained = [models.policy] + ([models.critic] if models.critic else [])
-    values = sum(4 * shape.num_params for shape in trained)  # exported, and state
+    exported = sum(shape.num_params + shape.num_adapted for shape in trained)
+    values = exported + 3 * sum(shape.num_trained for shape in trained)
     if models.anchor is not None:
         moves = config.algorithm.ref_policy_ema_tau < 1
         values += (2 if moves else 1) * models.anchor.num_params

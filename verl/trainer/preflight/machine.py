@@ -77,6 +77,7 @@ def open_files_limit() -> int:
 
 def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int) -> Finding:
     """Weights go to the engines in buckets, two at a time, except on shared GPUs. `free` bytes of /dev/shm."""
-    needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * models.policy.num_params)
+    sent = models.policy.num_params if models.anchor else models.policy.num_trained
+    needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
     return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")

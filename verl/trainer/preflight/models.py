@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.config import Config
-from verl.config.objective import has_anchor
+from verl.config.objective import anchor_is_base, has_anchor
 from verl.engine.loading import import_modules
+from verl.engine.lora import Lora
 from verl.trainer.model_shape import ModelShape, model_shape, policy_shape, value_shape
 
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of what a run loads; None for what it does not have."""
+    """Shapes of what a run loads; None for what it does not have, such as an anchor that is the policy's base."""
 
     policy: ModelShape
     anchor: ModelShape | None = None
@@ -20,7 +21,7 @@ class Models:
 
     def __str__(self) -> str:
         roles = {"policy": self.policy, "anchor": self.anchor, "critic": self.critic}
-        parts = [f"{name} {_in_words(shape.num_params)}" for name, shape in roles.items() if shape is not None]
+        parts = [f"{name} {_of(shape)}" for name, shape in roles.items() if shape is not None]
         return f"{', '.join(parts)} parameters"
 
 
@@ -32,7 +33,7 @@ def models_of(config: Config) -> Models:
     if config.trainer.val_only:
         return Models(policy)
     anchor = (
-        policy
+        replace(policy, num_adapted=0)
         if role.ref.path is None
         else model_shape(role.ref.path, settings.override_config, settings.trust_remote_code)
     )
@@ -40,8 +41,14 @@ def models_of(config: Config) -> Models:
     if config.algorithm.adv_estimator == "gae":
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
-        critic = value_shape(model.path, model.override_config, model.trust_remote_code)
-    return Models(policy, anchor if has_anchor(config) else None, critic)
+        critic = value_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
+    own_anchor = has_anchor(config) and not anchor_is_base(config)
+    return Models(policy, anchor if own_anchor else None, critic)
+
+
+def _of(shape: ModelShape) -> str:
+    words = _in_words(shape.num_params)
+    return f"{words} ({_in_words(shape.num_adapted)} trained)" if shape.num_adapted else words
 
 
 def _in_words(number: int) -> str:

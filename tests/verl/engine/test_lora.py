@@ -1,0 +1,205 @@
+"""Adapters: the definition in float64, what is trained, the reference for free, targets, merging, two workers."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import engine_workers
+import pytest
+import torch
+from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_workers import KL
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from verl.engine.lora import Lora, LoraLinear, merge
+from verl.engine.policy_engine import PolicyEngine
+from verl.engine.sharding import whole
+from verl.errors import ConfigError
+
+MODEL = "actor_rollout_ref.model"
+IN_BFLOAT16 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16"
+
+
+def make(model_path: str, run_dir: Path, *overrides: str, rank: int = 4) -> PolicyEngine:
+    return make_engine(model_path, run_dir, f"{MODEL}.lora_rank={rank}", *overrides, with_anchor=True)
+
+
+def copy_of(model_path: str, tmp_path: Path) -> str:
+    """The same model under another path, which is loaded beside the policy."""
+    return str(shutil.copytree(model_path, tmp_path / "copy"))
+
+
+def trained(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+    return {name: whole(p) for name, p in engine.policy.model.named_parameters() if p.requires_grad}
+
+
+def log_probs(engine: PolicyEngine, of: str = "policy") -> torch.Tensor:
+    return engine.log_probs(make_batch(), 1.0, of).tokens["log_prob"]
+
+
+def test_a_layer_by_hand() -> None:
+    """W = [1 2], A = [3 4], B = [5], alpha / r = 2: W + 2 B A = [31 42]."""
+    base = nn.Linear(2, 1, bias=False)
+    layer = LoraLinear(base, Lora(1, 2.0, "all-linear"))
+    for parameter, values in ((layer.weight, [[1, 2]]), (layer.lora_A, [[3, 4]]), (layer.lora_B, [[5]])):
+        parameter.data = torch.tensor(values, dtype=torch.float32)
+    assert layer(torch.tensor([[1.0, 1.0]])).item() == 73
+    assert merge(layer.weight, 2 * layer.lora_B, layer.lora_A).tolist() == [[31, 42]]
+    layer.adapter_is_on = False
+    assert layer(torch.tensor([[1.0, 1.0]])).item() == 3
+
+
+def test_forward_and_gradient_are_those_of_the_definition() -> None:
+    torch.manual_seed(0)
+    layer = LoraLinear(nn.Linear(5, 3), Lora(2, 7.0, "all-linear")).double()
+    W, b, A, B = (torch.randn_like(p).requires_grad_() for p in (layer.weight, layer.bias, layer.lora_A, layer.lora_B))
+    for parameter, values in ((layer.weight, W), (layer.bias, b), (layer.lora_A, A), (layer.lora_B, B)):
+        parameter.data = values.detach().clone()
+    inputs, out_grad = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    expected = inputs @ (W + 7.0 / 2 * B @ A).T + b
+    found = layer(inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found.backward(out_grad)
+    expected.backward(out_grad)
+    torch.testing.assert_close(layer.lora_A.grad, A.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.lora_B.grad, B.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_an_engine_begins_as_its_base_and_trains_adapters_alone(model_path: str, run_dir: Path) -> None:
+    plain, engine = make_engine(model_path, run_dir), make(model_path, run_dir)
+    assert torch.equal(log_probs(engine), log_probs(plain))
+    base, before = plain.full_state_dict(), trained(engine)
+    engine.update(make_batch())
+    engine.update(make_batch(seed=1))
+    after = trained(engine)
+    assert len(after) == 2 * 2 * 7 and all(not torch.equal(after[name], before[name]) for name in after)
+    for name, parameter in engine.policy.model.named_parameters():
+        assert name in after or torch.equal(whole(parameter), base[name]), name
+    assert len(engine.learner.optimizer.state) == len(after)
+
+
+def test_the_gradient_is_the_whole_weights_gradient_times_the_other_factor(model_path: str, run_dir: Path) -> None:
+    """With s = alpha / r: dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW, where W is the merged weight."""
+    engine = make(model_path, run_dir, f"{MODEL}.lora_alpha=6")
+    engine.update(make_batch(seed=1))
+    engine.save_pretrained(run_dir / "merged", None)
+    whole_gradient = make_engine(str(run_dir / "merged"), run_dir).gradients(make_batch())
+    found, values, expected = engine.gradients(make_batch()), trained(engine), {}
+    for name in found:
+        layer, _, part = name.rpartition(".")
+        dW = whole_gradient[f"{layer}.weight"].double()
+        A, B = (values[f"{layer}.{which}"].double() for which in ("lora_A", "lora_B"))
+        expected[name] = 6 / 4 * (dW @ A.T if part == "lora_B" else B.T @ dW)
+    assert relative_error(found, expected) < 1e-4
+
+
+def test_merged_weights_give_the_log_probs_of_the_unmerged_model(model_path: str, run_dir: Path) -> None:
+    engine = make(model_path, run_dir)
+    for seed in range(3):
+        engine.update(make_batch(seed=seed))
+    engine.save_pretrained(run_dir / "merged", None)
+    batch = make_batch()
+    _, logits = full_logits(str(run_dir / "merged"), batch)
+    chosen_T = log_softmax_rows(logits, 1.0).gather(-1, batch.tokens["ids"][:, None]).squeeze(-1)
+    mask_T = batch.tokens["loss_mask"].bool()
+    torch.testing.assert_close(log_probs(engine)[mask_T].double(), chosen_T[mask_T], rtol=1e-4, atol=1e-4)
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "merged", dtype=torch.float32)
+    state = engine.full_state_dict()
+    assert {name for name, _ in loaded.named_parameters()} == state.keys(), "no adapter among the merged weights"
+    assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
+
+
+@pytest.mark.parametrize("kl", [("full_reverse", 0), ("full_forward", 4), ("low_var_kl", 0)])
+def test_a_reference_without_adapters_is_one_that_was_loaded(
+    kl: tuple[str, int], model_path: str, run_dir: Path, tmp_path: Path
+) -> None:
+    """To the bit: its log-probs, and what a KL to it in the loss makes of the policy."""
+    actor = "actor_rollout_ref.actor"
+    settings = (f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_type={kl[0]}", f"{actor}.kl_loss_coef=0.3")
+    settings += (f"{actor}.kl_topk_tokens={kl[1]}", f"{MODEL}.enable_gradient_checkpointing=true")
+    free = make(model_path, run_dir, *settings)
+    beside = make(model_path, run_dir, *settings, f"actor_rollout_ref.ref.path={copy_of(model_path, tmp_path)}")
+    assert not list(set(free.anchor.parameters()) - set(free.policy.parameters()))
+    for seed in range(3):
+        assert free.update(make_batch(seed=seed)) == beside.update(make_batch(seed=seed))
+        assert torch.equal(log_probs(free, "anchor"), log_probs(beside, "anchor"))
+    assert not torch.equal(log_probs(free), log_probs(free, "anchor"))
+    states = free.full_state_dict(), beside.full_state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    states = free.full_state_dict("anchor"), beside.full_state_dict("anchor")
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    for call in (partial(free.follow_anchor, 0.9), partial(free.save_pretrained, tmp_path / "anchor", None, "anchor")):
+        with pytest.raises(ValueError, match="it cannot move, be loaded or be saved"):
+            call()
+
+
+def test_a_moving_anchor_follows_the_merged_weights(model_path: str, run_dir: Path) -> None:
+    """Not A and B by themselves: the mean of products is not the product of means."""
+    engine = make(model_path, run_dir, *KL, "algorithm.ref_policy_ema_tau=0.75")
+    expected = {name: tensor.double() for name, tensor in engine.full_state_dict("anchor").items()}
+    for seed in range(3):
+        engine.update(make_batch(seed=seed))
+        engine.follow_anchor(0.75)
+        expected = {name: 0.75 * expected[name] + 0.25 * merged for name, merged in engine.full_state_dict().items()}
+    found = engine.full_state_dict("anchor")
+    assert all(torch.allclose(found[name].double(), expected[name], rtol=1e-6, atol=1e-7) for name in expected)
+
+
+def test_a_frozen_base_is_kept_in_the_format_of_the_forward_pass(model_path: str, run_dir: Path) -> None:
+    engine = make(model_path, run_dir, IN_BFLOAT16)
+    formats = {(p.dtype, p.requires_grad) for p in engine.policy.parameters()}
+    assert formats == {(torch.bfloat16, False), (torch.float32, True)}
+    assert torch.equal(log_probs(engine), log_probs(make_engine(model_path, run_dir, IN_BFLOAT16)))
+    engine.update(make_batch())
+    state = engine.full_state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    base, values = make_engine(model_path, run_dir).full_state_dict(), trained(engine)
+    name = "model.layers.0.mlp.up_proj"
+    added = 16 / 4 * values[f"{name}.lora_B"] @ values[f"{name}.lora_A"]
+    assert torch.allclose(state[f"{name}.weight"], base[f"{name}.weight"].bfloat16().float() + added, atol=1e-6)
+
+
+def test_targets_by_name(model_path: str, run_dir: Path) -> None:
+    engine = make(model_path, run_dir, f"{MODEL}.target_modules=[q_proj,mlp.down_proj]")
+    layers = {name.rpartition(".")[0] for name in trained(engine)}
+    assert layers == {f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.down_proj")}
+
+
+@pytest.mark.parametrize("targets", ["[q_proj,key]", "proj", "[lm_head]"])
+def test_an_unknown_target_is_told_with_what_there_is(targets: str, model_path: str, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no linear layer.*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_"):
+        make(model_path, run_dir, f"{MODEL}.target_modules={targets}")
+
+
+def test_adapters_do_not_depend_on_where_the_base_is_read_from(model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    """By the seed alone; also of a model that must be loaded whole, which has other files."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    shutil.copy(Path(model_path) / "config.json", tmp_path)
+    engines = [make(path, run_dir) for path in (model_path, str(tmp_path))]
+    engines.append(make(model_path, run_dir, "trainer.seed=1"))
+    first, whole_model, other_seed = (trained(engine) for engine in engines)
+    assert all(torch.equal(first[name], whole_model[name]) for name in first)
+    name = "model.layers.1.self_attn.k_proj.lora_A"
+    assert not torch.equal(first[name], other_seed[name])
+    assert 0.9 < first[name].abs().max() * 32**0.5 <= 1
+
+
+def test_two_workers_give_what_one_does(model_path: str, other_model_path: str, tmp_path: Path) -> None:
+    paths = (model_path, other_model_path)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = engine_workers.adapt(tmp_path / "one", *paths)
+    two = engine_workers.run(tmp_path / "two", *paths, 2, engine_workers.adapt)[0]
+    for case, gradient in one["gradients"].items():
+        assert relative_error(two["gradients"][case], gradient) < 1e-5, case
+    for mine, theirs in zip(one["metrics"], two["metrics"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-4)
+    assert relative_error(two["policy"], one["policy"]) < 1e-3
+    assert all(torch.equal(tensor, one["anchor"][name]) for name, tensor in two["anchor"].items())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "saved", dtype=torch.float32)
+    assert all(torch.equal(parameter, two["policy"][name]) for name, parameter in saved.named_parameters())
+    assert one["base"] == two["base"], "the checksum of the base does not depend on the sharding"

@@ -1,0 +1,73 @@
+"""What a model's adapters are on disk: the format of peft, which `peft.PeftModel.from_pretrained` reads.
+
+Beside the adapters it holds whatever else is trained: the output layer of a critic (`modules_to_save`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.engine.lora import adapted_layers, is_adapter
+from verl.engine.model import Decoder
+from verl.engine.streaming import Entry, write_safetensors
+from verl.engine.weight_files import WeightFiles
+from verl.errors import CheckpointError
+
+FOLDER = "adapter"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapter_tensors(model: Decoder) -> dict[str, torch.Tensor]:
+    """All that is trained, sharded as it is, under peft's names; {} for a model without adapters."""
+    if not any(adapted_layers(model)):
+        return {}
+    trained = ((name, tensor) for name, tensor in model.model.named_parameters() if tensor.requires_grad)
+    return {
+        f"base_model.model.{name}.weight" if is_adapter(name) else f"base_model.model.{name}": t for name, t in trained
+    }
+
+
+def write_adapter(folder: Path, model: Decoder, parts: Iterator[torch.Tensor]) -> None:
+    """To `folder/adapter`, if there are adapters; their values are next in `parts`, in order."""
+    tensors = adapter_tensors(model)
+    if not tensors:
+        return
+    target = folder / FOLDER
+    target.mkdir()
+    entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    write_safetensors(target / WEIGHTS, entries, parts)
+    (target / CONFIG).write_text(json.dumps(adapter_config(model), indent=2) + "\n")
+
+
+def adapter_config(model: Decoder) -> dict[str, Any]:
+    """What peft needs to know; the layers by their whole names, so that no other one of the base can be meant."""
+    layers = dict(adapted_layers(model.model))
+    lora = next(iter(layers.values())).lora
+    trained = [name for name, tensor in model.model.named_parameters() if tensor.requires_grad]
+    others = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.model.can_generate() else "TOKEN_CLS",
+        "base_model_name_or_path": model.model.name_or_path or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(layers),
+        "modules_to_save": others or None,
+        "inference_mode": True,
+    }
+
+
+def adapter_weights(path: Path) -> WeightFiles:
+    """Those of a folder that `write_adapter` wrote into. Raises CheckpointError."""
+    file = path / FOLDER / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no {FOLDER}/{WEIGHTS}: it was saved by a run without adapters (lora_rank)")
+    return WeightFiles.of(file)

@@ -1,0 +1,171 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W [out, in] acts as W + (alpha / r) B A.
+
+A [r, in] begins with values drawn from the uniform distribution on +-1 / sqrt(in), as peft's do, and B [out, r] with
+zeros, so that the model begins as its base to the bit. Only adapters are trained, and a critic's output layer.
+
+Why this layer is not peft's: peft puts each linear layer below another module, which renames every weight of the base,
+and the names are what weights are read, sent and saved by. Here W keeps its name, and FSDP2 cuts W and B into the same
+rows, so that merging them takes no communication but A's. What is on disk is peft's format (`adapter_files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from verl.config.critic import CriticModelConfig
+from verl.config.model import LoraTargets, ModelConfig
+from verl.engine.slices import own_index
+from verl.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+PARTS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Rank r, alpha, and which layers: the last parts of their names, or `all-linear`."""
+
+    rank: int
+    alpha: float
+    targets: LoraTargets
+
+    @classmethod
+    def from_config(cls, model: ModelConfig | CriticModelConfig) -> Lora | None:
+        """None where all weights are trained."""
+        return cls(model.lora_rank, model.lora_alpha, model.target_modules) if model.lora_rank else None
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with the parameters of `layer`, which are frozen, and an adapter in float32."""
+
+    def __init__(self, layer: nn.Linear, lora: Lora) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.lora = layer.in_features, layer.out_features, lora
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_A, self.lora_B = (
+            nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=layer.weight.device))
+            for shape in ((lora.rank, self.in_features), (self.out_features, lora.rank))
+        )
+        self.adapter_is_on = True
+        self.stored_name = ""  # of the weight, in the model's files
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., out]."""
+        output = super().forward(input)
+        if not self.adapter_is_on:
+            return output
+        return output + self.lora.scale * functional.linear(functional.linear(input, self.lora_A), self.lora_B)
+
+
+def add_adapters(
+    model: PreTrainedModel, lora: Lora, dtype: torch.dtype, stored: Mapping[str, str | None] | None = None
+) -> None:
+    """Freeze the model and put adapters beside its target layers; `begin_adapters` gives them values.
+
+    The frozen weights are kept in `dtype`, to which the forward pass casts them anyway. A critic's output layer stays
+    as it is, and is trained. stored: what weights are called in the model's files, where that is another name. Raises
+    ConfigError for unknown targets.
+    """
+    names = target_layers(model, lora.targets)
+    for part in (model.base_model, model.get_output_embeddings()):
+        if part is not None:
+            _freeze(part, dtype)
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        adapted = LoraLinear(layer, lora)
+        weight = f"{name}.weight"
+        adapted.stored_name = (stored or {}).get(weight) or weight
+        model.set_submodule(name, adapted)
+
+
+def _freeze(module: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
+    """Names of the linear layers of the decoder that `targets` mean. Raises ConfigError, which says what there is."""
+    decoder = model.base_model_prefix
+    modules = model.base_model.named_modules()
+    linear = [f"{decoder}.{name}" for name, module in modules if type(module) is nn.Linear]
+    if targets == ALL_LINEAR and linear:
+        return linear
+    wanted = [targets] if isinstance(targets, str) else targets
+    unknown = [target for target in wanted if not any(f".{name}".endswith(f".{target}") for name in linear)]
+    if unknown or not wanted:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise ConfigError(
+            f"target_modules={targets}: the decoder of {type(model).__name__} has no linear layer "
+            f"{', '.join(unknown) or 'of that name'}. It has {ends}: name some of them, or set "
+            f"target_modules={ALL_LINEAR}"
+        )
+    return [name for name in linear if any(f".{name}".endswith(f".{target}") for target in wanted)]
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module, seed: int) -> None:
+    """Give A and B their first values. Each A is drawn whole, by the seed and its name, whatever the sharding."""
+    for name, layer in adapted_layers(model):
+        draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        bound = 1 / math.sqrt(layer.in_features)
+        values = torch.empty(layer.lora_A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=draw)
+        _local(layer.lora_A).copy_(values[own_index(layer.lora_A)])
+        _local(layer.lora_B).zero_()
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """With their names; none in a model without adapters."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield name, module
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is A or B."""
+    return name.rpartition(".")[2] in PARTS
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what its base does."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        layer.adapter_is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_is_on = True
+
+
+def merge(weight: torch.Tensor, scaled_B: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    """W + ((alpha / r) B) A in float32, of all rows of W and B or of the same ones. `scaled_B` has the factor in it.
+
+    W is always the base's own weight: merging into what was merged before would add up roundings.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a trainer in bfloat16 lets float32 products use TF32
+    try:
+        return torch.addmm(weight.float(), scaled_B.float(), A.float())
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

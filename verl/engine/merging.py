@@ -1,0 +1,79 @@
+"""Weights as everyone else knows them: under their Hugging Face names, with adapters merged into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from verl.engine.lora import LoraLinear, adapted_layers, is_adapter, merge
+from verl.engine.model import Decoder, weights_of
+from verl.engine.reference_policy import ReferencePolicy
+from verl.engine.sharding import local, on_mesh, reshard, whole
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A weight as others see it. `make` gives it, sharded; a collective where it has an adapter to be merged."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    make: Callable[[], torch.Tensor]
+
+
+def exported(model: Decoder | ReferencePolicy) -> dict[str, Exported]:
+    """Parameters and saved buffers by name. Those of a model with adapters are float32."""
+    layers = {f"{name}.weight": layer for name, layer in adapted_layers(model.model)}
+    adapted = {} if isinstance(model, ReferencePolicy) else layers
+    found = {}
+    for name, tensor in weights_of(model.model):
+        if not is_adapter(name):
+            make = (
+                partial(merged_weight, adapted[name]) if name in adapted else partial(_as_it_is, tensor, bool(layers))
+            )
+            dtype = torch.float32 if layers and tensor.is_floating_point() else tensor.dtype
+            found[name] = Exported(dtype, tensor.shape, make)
+    return found
+
+
+def merged_tensors(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and sharded tensors, each made when it is its turn. Every rank must exhaust it."""
+    for name, weight in exported(model).items():
+        yield name, weight.make()
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLinear) -> torch.Tensor:
+    """[out, in] float32, sharded as the weight is. A collective: A is gathered."""
+    weight, B = (_here(tensor) for tensor in (layer.weight, layer.lora_B))
+    A = whole_here(layer.lora_A)
+    rows = merge(local(weight), layer.lora.scale * local(B), A)
+    if not isinstance(weight, DTensor):
+        return rows
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=weight.shape, stride=(weight.shape[1], 1))
+
+
+def iter_full_parameters(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
+    reshard(model)
+    for name, tensor in merged_tensors(model):
+        yield name, whole(tensor)
+
+
+def whole_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered on its mesh's device."""
+    here = _here(tensor)
+    return here.full_tensor() if isinstance(here, DTensor) else here
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return on_mesh(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _as_it_is(tensor: torch.Tensor, in_float32: bool) -> torch.Tensor:
+    return tensor.detach().float() if in_float32 and tensor.is_floating_point() else tensor

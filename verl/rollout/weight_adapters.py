@@ -1,0 +1,58 @@
+"""Adapters on their way to the engines: A and (alpha / r) B alone travel, in float32, and are merged where they arrive.
+
+An engine reads the base weights from the model's files each time, which the page cache of its host keeps for all
+engines there. So each merge starts from the very base: roundings do not add up over the versions, and an engine whose
+weights were given up while it slept gets all of them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from verl.engine.lora import adapted_layers, merge
+from verl.engine.model import Decoder
+from verl.engine.reference_policy import ReferencePolicy
+from verl.errors import WeightSyncError
+
+A, B = ".lora_A", ".lora_B"
+
+
+def adapters_of(model: Decoder | ReferencePolicy) -> dict[str, torch.Tensor]:
+    """A and (alpha / r) B, sharded as they are, by the name that the layer's weight has in the files; {} without any.
+
+    Of a reference policy the B are zeros.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for _, layer in adapted_layers(model.model):
+        scale = 0.0 if isinstance(model, ReferencePolicy) else layer.lora.scale
+        found[layer.stored_name + A] = layer.lora_A.detach()
+        found[layer.stored_name + B] = scale * layer.lora_B.detach()
+    return found
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Whether a bucket with these names has adapters; it has them alone or not at all."""
+    return any(name.endswith((A, B)) for name in names)
+
+
+def with_adapters(
+    base: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `base` by their names in the files, those with an adapter merged, on its device.
+
+    Raises WeightSyncError at the end when a weight that has an adapter did not come.
+    """
+    left = {name.removesuffix(A) for name in adapters if name.endswith(A)}
+    for name, weight in base:
+        if name in left:
+            left.discard(name)
+            scaled_B = adapters[name + B]
+            weight = merge(weight.to(scaled_B.device), scaled_B, adapters[name + A])
+        yield name, weight
+    if left:
+        raise WeightSyncError(
+            f"{len(left)} weights with adapters are not in the files that the engine reads, the first is {min(left)}: "
+            "trainer and engine have to load the same model"
+        )
