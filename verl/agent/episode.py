@@ -101,14 +101,16 @@ class _Episode:
             stops = self.environment.stop_strings
             generation = await self._sample(turn, max_tokens, stops)
             cut = generation.finish_reason == "length" and max_tokens < self.limits.max_response_length
-            outcome = await self._ask(turn, generation, tools_allowed=not (last or cut))
+            text = decode_turn(self.tokenizer, generation.ids)
+            outcome = await self._ask(turn, text, tools_allowed=not (last or cut))
             if outcome.done:
                 return Status.ANSWERED
             if cut:
                 return Status.LENGTH_LIMIT
             if last:
                 return Status.TURN_LIMIT
-            ids = reply_ids(self.tokenizer, generation.ids, outcome.reply, self._is_over(generation, stops))
+            is_over = generation.finish_reason == "stop" and not any(stop in text for stop in stops)  # by EOS
+            ids = reply_ids(self.tokenizer, generation.ids, outcome.reply, is_over)
             if not self._fits(ids):
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
@@ -140,13 +142,7 @@ class _Episode:
         self.trajectory.num_turns += 1
         return generation
 
-    def _is_over(self, generation: Generation, stops: tuple[str, ...]) -> bool:
-        """Whether the policy itself ended the turn, by EOS."""
-        text = decode_turn(self.tokenizer, generation.ids)
-        return generation.finish_reason == "stop" and not any(stop in text for stop in stops)
-
-    async def _ask(self, turn: int, generation: Generation, tools_allowed: bool) -> Outcome:
-        text = decode_turn(self.tokenizer, generation.ids)
+    async def _ask(self, turn: int, text: str, tools_allowed: bool) -> Outcome:
         event: dict[str, Any] = {"turn": turn, "text": text}
         self.trajectory.events.append(event)
         outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)

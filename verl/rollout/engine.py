@@ -27,6 +27,7 @@ from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
 from verl.rollout.exported_weights import ExportedWeights  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
+from verl.rollout.turn_scheduler import STOP  # noqa: E402
 
 HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
@@ -257,11 +258,10 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
+        extra_args={STOP: list(sampling.stop)},
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
+        detokenize=False,  # ids are what a turn is
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
         output_kind=output_kind,

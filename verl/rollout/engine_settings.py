@@ -74,6 +74,7 @@ def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
         load_format=settings.load_format,
         trust_remote_code=settings.trust_remote_code,
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
+        scheduler_cls="verl.rollout.turn_scheduler.turn_scheduler",
         worker_extension_cls="verl.rollout.weight_sync.WeightSyncExtension",
         disable_log_stats=True,
         use_tqdm_on_load=False,

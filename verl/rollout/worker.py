@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 WAITING = "wait for environment"
-TOGETHER_S = 0.01  # episodes that end within this time are reported by one answer
+TOGETHER_S = 0.05  # episodes that end within this time are reported by one answer
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RolloutWorker:
         for request in new:
             playing[asyncio.create_task(self._play(request, sampling))] = request.slot
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(TOGETHER_S)
+        await asyncio.wait(playing, timeout=TOGETHER_S)
         if playing is not self._playing:  # they were abandoned; what is played now is another call's
             return []
         try:

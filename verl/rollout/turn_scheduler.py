@@ -1,0 +1,108 @@
+"""vLLM's scheduler, which itself knows when a turn is over and then sends the whole turn.
+
+vLLM's engine sends every token of every sequence to the process that asked, which makes text of it, looks for stop
+strings and tells the engine to stop: at hundreds of sequences this costs more than a small model does, and a sequence
+goes on while the word to stop is on its way. Here ids are compared in the engine's process, between two steps; one
+message brings a turn's ids and log-probs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from verl.rollout.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+STOP = "stop_strings"  # where a request carries them: vLLM's own `stop` has the asking process look for them
+
+
+class TurnScheduler(Scheduler):
+    """A request may carry stop strings in `extra_args`, under `STOP`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._log_probs: dict[str, array[float]] = {}  # of the turns that are being sampled; float32 as they come
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """What is sent: turns that are over, of a request that wants them whole, and else each token."""
+        before = dict(self.requests)
+        sent = super().update_from_output(scheduler_output, model_runner_output)
+        for outputs in sent.values():
+            outputs.outputs = [output for output in outputs.outputs if self._is_due(output, before[output.request_id])]
+        return {client: outputs for client, outputs in sent.items() if _has_news(outputs)}
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """From outside: nobody waits for these turns any more."""
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._log_probs.pop(request.request_id, None)
+        return finished
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if new_token_ids and (stop := self._stop_in(request)):
+            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
+        return new_token_ids, stopped
+
+    def _stop_in(self, request: Request) -> str | None:
+        texts = tuple((request.sampling_params.extra_args or {}).get(STOP, ()))
+        if not texts:
+            return None
+        if texts not in self._stops:
+            self._stops[texts] = StopStrings(self._tokenizer, texts)
+        return self._stops[texts].found(request._output_token_ids)
+
+    def _is_due(self, output: EngineCoreOutput, request: Request) -> bool:
+        """Keeps the log-probs of a turn that is not over, and gives one that is all of its tokens."""
+        if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            return True
+        log_probs = self._log_probs.setdefault(output.request_id, array("f"))
+        if output.new_logprobs is not None:
+            log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        if output.finished:
+            output.new_token_ids = list(request._output_token_ids)
+            output.new_logprobs = _of_sampled(output.new_token_ids, log_probs) if log_probs else None
+            del self._log_probs[output.request_id]
+        return bool(output.finished)
+
+
+class AsyncTurnScheduler(TurnScheduler, AsyncScheduler):
+    """The same where vLLM schedules a step before it has the tokens of the one before, as on GPUs."""
+
+
+def turn_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """Takes the place of a scheduler class in vLLM's settings."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncTurnScheduler if is_async else TurnScheduler)(vllm_config=vllm_config, **kwargs)
+
+
+def _has_news(outputs: EngineCoreOutputs) -> bool:
+    """An empty message would wake the process that asked after every step."""
+    return bool(outputs.outputs or outputs.finished_requests or outputs.scheduler_stats)
+
+
+def _of_sampled(ids: list[int], log_probs: array[float]) -> LogprobsLists:
+    """As vLLM sends those of the sampled tokens alone, but for their ranks, which nobody reads."""
+    return LogprobsLists(
+        np.asarray(ids, np.int32)[:, None], np.asarray(log_probs, np.float32)[:, None], np.zeros(len(ids), np.int32)
+    )
