@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from documented_commands import ROOT, Checkout, Command
 from e2e_world import free_port, wait_until_up
+from torch.distributed.run import get_args_parser
 
 import infer
 from search_r1.command import programs
@@ -172,6 +173,15 @@ def composes_format_training(command: Command, _: Checkout) -> None:
 def composes_warm_start(command: Command, _: Checkout) -> None:
     with ends_well():
         load_from_argv(SftConfig, load_sft_config, command.arguments, "sft")
+
+
+def starts_several(command: Command, checkout: Checkout) -> None:
+    """PyTorch's own launcher takes its options, and the program behind them its own."""
+    with ends_well():
+        given = get_args_parser().parse_args(command.arguments)
+    assert given.module and given.standalone
+    words = (command.words[0], "-m", given.training_script, *given.training_script_args)
+    try_command(replace(command, words=words), checkout)
 
 
 def composes_answering(command: Command, _: Checkout) -> None:
@@ -342,6 +352,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m verl\.trainer\.plan\.calibrate", accepts_options),
     (r"python -m first_run", accepts_stages),
     (r"python -m verl\.trainer\.sft", composes_warm_start),
+    (r"python -m torch\.distributed\.run", starts_several),
     (r"python -m verl\.config\.docs", writes_a_page),
     (r"python -m verl\.tracking\.report", accepts_options),
     (r"python -m verl\.trainer\.last_checkpoint", accepts_options),

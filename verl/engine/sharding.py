@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from itertools import pairwise
 
 import torch
@@ -77,7 +78,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def end_reading(model: FSDPModule) -> None:
+class Readable(Protocol):
+    """As FSDP2 makes every model that it shards."""
+
+    def reset_iter_state(self) -> None: ...
+
+
+def end_reading(model: Readable) -> None:
     """Like `reshard`, for a model that no backward follows: FSDP2 notes the order of all forward passes for a backward,
     and would keep it for ever.
     """
