@@ -142,7 +142,7 @@ class RefConfig:
         "auto",
         "Where the log-probs of a sampled KL in the loss (use_kl_loss) come from: a pass over all trajectories before "
         "the update (score), or a forward pass beside the policy's in every micro-batch of the update (update). auto: "
-        "update for ppo_epochs=1 unless the parameters are off-loaded (docs/speed.md).",
+        "update for ppo_epochs=1 and without param_offload (docs/speed.md).",
     )
     log_prob_micro_batch_size: int = setting(
         128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1

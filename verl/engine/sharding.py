@@ -48,9 +48,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
     """By the order of the forward pass. FSDP2 would gather a unit's weights when the unit is called: as early on the
     device, but not before the host has come so far.
     """
-    for unit, following in pairwise(units):
+    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
-    for unit, following in pairwise([units[0], *units[:0:-1]]):
+    for unit, following in pairwise([sharded[0], *sharded[:0:-1]]):
         unit.set_modules_to_backward_prefetch([following])
 
 
@@ -77,10 +78,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def end_reading(model: FSDPModule) -> None:
-    """Like `reshard`, for a model that no backward follows: FSDP2 notes the order of all forward passes for a backward,
-    and would keep it for ever.
+def end_reading(model: nn.Module) -> None:
+    """Like `reshard`, after forward passes that no backward follows: FSDP2 notes their order for a backward, and would
+    keep it for ever.
     """
+    assert isinstance(model, FSDPModule)
     model.reset_iter_state()
 
 
