@@ -5,8 +5,9 @@
 Rows have the lengths of search trajectories: 900 tokens on average, the longest 4,000; 40% are retrieved and, like the
 prompt of 150, not trained on. An update is forward and backward of all rows, clipping, and an AdamW step, with a ratio
 to the policy itself; tokens are those of the rows, without padding. Every side has a process of its own and they work
-in turn; medians over the rounds, after one for warming up. Memory is the most that a process had in any round less
-what it had with the model loaded: gradients and optimizer state are in it.
+in turn; medians over the rounds, after one for warming up. Speed is by the processor's seconds, which other jobs on the
+machine change less than the clock's; `from` and `to` are the least and the most of them. Memory is the most that a
+process had in any round less what it had with the model loaded: gradients and optimizer state are in it.
 
 ours        the engine: packed micro-batches of at most 4,096 tokens, the output layer at trained tokens only
 HF, 1 row   a loop over a Hugging Face model: row by row, no padding, whole logits
@@ -38,6 +39,7 @@ class Side:
         command = [python, str(SIDES), name, str(folder), str(args.rows), str(args.threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.memory: list[float] = []
 
     def update(self) -> None:
@@ -49,6 +51,7 @@ class Side:
             if line.startswith("{"):
                 found = json.loads(line)
                 self.seconds.append(found["seconds"])
+                self.cpu_seconds.append(found["cpu_seconds"])
                 self.memory.append(found["bytes"] / MIB)
                 return
         raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
@@ -82,15 +85,14 @@ def show(sides: list[Side], args: argparse.Namespace) -> None:
     counted = subprocess.run([sys.executable, SIDES, "tokens", "-", str(args.rows)], capture_output=True, check=True)
     tokens = int(counted.stdout)
     print(f"update of {args.rows} rows, {tokens} tokens; {args.threads} threads a side, {args.rounds} rounds")
-    print(f"{'':14}{'s':>8}{'from':>8}{'to':>8}{'tokens/s':>10}{'ours is':>9}{'MiB':>8}{'ours is':>9}")
-    ours = sides[0]
-    own_s, own_mib = statistics.median(ours.seconds[1:]), max(ours.memory)
+    print(f"{'':14}{'s':>8}{'CPU s':>8}{'from':>8}{'to':>8}{'tokens/CPU s':>14}{'ours is':>9}{'MiB':>8}{'ours is':>9}")
+    own_s, own_mib = statistics.median(sides[0].cpu_seconds[1:]), max(sides[0].memory)
     for side in sides:
-        seconds, mib = side.seconds[1:], max(side.memory)
-        middle = statistics.median(seconds)
+        cpu, mib = side.cpu_seconds[1:], max(side.memory)
+        middle = statistics.median(cpu)
         print(
-            f"{side.name:14}{middle:8.2f}{min(seconds):8.2f}{max(seconds):8.2f}{tokens / middle:10.0f}"
-            f"{middle / own_s:8.2f}x{mib:8.0f}{own_mib / mib:8.2f}x"
+            f"{side.name:14}{statistics.median(side.seconds[1:]):8.2f}{middle:8.2f}{min(cpu):8.2f}{max(cpu):8.2f}"
+            f"{tokens / middle:14.0f}{middle / own_s:8.2f}x{mib:8.0f}{own_mib / mib:8.2f}x"
         )
 
 
