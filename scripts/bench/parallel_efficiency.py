@@ -101,6 +101,8 @@ def config_of(model: Path, num_ranks: int, options: argparse.Namespace) -> Confi
             ),
             *(
                 f"{actor}.use_rollout_log_probs=false",
+                f"{actor}.old_log_probs=score",  # each pass by itself, as `Ranks` runs them
+                "actor_rollout_ref.ref.log_probs=score",
                 f"{actor}.ppo_max_token_len_per_gpu={WINDOW * options.rows_at_once}",
             ),
             *(f"actor_rollout_ref.{part}.log_prob_use_dynamic_bsz=true" for part in ("rollout", "ref")),

@@ -141,8 +141,8 @@ class RefConfig:
     log_probs: FoundIn = setting(
         "auto",
         "Where the log-probs of a sampled KL in the loss (use_kl_loss) come from: a pass over all trajectories before "
-        "the update (score), or a forward pass beside the policy's in every micro-batch of the update (update). auto: "
-        "update for ppo_epochs=1 unless the parameters are off-loaded (docs/speed.md).",
+        "the update (score), or forward passes beside those of the policy within the update (update). auto: update for "
+        "ppo_epochs=1 and no param_offload (docs/speed.md).",
     )
     log_prob_micro_batch_size: int = setting(
         128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1

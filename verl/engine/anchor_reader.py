@@ -1,7 +1,7 @@
 """What the loss may see of the anchor: its distributions at the tokens of a micro-batch, without gradient.
 
-Its gathered weights are released at once, so that they are not beside the policy's activations; not for `view`, whose
-head is read again in the backward.
+Its gathered weights are released at once, so that they are not beside the policy's activations; after `view`, whose
+head is read again in the backward, by `release`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class AnchorReader:
     def __init__(self, anchor: CausalModel | ReferencePolicy, temperature: float) -> None:
         self.anchor = anchor
         self.temperature = temperature
+        self._viewed = False
 
     @torch.no_grad()
     def view(self, inputs: ModelInput, divergence: ExactKL) -> AnchorView:
         """For a KL over the whole vocabulary."""
         self.anchor.eval()
+        self._viewed = True
         return AnchorView(self.anchor.hidden(inputs), self.anchor.head(), divergence)
 
     def labels(self, inputs: ModelInput) -> TokenStats:
@@ -49,3 +51,9 @@ class AnchorReader:
         stats = self.anchor(inputs, self.temperature, **asked)
         end_reading(self.anchor)
         return stats
+
+    def release(self) -> None:
+        """Let go of what a `view` left gathered."""
+        if self._viewed:
+            end_reading(self.anchor)
+            self._viewed = False

@@ -26,7 +26,13 @@ class Decoder(nn.Module):
         self.model = model
 
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
-        """[N, H] last hidden states at the positions that predict the selected tokens."""
+        """[N, H] last hidden states at the positions that predict the selected tokens; a forward pass of its own."""
+        return self._hidden(inputs)
+
+    def _hidden(self, inputs: ModelInput) -> torch.Tensor:
+        """For `forward`: within it, a sharded model would take the end of `hidden` for that of the forward pass, and
+        gather the root unit again in the backward.
+        """
         rows = {} if inputs.packed is None else inputs.packed.attention_arguments()
         output = self.model.base_model(
             input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False, **rows
@@ -53,7 +59,7 @@ class CausalModel(Decoder):
         `asked` are further fields of `head.Question`.
         """
         question = Question(inputs.label_N, temperature, self.head_chunk_tokens, dtype=self.head_dtype, **asked)
-        return token_stats(self.hidden(inputs), self.head(), question)
+        return token_stats(self._hidden(inputs), self.head(), question)
 
     def head(self) -> Head:
         """The output projection as it is right now (whole while the sharded model is gathered)."""

@@ -72,8 +72,8 @@ class PolicyEngine(TrainedEngine):
         optim = actor.optim
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         temperature = self.role.rollout.temperature
-        reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
-        self.objective = PolicyObjective(actor, self.policy, temperature, reader)
+        self.reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
+        self.objective = PolicyObjective(actor, self.policy, temperature, self.reader)
         learner = Learner(
             self.policy,
             optimizer,
@@ -291,5 +291,5 @@ class PolicyEngine(TrainedEngine):
 
     def _release(self) -> None:
         reshard(self.policy)
-        if self.anchor is not None:
-            end_reading(self.anchor)
+        if self.reader is not None:
+            self.reader.release()

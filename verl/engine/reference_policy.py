@@ -43,9 +43,6 @@ class ReferencePolicy(nn.Module):
         """The policy's own: no adapter changes it."""
         return self.policy.head()
 
-    def reset_iter_state(self) -> None:
-        """Nothing is released: the layers are the policy's, whose backward may be still to come."""
-
     def train(self, mode: bool = True) -> ReferencePolicy:
         """Leaves the policy in its mode: it may be read in the middle of the policy's update."""
         return self

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from itertools import pairwise
 
 import torch
@@ -49,9 +48,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
     """By the order of the forward pass. FSDP2 would gather a unit's weights when the unit is called: as early on the
     device, but not before the host has come so far.
     """
-    for unit, following in pairwise(units):
+    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
-    for unit, following in pairwise([units[0], *units[:0:-1]]):
+    for unit, following in pairwise([sharded[0], *sharded[:0:-1]]):
         unit.set_modules_to_backward_prefetch([following])
 
 
@@ -78,17 +78,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class Readable(Protocol):
-    """As FSDP2 makes every model that it shards."""
-
-    def reset_iter_state(self) -> None: ...
-
-
-def end_reading(model: Readable) -> None:
-    """Like `reshard`, for a model that no backward follows: FSDP2 notes the order of all forward passes for a backward,
-    and would keep it for ever.
+def end_reading(model: nn.Module) -> None:
+    """Like `reshard`, after forward passes that no backward follows: FSDP2 notes their order for a backward, and would
+    keep it for ever. Nothing for a model that reads the layers of another, whose backward may be still to come.
     """
-    model.reset_iter_state()
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

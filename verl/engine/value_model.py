@@ -30,7 +30,7 @@ class ValueModel(Decoder):
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """[N] float32: for each selected token the value of all that comes before it, in units of reward."""
         head = _head(self.model)
-        value_N = self.hidden(inputs).float() @ head.weight[0].float()
+        value_N = self._hidden(inputs).float() @ head.weight[0].float()
         return value_N if head.bias is None else value_N + head.bias.float()
 
 

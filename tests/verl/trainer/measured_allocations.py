@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from verl.config import Config, load_config
-from verl.config.objective import has_anchor
+from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_update
 from verl.engine.device import init_process_group
 from verl.engine.kl_objective import policy_topk
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import TrainBatch
+from verl.trainer.dry_run.batches import for_update
 
 CPU = torch.device("cpu")
 WAIT = dist.Work.wait
@@ -72,19 +73,23 @@ def _wait_until_let_go(work: dist.Work, *timeout: object) -> bool:
 
 def _actor(config: Config, batch: TrainBatch) -> dict[str, int]:
     made: list[PolicyEngine] = []
+    read, in_update = for_update(batch, config), scores_in_update(config)
+
+    def update() -> None:
+        (made[0].update_and_score if in_update else made[0].update)(read)
 
     def start() -> None:
         made.append(PolicyEngine(config, CPU, 2, has_anchor(config)))
-        made[0].update(batch)
+        update()
 
     rest = allocated(start)[-1]
-    [engine] = made
-    top_k = policy_topk(config.actor_rollout_ref.actor)
-    return {
-        "actor": rest,
-        "log-probs": rest + max(allocated(lambda: engine.log_probs(batch, 1.0, top_k=top_k))),
-        "update": rest + max(allocated(lambda: engine.update(batch))),
-    }
+    found = {"actor": rest, "update": rest + max(allocated(update))}
+    if not in_update:
+        top_k = policy_topk(config.actor_rollout_ref.actor)
+        found["log-probs"] = rest + max(allocated(lambda: made[0].log_probs(batch, 1.0, top_k=top_k)))
+    if needs_ref_log_probs(config):
+        found["anchor's log-probs"] = rest + max(allocated(lambda: made[0].log_probs(batch, 1.0, "anchor")))
+    return found
 
 
 def _critic(config: Config, batch: TrainBatch) -> dict[str, int]:

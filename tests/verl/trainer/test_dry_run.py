@@ -34,6 +34,7 @@ WINDOW = 552  # tokens: max_prompt_length + max_response_length of configs/tinyw
 ROWS = [f"{place}.use_dynamic_bsz=false" for place in (ACTOR, CRITIC)]
 GAE = ["algorithm.adv_estimator=gae", f"{CRITIC}.ppo_micro_batch_size=8"]
 FOUR = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"]
+REDUCED_ONCE = f"{ACTOR}.fsdp_config.reduce_gradients=mini_batch"
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
 TINYWIKI = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
 WIDE = {"vocab_size": VOCABULARY, "hidden_size": 320, "intermediate_size": 768, "num_hidden_layers": 4}
@@ -80,13 +81,27 @@ def peaks(roles: list[Role]) -> dict[str, int]:
     return passes | {role.name: role.idle.allocated for role in roles}
 
 
-def test_the_peak_is_what_torch_allocates(tmp_path: Path) -> None:
-    """TinyWiki as it is: an exact KL to a second model, micro-batches of 4096 tokens."""
-    overrides = overrides_of(save_model(tmp_path, TINYWIKI), f"{ACTOR}.use_rollout_log_probs=false")
+SCORE = [f"{ACTOR}.use_rollout_log_probs=false", f"{ACTOR}.old_log_probs=score"]
+SAMPLED_KL = f"{ACTOR}.kl_loss_type=low_var_kl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        (SCORE, {"log-probs", "update"}),
+        ([f"{ACTOR}.kl_topk_tokens=8"], {"update"}),
+        ([*SCORE, SAMPLED_KL, "actor_rollout_ref.ref.log_probs=score"], {"log-probs", "anchor's log-probs", "update"}),
+        ([SAMPLED_KL], {"update"}),
+    ],
+)
+def test_the_peak_is_what_torch_allocates(settings: list[str], passes: set[str], tmp_path: Path) -> None:
+    """TinyWiki with a second model, micro-batches of 4096 tokens; without other settings the KL is exact."""
+    overrides = overrides_of(save_model(tmp_path, TINYWIKI), *settings)
     real = measure_rank(overrides, full_rows(([WINDOW] * 7 + [4096 - 7 * WINDOW]) * 2), 0, 1, tmp_path)
     dry = peaks(run_roles(load_config("tinywiki", overrides), "cpu"))
     print({name: (dry[name], real[name]) for name in real})
     assert {name: dry[name] for name in real} == pytest.approx(real, rel=0.05)
+    assert real.keys() == passes | {"actor"}
 
 
 @pytest.mark.slow
@@ -94,7 +109,8 @@ def test_the_peak_is_what_torch_allocates(tmp_path: Path) -> None:
     ("sizes", "num_ranks", "overrides"),
     [
         (TINYWIKI, 2, [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.kl_topk_tokens=8"]),
-        (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", CHECKPOINTING]),
+        (TINYWIKI, 2, [f"{ACTOR}.ppo_micro_batch_size=8", SAMPLED_KL, REDUCED_ONCE]),
+        (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", CHECKPOINTING, f"{ACTOR}.old_log_probs=score"]),
         (WIDE, 1, [f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.use_kl_loss=false", *GAE]),
         (MODEL_300M, 1, [f"{ACTOR}.ppo_micro_batch_size=2", *FOUR]),
     ],
@@ -102,7 +118,7 @@ def test_the_peak_is_what_torch_allocates(tmp_path: Path) -> None:
 def test_more_peaks(sizes: dict[str, int], num_ranks: int, overrides: list[str], tmp_path: Path) -> None:
     """Settings that nothing was fitted to."""
     model = save_model(tmp_path, sizes)
-    given = overrides_of(model, f"{ACTOR}.use_rollout_log_probs=false", f"critic.model.path={model}", *ROWS, *overrides)
+    given = overrides_of(model, SCORE[0], f"critic.model.path={model}", *ROWS, *overrides)
     rows = 4 if sizes is MODEL_300M else 16
     real = measure(given, full_rows([WINDOW] * rows), num_ranks, tmp_path)
     dry = peaks(run_roles(load_config("tinywiki", [*given, f"trainer.n_gpus_per_node={num_ranks}"]), "cpu"))
@@ -121,7 +137,7 @@ def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
         f"{ACTOR}.ppo_micro_batch_size=128",
         "data.train_batch_size=256",
         f"{ACTOR}.ppo_mini_batch_size=256",
-        f"{ACTOR}.use_rollout_log_probs=false",
+        *SCORE,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size=128",
         f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16",
         f"trainer.n_gpus_per_node={ranks}",
@@ -168,6 +184,21 @@ def test_adapters_by_hand(tmp_path: Path) -> None:
     [whole] = run_roles(without, "cuda")
     assert whole.num_params == actor.num_params and not whole.num_adapted
     assert whole.idle.allocated == pytest.approx(16 * whole.num_params, rel=0.03)  # and the anchor
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("shards", [16, 4])
+def test_reductions_of_a_step_by_hand(once: bool, shards: int, tmp_path: Path) -> None:
+    """Two mini-batches of four micro-batches, float32: shards are reduced eight times or twice, replicas twice."""
+    model = save_model(tmp_path, TINYWIKI)
+    sizes = ["data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=128", f"{ACTOR}.ppo_micro_batch_size=32", *ROWS]
+    how = [f"{ACTOR}.fsdp_config.fsdp_size={shards}", "trainer.n_gpus_per_node=16", *([REDUCED_ONCE] if once else [])]
+    [actor] = run_roles(load_config("tinywiki", overrides_of(model, *sizes, *how)), "cpu")
+    update = next(one for one in actor.passes if one.name == "update")
+    sent = {kind: update.times * num_bytes for kind, num_bytes in update.work.sent.items()}
+    assert sent["reduce-scatter"] == pytest.approx((2 if once else 8) * 4 * actor.num_params, rel=0.02)
+    between = 2 * 4 * actor.num_params / shards if shards < 16 else 0.0
+    assert sent["all-reduce"] == pytest.approx(between, rel=0.02, abs=1e4)
 
 
 def test_thousands_of_ranks(tmp_path: Path) -> None:

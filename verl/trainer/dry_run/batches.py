@@ -6,10 +6,12 @@ one (the gradients) is the same after the second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from verl.config import Config
+from verl.config.objective import needs_ref_log_probs, scores_in_update
 from verl.protocol import TrainBatch
 
 MICRO_BATCHES = 2
@@ -48,3 +50,13 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
     if batch_std:
         rows["adv_batch_std"] = torch.ones(num_rows)
     return TrainBatch(lengths_B, tokens, rows)
+
+
+def for_update(batch: TrainBatch, config: Config) -> TrainBatch:
+    """The batch without the columns that the actor's update finds by itself."""
+    found = set() if needs_ref_log_probs(config) else {"ref_log_probs"}
+    if scores_in_update(config):
+        found |= (
+            {"top_index"} if config.actor_rollout_ref.actor.use_rollout_log_probs else {"top_index", "old_log_probs"}
+        )
+    return replace(batch, tokens={name: value_T for name, value_T in batch.tokens.items() if name not in found})

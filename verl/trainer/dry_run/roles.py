@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,7 @@ from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.weight_adapters import adapters_of
 from verl.rollout.weight_buckets import gathered, plan_buckets
-from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, largest_batch
+from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, for_update, largest_batch
 from verl.trainer.dry_run.fake_device import FakeDevice
 from verl.trainer.dry_run.gpus import Groups, groups_of
 from verl.trainer.dry_run.memory import Peak
@@ -130,12 +130,7 @@ class _Dry:
             return Role("critic", num_params, idle, self.passes, groups, num_adapted)
 
     def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
-        found = set() if needs_ref_log_probs(self.asked) else {"ref_log_probs"}
-        if self.in_update:
-            from_rollout = self.config.actor_rollout_ref.actor.use_rollout_log_probs
-            found |= {"top_index"} if from_rollout else {"top_index", "old_log_probs"}
-        tokens = {name: value_T for name, value_T in batch.tokens.items() if name not in found}
-        (engine.update_and_score if self.in_update else engine.update)(replace(batch, tokens=tokens))
+        (engine.update_and_score if self.in_update else engine.update)(for_update(batch, self.asked))
 
     def _score(self, engine: PolicyEngine) -> None:
         role = self.config.actor_rollout_ref
