@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from search_r1.search.deadline import ClientGone, DeadlineExpired, answer_in_time
 from search_r1.search.gate import OPEN_PATHS, App, Gate, Receive, Scope, Send, ServerState
 from search_r1.search.metrics import Metrics
+from search_r1.viewer.export import export_html
 from search_r1.viewer.filters import CompareQuery, RowsQuery
 from search_r1.viewer.pages import Pages
 from verl.errors import VerlError
@@ -113,6 +114,13 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
     async def trajectory(http: Request, run: str, file: str, row: int) -> Response:
         """One trajectory."""
         return await in_time(http, lambda: pages.trajectory(run, file, row))
+
+    @router.get("/export")
+    async def export(http: Request, run: str, file: str, row: int) -> Response:
+        """One trajectory as an HTML file."""
+        shown = await answer_in_time(http, timeout_s, lambda _: pages.trajectory(run, file, row))
+        attached = {"content-disposition": 'attachment; filename="trajectory.html"'}  # never shown in this origin
+        return Response(export_html(shown), media_type="text/html; charset=utf-8", headers=attached)
 
     @router.get("/group")
     async def group(http: Request, run: str, file: str, group: str) -> Response:

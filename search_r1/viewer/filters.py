@@ -65,8 +65,8 @@ class Filters(BaseModel):
         "step"
     )
     descending: bool = False
-    offset: int = Field(0, ge=0)
-    limit: int = Field(50, ge=1, le=MAX_PAGE)
+    offset: int = Field(default=0, ge=0)
+    limit: int = Field(default=50, ge=1, le=MAX_PAGE)
 
     @model_validator(mode="after")
     def _named(self) -> Self:

@@ -41,13 +41,12 @@ function Questions({ sides, state, version }) {
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="wait" role="status">Comparing</p>`;
   const link = (row) => linkTo({ view: "compare", pair: row.left_row });
-  return html`<p class="summary">${data.total} questions in both: ${data.rose} rose, ${data.fell} fell, ${data.stayed} stayed.
-      ${data.only_left} only on the left, ${data.only_right} only on the right.</p>
+  return html`<p class="summary">${data.total} questions in both: ${data.rose} rose, ${data.fell} fell, ${data.stayed} stayed; ${data.only_left} only on the left, ${data.only_right} only on the right.</p>
     <${Pager} state=${state} total=${data.total} waiting=${waiting} page=${PAGE} />
     <div class="scroll" tabindex="0" role="region" aria-label="Questions"><table class="rows">
       <thead><tr>${["Change", sides.file, sides.other_file, "Question", "Source"].map((title) => html`<th scope="col">${title}</th>`)}</tr></thead>
       <tbody>${data.rows.map((row) => html`<tr onClick=${(event) => event.target.closest("a") || (location.hash = link(row))}>
-        <td class=${rewardClass(row.change)}>${signed(row.change)}</td>
+        <td class=${row.change ? rewardClass(row.change) : "reward none"}>${signed(row.change)}</td>
         <td>${number(row.left_reward)} <small>of ${row.left_num}</small></td><td>${number(row.right_reward)} <small>of ${row.right_num}</small></td>
         <td class="question"><a href=${link(row)}>${row.question}</a></td><td class="small">${row.data_source}</td></tr>`)}</tbody>
     </table></div>`;

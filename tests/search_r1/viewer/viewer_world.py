@@ -191,3 +191,19 @@ def served(*paths: Path, token: str | None = None) -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join()
+
+
+def hostile() -> list[str]:
+    """What a web page or a model may write, and what must be shown as it stands."""
+    return [
+        "<script>window.hacked=1</script>",
+        "<img src=x onerror=window.hacked=1>",
+        "</style></title></textarea><svg onload=window.hacked=1>",
+        "\"'><a href=javascript:window.hacked=1>click</a>",
+        "&lt;b&gt;&amp;&#60;script&#62;",
+        "${window.hacked=1} {{7*7}} `${1}`",
+        "<!-- --><![CDATA[ x ]]><?php ?>",
+        "\u202egnp.exe\u202c \u200b\ufeff\u0301 \ufffd",
+        "__proto__",
+        "x" * 20000,
+    ]
