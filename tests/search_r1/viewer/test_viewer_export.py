@@ -14,8 +14,9 @@ from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 
 OURS = {
-    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "dl", "div", "dt", "dd", "section", "ul",
-    "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "p", "q", "strong", "small", "span", "mark", "details",
+    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "dl", "div", "dt", "dd", "section",
+    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "p", "q", "strong", "small", "span", "mark", 
+    "details",
     "summary",
 }  # fmt: skip
 
