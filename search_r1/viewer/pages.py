@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import to_thread
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,17 +45,17 @@ class Pages:
 
     async def rows(self, run: str, filters: Filters) -> Row:
         """A page of the list, and how many there are."""
-        files = self._run(run).chosen(filters.kind, filters.step)
+        files = (await to_thread(self._run, run)).chosen(filters.kind, filters.step)
         return await self._ask(partial(queries.list_rows, files=files, filters=filters))
 
     async def facets(self, run: str, kind: str | None, step: int | None) -> Row:
         """What the filters can be set to."""
-        files = self._run(run).chosen(kind, step)
+        files = (await to_thread(self._run, run)).chosen(kind, step)
         return await self._ask(partial(queries.facets, files=files))
 
     async def trajectory(self, run: str, name: str, row: int) -> Row:
         """One trajectory with its tokens, and its place in its group."""
-        found, file, settings = self._open(run, name)
+        found, file, settings = await to_thread(self._open, run, name)
 
         def read(cursor: Cursor) -> Row:
             stored = queries.read_row(cursor, file, row)
@@ -65,7 +66,7 @@ class Pages:
 
     async def group(self, run: str, name: str, group_id: str) -> Row:
         """The samples of a prompt, with their advantages."""
-        found, file, settings = self._open(run, name)
+        found, file, settings = await to_thread(self._open, run, name)
         rows = await self._ask(partial(queries.rows_of_group, file=file, group_id=group_id))
         if not rows:
             raise DataError(f"{file.path} has no group {group_id!r}")
@@ -73,8 +74,8 @@ class Pages:
 
     async def question(self, run: str, name: str, row: int, other_run: str, other_name: str) -> Row:
         """The samples that another file (of any run) has of the question of a row."""
-        _, file, _ = self._open(run, name)
-        found, other, settings = self._open(other_run, other_name)
+        _, file, _ = await to_thread(self._open, run, name)
+        found, other, settings = await to_thread(self._open, other_run, other_name)
 
         def read(cursor: Cursor) -> list[Row]:
             stored = queries.read_row(cursor, file, row)
@@ -85,7 +86,8 @@ class Pages:
 
     async def comparison(self, left: tuple[str, str], right: tuple[str, str], filters: Filters) -> Row:
         """Questions of two files, each given by run and name."""
-        (_, first, _), (_, second, _) = self._open(*left), self._open(*right)
+        _, first, _ = await to_thread(self._open, *left)
+        _, second, _ = await to_thread(self._open, *right)
         return await self._ask(partial(queries.compare, left=first, right=second, filters=filters))
 
     async def _ask(self, work: Callable[[Cursor], T]) -> T:

@@ -17,6 +17,7 @@ from search_r1.viewer.database import Cursor, rows_of
 from search_r1.viewer.filters import Filters
 from search_r1.viewer.runs import StepFile
 from verl.errors import DataError
+from verl.tracking.trajectory_store import SCHEMA
 
 Row = dict[str, Any]
 
@@ -55,8 +56,8 @@ def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
     return {
         name: dict(
             cursor.execute(
-                f"SELECT coalesce(value, 'none'), count(*) FROM (SELECT {sql} AS value FROM {source}) "
-                "GROUP BY 1 ORDER BY 1",
+                f"SELECT value, count(*) FROM (SELECT {sql} AS value FROM {source}) "
+                "WHERE value IS NOT NULL GROUP BY 1 ORDER BY 1",
                 [paths],
             ).fetchall()
         )
@@ -66,9 +67,8 @@ def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
 
 def read_row(cursor: Cursor, file: StepFile, row: int) -> Row:
     """All columns of a row. Raises DataError if there is none."""
-    found = rows_of(
-        cursor, "SELECT * FROM read_parquet(?, file_row_number = true) WHERE file_row_number = ?", [str(file.path), row]
-    )
+    source, paths = _source([file])
+    found = rows_of(cursor, f"SELECT * FROM {source} WHERE file_row_number = ?", [paths, row])
     if not found:
         raise DataError(f"{file.path} has no row {row}")
     return found[0]
@@ -76,19 +76,16 @@ def read_row(cursor: Cursor, file: StepFile, row: int) -> Row:
 
 def rewards_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[tuple[int, float | None]]:
     """(row, reward) of the samples of a prompt, in the order of the file."""
-    return cursor.execute(
-        "SELECT file_row_number, reward FROM read_parquet(?, file_row_number = true) WHERE group_id = ? ORDER BY 1",
-        [str(file.path), group_id],
-    ).fetchall()
+    source, paths = _source([file])
+    sql = f"SELECT file_row_number, reward FROM {source} WHERE group_id = ? ORDER BY 1"
+    return cursor.execute(sql, [paths, group_id]).fetchall()
 
 
 def rows_of_group(cursor: Cursor, file: StepFile, group_id: str, limit: int = 64) -> list[Row]:
     """All columns of the samples of a prompt, in the order of the file."""
-    return rows_of(
-        cursor,
-        "SELECT * FROM read_parquet(?, file_row_number = true) WHERE group_id = ? ORDER BY file_row_number LIMIT ?",
-        [str(file.path), group_id, limit],
-    )
+    source, paths = _source([file])
+    sql = f"SELECT * FROM {source} WHERE group_id = ? ORDER BY file_row_number LIMIT ?"
+    return rows_of(cursor, sql, [paths, group_id, limit])
 
 
 def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str, limit: int = 64) -> list[Row]:
@@ -146,18 +143,22 @@ def _joined(left: StepFile, right: StepFile, filters: Filters) -> tuple[str, lis
 def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
     """What to select from, with one `?`, and its value."""
     read = "read_parquet(?, filename = true, file_row_number = true, union_by_name = true)"
-    if not any(_has_question(file.path, file.stamp) for file in files):
+    if not any([_has_question(file.path, file.stamp) for file in files]):  # a list: every file is checked
         read = f"(SELECT *, NULL::VARCHAR AS question FROM {read})"
     return read, [str(file.path) for file in files]
 
 
 @lru_cache(maxsize=16384)
 def _has_question(path: Path, _stamp: int) -> bool:
-    """Files of older runs have no such column. Raises DataError for what is no Parquet file."""
+    """Files of older runs have no such column. Raises DataError for a file that does not hold trajectories."""
     try:
-        return "question" in pq.read_schema(path).names
+        names = pq.read_schema(path).names
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read trajectories from {path}: {error}") from error
+    missing = [name for name in SCHEMA.names if name not in (*names, "question")]
+    if missing:
+        raise DataError(f"{path}: holds no trajectories: columns {', '.join(missing)} are missing")
+    return "question" in names
 
 
 def _add_short(cursor: Cursor, rows: list[Row]) -> None:

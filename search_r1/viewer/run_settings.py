@@ -39,7 +39,8 @@ class RunSettings:
 
 def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
     """Of the run in `folder`; `tokenizer`, a folder or file, goes before the run's own. Raises DataError."""
-    config = _config(folder / CONFIG_FILE)
+    file = folder / CONFIG_FILE
+    config = _config(file, file.stat().st_mtime_ns) if file.is_file() else {}
     notes: list[str] = []
     grammar = SEARCH_R1
     agent = config.get("agent")
@@ -64,9 +65,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{path} is no tokenizer: {error}; give another one with --tokenizer") from error
 
 
-def _config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+@lru_cache(maxsize=64)
+def _config(path: Path, _stamp: int) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ function useRuns(attempt) {
     const look = async () => {
       if (!document.hidden) {
         await ask("runs").then(
-          (runs) => set((before) => (JSON.stringify(before.runs) === JSON.stringify(runs) ? before : { runs })),
+          (runs) => set((before) => (!before.error && JSON.stringify(before.runs) === JSON.stringify(runs) ? before : { runs })),
           (error) => set((before) => ({ ...before, error })),
         );
       }

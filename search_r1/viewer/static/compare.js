@@ -24,8 +24,8 @@ export function Comparison({ runs, run, state }) {
       ${menu("Left, of this run", "left", left.name, run.files.map((file) => file.name))}
       ${menu("Right run", "other_run", right.name, runs.map((one) => one.name))}
       ${menu("Right", "right", other?.name, right.files.map((file) => file.name))}
-      <button type="button" onClick=${() => go({ descending: state.descending ? undefined : "true", offset: undefined })}>
-        ${state.descending ? "Improved first" : "Got worse first"}</button>
+      <button type="button" onClick=${() => go({ improved: state.improved ? undefined : "true", offset: undefined })}>
+        ${state.improved ? "Improved first" : "Got worse first"}</button>
     </form>
     ${other ? (state.pair === undefined ? html`<${Questions} sides=${sides} state=${state} version=${run.version + right.version} />`
       : html`<${Pair} sides=${sides} state=${state} />`) : html`<p class="wait">${right.name} has no trajectories yet.</p>`}`;
@@ -36,12 +36,15 @@ function fileOf(run, name) {
 }
 
 function Questions({ sides, state, version }) {
-  const query = { ...sides, source: state.source, question: state.question, descending: state.descending, offset: state.offset, limit: PAGE };
+  const query = { ...sides, source: state.source, question: state.question, descending: state.improved, offset: state.offset, limit: PAGE };
   const { data, error, waiting } = useData("compare", query, version);
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="wait" role="status">Comparing</p>`;
   const link = (row) => linkTo({ view: "compare", pair: row.left_row });
   return html`<p class="summary">${data.total} questions in both: ${data.rose} rose, ${data.fell} fell, ${data.stayed} stayed; ${data.only_left} only on the left, ${data.only_right} only on the right.</p>
+    ${(state.source || state.question) && html`<p class="note">Only what the filters of the list let through:
+      ${[state.source, state.question].filter(Boolean).join(", ")}.
+      <button onClick=${() => go({ source: undefined, question: undefined, offset: undefined })}>Compare all</button></p>`}
     <${Pager} state=${state} total=${data.total} waiting=${waiting} page=${PAGE} />
     <div class="scroll" tabindex="0" role="region" aria-label="Questions"><table class="rows">
       <thead><tr>${["Change", sides.file, sides.other_file, "Question", "Source"].map((title) => html`<th scope="col">${title}</th>`)}</tr></thead>

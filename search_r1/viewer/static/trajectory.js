@@ -20,7 +20,7 @@ export function Trajectory({ run, state }) {
   const save = () => data && download("export", place, `${run.name.replaceAll("/", "_")}_${state.file}_row${state.row}.html`);
   const kinds = overlays(data?.tokens);
   const overlay = kinds.includes(state.overlay) ? state.overlay : TEXT;
-  const group = data && { view: "group", group: undefined, file: state.file, of: data.group_id };
+  const group = data && { view: "group", file: state.file, of: data.group_id };
   useKey("j", () => step(1));
   useKey("k", () => step(-1));
   useKey("u", () => go({ view: "list" }));

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from e2e_world import ROOT
 from fastapi.testclient import TestClient
 from viewer_world import QUESTIONS, Episodes, river_step, write_run, write_step
 
@@ -281,3 +286,53 @@ def test_a_path_without_runs(tmp_path: Path) -> None:
         Pages([tmp_path]).runs()
     with pytest.raises(DataError, match="there is no such file or folder"):
         Pages([tmp_path / "absent"]).runs()
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    reply = client_of(path).get("/api/rows", params={"run": "prompts.parquet"})
+    assert reply.status_code == 404
+    assert reply.json()["detail"].startswith(f"{path}: holds no trajectories: columns step, group_id")
+
+
+def test_a_single_file_and_one_without_questions(river_run: Path, tmp_path: Path) -> None:
+    """As runs of earlier versions left them."""
+    table = pq.read_table(river_run / "trajectories/train_step_1.parquet").drop_columns(["question"])
+    pq.write_table(table, tmp_path / "old.parquet")
+    client = client_of(tmp_path / "old.parquet")
+    page = client.get("/api/rows", params={"run": "old.parquet", "kind": "old", "sort": "question"}).json()
+    assert page["total"] == 12 and {row["question"] for row in page["rows"]} == {None}
+    shown = client.get("/api/trajectory", params={"run": "old.parquet", "file": "old", "row": 1}).json()
+    assert shown["tokens"]["texts"] is None and shown["tokens"]["ids"] == table["ids"][1].as_py()
+    assert shown["notes"] == ["No tokenizer found: tokens are shown by their ids. Give its folder with --tokenizer."]
+
+
+def test_a_column_with_a_number_a_token_is_an_overlay(river_run: Path, tmp_path: Path) -> None:
+    """As `search_r1.replay log_probs` adds one; numbers that JSON has not are texts."""
+    table = pq.read_table(river_run / "trajectories/train_step_1.parquet").slice(0, 1)
+    values = [-0.5] * len(table["ids"][0])
+    values[3] = float("nan")
+    pq.write_table(table.append_column("log_probs_under", pa.array([values])), tmp_path / "under.parquet")
+    shown = client_of(tmp_path).get("/api/trajectory", params={"run": "under.parquet", "file": "under", "row": 0})
+    assert shown.status_code == 404  # a folder of files is no run
+    client = client_of(tmp_path / "under.parquet")
+    shown = client.get("/api/trajectory", params={"run": "under.parquet", "file": "under", "row": 0})
+    assert list(shown.json()["tokens"]["values"]) == ["log_probs", "log_probs_under"]
+    assert shown.json()["tokens"]["values"]["log_probs_under"] == [
+        "nan" if n == 3 else -0.5 for n in range(len(values))
+    ]
+
+
+def test_nothing_heavy_is_imported(river_run: Path) -> None:
+    code = (
+        "import sys\nfrom fastapi.testclient import TestClient\nfrom pathlib import Path\n"
+        "from search_r1.search.metrics import Metrics\nfrom search_r1.viewer.app import create_app\n"
+        "from search_r1.viewer.pages import Pages\n"
+        f"client = TestClient(create_app(Pages([Path({str(river_run)!r})]), Metrics('viewer')))\n"
+        "query = {'run': 'rivers', 'file': 'train_step_1', 'row': 0}\n"
+        "assert client.get('/api/trajectory', params=query).json()['tokens']['texts']\n"
+        "print(*sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""

@@ -15,7 +15,7 @@ from search_r1.viewer.pages import Pages
 
 OURS = {
     "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "dl", "div", "dt", "dd", "section",
-    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "p", "q", "strong", "small", "span", "mark", 
+    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "p", "q", "strong", "small", "span", "mark",
     "details",
     "summary",
 }  # fmt: skip
