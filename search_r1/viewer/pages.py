@@ -12,7 +12,7 @@ from search_r1.viewer import queries
 from search_r1.viewer.advantages import group_advantages
 from search_r1.viewer.database import Cursor, Database
 from search_r1.viewer.filters import Filters
-from search_r1.viewer.run_settings import RunSettings, read_settings
+from search_r1.viewer.run_settings import RunSettings, read_settings, tokenizer_file
 from search_r1.viewer.runs import Run, StepFile, find_runs
 from search_r1.viewer.trajectory import describe
 from verl.errors import DataError
@@ -25,7 +25,8 @@ class Pages:
     """Looks for runs anew at each request, so that what a run adds is seen. All methods raise DataError."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Path | None = None) -> None:
-        self._paths, self._tokenizer = list(paths), tokenizer
+        self._paths = list(paths)
+        self._tokenizer = None if tokenizer is None else tokenizer_file(tokenizer)
         self._database = Database()
 
     def runs(self) -> list[Row]:

@@ -38,7 +38,7 @@ class RunSettings:
 
 
 def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
-    """Of the run in `folder`; `tokenizer`, a folder or file, goes before the run's own. Raises DataError."""
+    """Of the run in `folder`; `tokenizer`, a file, goes before the run's own. Raises DataError."""
     file = folder / CONFIG_FILE
     config = _config(file, file.stat().st_mtime_ns) if file.is_file() else {}
     notes: list[str] = []
@@ -50,7 +50,7 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
             grammar = load_template(str(template)).grammar
         except (ConfigError, OSError, ValueError) as error:
             notes.append(f"Tags are those of Search-R1: the run's template cannot be read ({error}).")
-    found = _tokenizer_file(tokenizer) if tokenizer else _find_tokenizer(folder, config)
+    found = tokenizer or _find_tokenizer(folder, config)
     if found is None:
         notes.append("No tokenizer found: tokens are shown by their ids. Give its folder with --tokenizer.")
     return RunSettings(config, grammar, found, tuple(notes))
@@ -74,8 +74,8 @@ def _config(path: Path, _stamp: int) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _tokenizer_file(place: Path) -> Path:
-    """Raises DataError if there is none."""
+def tokenizer_file(place: Path) -> Path:
+    """That of a model's folder, or the file itself. Raises DataError if there is none."""
     place = place.expanduser()
     path = place / TOKENIZER_FILE if place.is_dir() else place
     if not path.is_file():

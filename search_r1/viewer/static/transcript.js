@@ -71,7 +71,7 @@ function TokenLine({ tokens, at, overlay }) {
   const about = at === null
     ? "Point at a token, or press Left and Right."
     : [`token ${at}`, `id ${tokens.ids[at]}`, tokens.texts && JSON.stringify(tokens.texts[at]), tokens.mask[at] ? "trained" : "not trained",
-        ...Object.entries(tokens.values).map(([name, values]) => `${name} ${number(values[at], 4)}`)].filter(Boolean).join(", ");
+        ...Object.entries(tokens.values).map(([name, values]) => `${name} ${exact(values[at])}`)].filter(Boolean).join(", ");
   return html`<p class="tokenline" role="status"><span>${legend}</span> <code>${about}</code></p>`;
 }
 
@@ -93,4 +93,8 @@ function shader(tokens, overlay) {
 function largest(values) {
   const sizes = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs).sort((a, b) => a - b);
   return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] : 0;
+}
+
+function exact(value) {
+  return typeof value === "number" ? value.toFixed(4) : String(value);
 }
