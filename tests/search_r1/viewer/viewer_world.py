@@ -12,10 +12,14 @@ from typing import Any
 
 import yaml
 from e2e_world import free_port
+from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import format_passage
+from search_r1.search.metrics import Metrics
+from search_r1.viewer.app import create_app
+from search_r1.viewer.pages import Pages
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.tracker import CONFIG_FILE
 from verl.tracking.trajectory_store import Kind, write_trajectories
@@ -176,10 +180,6 @@ def served(*paths: Path, token: str | None = None) -> Iterator[str]:
     """The address of a viewer in this process."""
     import uvicorn
 
-    from search_r1.search.metrics import Metrics
-    from search_r1.viewer.app import create_app
-    from search_r1.viewer.pages import Pages
-
     port = free_port()
     app = create_app(Pages(paths), Metrics("viewer"), token)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
@@ -207,3 +207,7 @@ def hostile() -> list[str]:
         "__proto__",
         "x" * 20000,
     ]
+
+
+def client_of(*paths: Path, token: str | None = None) -> TestClient:
+    return TestClient(create_app(Pages(paths), Metrics("viewer"), token))
