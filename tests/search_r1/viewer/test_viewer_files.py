@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from e2e_world import ROOT
+from fastapi.testclient import TestClient
 from viewer_world import Episodes, client_of, river_step, write_run, write_step
 
+from search_r1.search.metrics import Metrics
+from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 from verl.errors import DataError
 
@@ -128,3 +131,9 @@ def test_nothing_heavy_is_imported(river_run: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == ""
+
+
+def test_a_request_that_takes_too_long(river_run: Path) -> None:
+    client = TestClient(create_app(Pages([river_run]), Metrics("viewer"), timeout_s=1e-9))
+    reply = client.get("/api/rows", params={"run": "rivers"})
+    assert reply.status_code == 504 and "not answered within the deadline" in reply.json()["detail"]
