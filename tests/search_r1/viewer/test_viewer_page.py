@@ -161,6 +161,7 @@ def test_what_was_stored_stays_text(page: Page, tmp_path: Path, episodes: Episod
     write_step(run, episodes, "train", 9, [trajectory, trajectory])
     with served(run) as url:
         for view in ("list", "trajectory&row=0&overlay=loss_mask", "trajectory&row=0", "group&of=g", "compare"):
+            page.goto("about:blank")  # so that nothing of the view before is there
             page.goto(f"{url}/#run=run&kind=train&file=train_step_9&view={view}&left=train_step_9&right=train_step_9")
             page.get_by_text("Trajectories").first.wait_for()
             shown = page.locator("#app")
@@ -206,7 +207,7 @@ def test_keys(page: Page, address: str) -> None:
     page.keyboard.press("/")
     page.keyboard.type("gk")  # letters in a field are no keys
     total(page, "Nothing fits the filters.")
-    page.keyboard.press("Tab")
+    page.evaluate("document.activeElement.blur()")
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_contain_text("all samples of the prompt side by side")
     page.keyboard.press("Escape")
