@@ -13,6 +13,7 @@ REQUIRED = [
     "bm25s>=0.3.16",
     "cachetools>=5.5",
     "click>=8.1",
+    "duckdb>=2.0,<3",
     "faiss-cpu>=1.15",
     "fastapi>=0.133,<0.137",  # vLLM's range
     "httpx>=0.28",
@@ -51,6 +52,7 @@ EXTRAS = {
     "retrieval-mcp": ["mcp>=2.3,<3"],
     "retrieval-qdrant": ["qdrant-client>=1.16"],
     "dev": [
+        "axe-playwright-python>=0.1.8",
         "hypothesis>=6.100",
         "import-linter>=2.0",
         "ipykernel>=7.0",
@@ -65,6 +67,7 @@ EXTRAS = {
         "pandas>=2.2",
         "peft>=0.19",
         "openai>=3.51",
+        "playwright>=1.65",
         "pytest>=8.3",
         "pytest-xdist>=3.8",
         "qdrant-client>=1.16",
@@ -77,6 +80,7 @@ PACKAGE_DATA = {
     "search_r1.llm_agent": ["templates/*.txt"],
     "search_r1.rewards": ["rubrics/*.txt"],
     "search_r1.search": ["*.sh"],
+    "search_r1.viewer": ["static/*"],
     "verl.trainer": ["runtime_env.yaml"],
 }
 

@@ -65,6 +65,7 @@ PROGRAMS = (
     Program("eval", "search_r1.evaluation", "Evaluate on question sets.", EVALUATION),
     Program("infer", "infer", "Ask a question.", '--run RUN --question "Who wrote Ulysses?"'),
     Program("serve", "search_r1.serve", "Serve the agent to chat clients.", "--run RUN"),
+    Program("view", "search_r1.viewer", "Look at trajectories in a browser.", "RUN"),
     Program("replay", "search_r1.replay", "Score or export trajectories.", "export STEP.parquet --output ROWS.parquet"),
     Program("retriever", "search_r1.search.retrieval_server", "Serve passages.", "--corpus_path WIKI.jsonl"),
     Program("index", "search_r1.search.index_builder", "Build an index.", INDEX),

@@ -142,6 +142,11 @@ BREACHES = [
     ("verl/agent/breach.py", "import ray", "only single_controller, workers, rollout and trainer import ray"),
     ("verl/trainer/breach.py", "import vllm", "only rollout imports vllm"),
     ("search_r1/search/breach.py", "import verl.errors", "search_r1.search imports neither verl nor ray"),
+    (
+        "search_r1/viewer/breach.py",
+        "import verl.engine.model",
+        "search_r1.viewer imports neither torch nor vllm nor ray",
+    ),
     ("verl/config/breach.py", "import verl.protocol", "verl.config imports neither torch nor vllm nor ray"),
 ]
 

@@ -372,6 +372,8 @@ RULES: list[tuple[str, Rule]] = [
     (r"python scripts/download\.py", accepts_options),
     (r"python -m search_r1\.evaluation\.example_question", accepts_options),
     (r"python -m search_r1\.doctor", runs()),
+    (r"python -m search_r1\.viewer$", runs("--help")),
+    (r"python -m search_r1\.viewer \S+", accepts_options),
     (r"python -m search_r1\.replay$", runs("--help")),
     (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
     (r"python -m search_r1\.search\.workers\.front_end", part_of_set_up),
@@ -389,7 +391,7 @@ RULES: list[tuple[str, Rule]] = [
         r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
         accepts_options,
     ),
-    (r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update)\.py", accepts_options),
+    (r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update|viewer)\.py", accepts_options),
     (
         r"python scripts/bench/(driver_step|data_plane)\.py",
         runs_apart("--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1"),

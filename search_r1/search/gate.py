@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +41,18 @@ class Gate:
         metrics: Metrics,
         token: str | None,
         refusal: Callable[[int, str], Any] = lambda _, message: {"detail": message},
+        open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
         """Without a `token` everyone may ask. It is never logged.
 
-        `refusal(status, message)` is the JSON of a refusal.
+        `refusal(status, message)` is the JSON of a refusal. `open_paths` need no token.
         """
         self._app = app
         self._state = state
         self._metrics = metrics
         self._token = token.encode() if token else None
         self._body_of = refusal
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +78,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"]
-        if self._token and path not in OPEN_PATHS and not self._has_token(scope):
+        if self._token and path not in self._open_paths and not self._has_token(scope):
             headers = {"WWW-Authenticate": "Bearer"}
             return JSONResponse(self._body_of(401, "send the header Authorization: Bearer <token>"), 401, headers)
         if self._state.draining and path not in _PROBES:

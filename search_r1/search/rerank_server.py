@@ -18,7 +18,8 @@ from search_r1.search.errors import ServerError
 from search_r1.search.metrics import Metrics
 from search_r1.search.rerank_wire import MAX_DOCUMENTS
 from search_r1.search.reranker_loading import MODEL, add_reranker_arguments, load_reranker
-from search_r1.search.server_process import add_serving_arguments, run_server
+from search_r1.search.server_process import run_server
+from search_r1.search.serving_arguments import add_serving_arguments
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -23,7 +23,8 @@ from search_r1.search.retrieval_server import (
     check_topk,
     load_service,
 )
-from search_r1.search.server_process import add_serving_arguments, run_server
+from search_r1.search.server_process import run_server
+from search_r1.search.serving_arguments import add_serving_arguments
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,13 +20,11 @@ from search_r1.search.metrics import Metrics
 from search_r1.search.numerics import prepare_libraries
 from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.server_process import (
-    add_serving_arguments,
     announce,
     bind,
-    check_serving_arguments,
-    read_token,
     serve,
 )
+from search_r1.search.serving_arguments import add_serving_arguments, check_serving_arguments, read_token
 from search_r1.search.wire import MAX_TOPK
 from search_r1.search.workers.shared_address import SharedAddress
 from search_r1.search.workers.supervisor import serve_workers

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import ipaddress
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,9 +19,9 @@ from fastapi import FastAPI
 from search_r1.search.errors import SearchError, ServerError
 from search_r1.search.gate import ServerState
 from search_r1.search.metrics import Metrics
+from search_r1.search.serving_arguments import check_serving_arguments, read_token
 
 _LOG = logging.getLogger(__name__)
-_TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"
 DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
 _SWITCH_S = 0.001  # Python lets a busy thread run 5 ms; the event loop should not wait that long for the index
 
@@ -49,34 +48,6 @@ def run_server(
     announce(what, listener, token, route)
     serve(app, listener)
     return 0
-
-
-def add_serving_arguments(
-    parser: argparse.ArgumentParser, port: int = 8000, token_variable: str = _TOKEN_VARIABLE
-) -> None:
-    """`--host --port --timeout_s --auth_token`."""
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=port, help="0 takes a free port")
-    parser.add_argument("--timeout_s", type=float, default=120, help="longest time of a request; beyond: HTTP 504")
-    parser.add_argument(
-        "--auth_token", help=f"bearer token that requests must carry; better in the environment: {token_variable}"
-    )
-
-
-def check_serving_arguments(arguments: argparse.Namespace) -> None:
-    """Raises `ServerError`."""
-    if not 0 < arguments.timeout_s < float("inf"):
-        raise ServerError(f"--timeout_s is {arguments.timeout_s}; it must be a positive number of seconds")
-
-
-def read_token(arguments: argparse.Namespace, variable: str = _TOKEN_VARIABLE) -> str | None:
-    """The token of the command line, else of the environment. Raises `ServerError`, which never shows it."""
-    token: str | None = arguments.auth_token
-    if token is None:
-        token = os.environ.get(variable)
-    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
-        raise ServerError(f"--auth_token (or {variable}) must be printable ASCII without spaces, not empty")
-    return token
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -20,14 +20,12 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.templates import load_template
 from search_r1.search.errors import SearchError, ServerError
 from search_r1.search.server_process import (
-    add_serving_arguments,
     announce,
     bind,
-    check_serving_arguments,
     draining_server,
-    read_token,
     settle_process,
 )
+from search_r1.search.serving_arguments import add_serving_arguments, check_serving_arguments, read_token
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
 from verl.startup import log_to_stderr

@@ -1,0 +1,1 @@
+"""Stored trajectories in a browser: to find out why one of them got its reward."""

@@ -1,0 +1,69 @@
+"""Look at stored trajectories in a browser: which reward each one got, and why.
+
+    search-r1 view RUN_DIR...
+    .venv/bin/python -m search_r1.viewer RUN_DIR --port 0
+
+RUN_DIR is the folder of a run or of an evaluation, a folder of such folders, or a Parquet file of trajectories. A run
+may still be going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
+PORT = 8002
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    from search_r1.search.serving_arguments import add_serving_arguments
+
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.viewer",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_DIR", help="what to show")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the model (default: the run's own)")
+    add_serving_arguments(parser, port=PORT, token_variable=TOKEN_VARIABLE)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
+    args = parse_arguments(argv)
+    from search_r1.search.errors import SearchError  # heavy imports come after --help
+    from verl.errors import VerlError
+
+    try:
+        return _serve(args)
+    except (SearchError, VerlError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from search_r1.search.metrics import Metrics
+    from search_r1.search.server_process import announce, bind, check_serving_arguments, read_token, serve
+    from search_r1.viewer.app import create_app
+    from search_r1.viewer.pages import Pages
+    from verl.startup import log_to_stderr
+
+    log_to_stderr()
+    check_serving_arguments(args)
+    token = read_token(args, TOKEN_VARIABLE)
+    pages = Pages(args.paths, args.tokenizer)
+    runs = pages.runs()
+    listener = bind(args.host, args.port)
+    announce(f"{len(runs)} run{'s' * (len(runs) != 1)}", listener, token, "/")
+    serve(create_app(pages, Metrics("search_r1_viewer"), token, args.timeout_s), listener)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Advantages of the samples of a group, worked out again from their stored rewards where that can be done exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from search_r1.viewer.run_settings import RunSettings
+
+EPSILON = 1e-6  # as in verl.algorithms.advantages.inputs
+
+
+def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> tuple[list[float | None], str]:
+    """One advantage a sample, and the formula; no numbers and "" where the run's estimator is another one.
+
+    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (R - mean) / (std + 1e-6) with the unbiased std of the group,
+    or R - mean without `norm_adv_by_std_in_grpo`. The samples that failed (None) are left out. A group of one has its
+    reward as advantage, over 1 + 1e-6. A KL in the reward and a scale of the batch cannot be told from one group.
+    """
+    nothing: list[float | None] = [None] * len(rewards)
+    whole = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    if settings.setting("algorithm.adv_estimator") != "grpo" or not whole:
+        return nothing, ""
+    if settings.setting("algorithm.use_kl_in_reward") or settings.setting("algorithm.norm_adv_by_batch_std"):
+        return nothing, ""
+    scaled = bool(settings.setting("algorithm.norm_adv_by_std_in_grpo", True))
+    mean, std = _mean_and_std(whole)
+    divisor = std + EPSILON if scaled else 1.0
+    formula = "(reward - mean) / (std + 1e-6)" if scaled else "reward - mean"
+    return [None if reward is None else (reward - mean) / divisor for reward in rewards], formula
+
+
+def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
+    """0 and 1 for a group of one; equal rewards have exactly their own value as mean."""
+    if len(rewards) == 1:
+        return 0.0, 1.0
+    low = min(rewards)
+    mean = low + sum(reward - low for reward in rewards) / len(rewards)
+    return mean, math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))

@@ -1,0 +1,170 @@
+"""The HTTP side: the page and its JSON, behind the gate of the other servers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+
+from search_r1.search.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.search.gate import OPEN_PATHS, App, Gate, Receive, Scope, Send, ServerState
+from search_r1.search.metrics import Metrics
+from search_r1.viewer.export import export_html
+from search_r1.viewer.filters import CompareQuery, RowsQuery
+from search_r1.viewer.pages import Pages
+from verl.errors import VerlError
+
+T = TypeVar("T")
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+HEADERS = (
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+
+
+def create_app(pages: Pages, metrics: Metrics, token: str | None = None, timeout_s: float = 120.0) -> FastAPI:
+    """`app.state.server` is its `ServerState`. The page itself has no data in it and needs no `token`."""
+    app, state = FastAPI(title="trajectories", docs_url=None, redoc_url=None), ServerState()
+    app.state.server = state
+    static = {f"/static/{path.name}": path for path in STATIC.iterdir() if path.suffix in TYPES}
+    open_paths = OPEN_PATHS | {"/", *static}
+    app.add_middleware(Gate, state=state, metrics=metrics, token=token, open_paths=open_paths)
+    app.add_middleware(Headers)
+    app.include_router(_page_routes(static))
+    app.include_router(_data_routes(pages, timeout_s))
+    _add_probes(app, state, metrics)
+    _add_error_handlers(app, metrics)
+    return app
+
+
+class Headers:
+    """ASGI middleware: a browser runs and loads nothing but what this server sends as a file."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class PlainResponse(JSONResponse):
+    """Broken Unicode stays what it is, as an escape; NaN and infinities, which JSON has not, become texts."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(_finite(content), ensure_ascii=True, separators=(",", ":")).encode("ascii")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _page_routes(static: dict[str, Path]) -> APIRouter:
+    router = APIRouter()
+
+    def served(path: Path) -> Callable[[], FileResponse]:
+        return lambda: FileResponse(path, media_type=f"{TYPES[path.suffix]}; charset=utf-8")
+
+    for route, path in {"/": STATIC / "index.html", **static}.items():
+        router.add_api_route(route, served(path), response_model=None, include_in_schema=False)
+    return router
+
+
+def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
+    router = APIRouter(prefix="/api")
+
+    async def in_time(http: Request, work: Callable[[], Awaitable[T]]) -> Response:
+        return PlainResponse(await answer_in_time(http, timeout_s, lambda _: work()))
+
+    @router.get("/runs")
+    def runs() -> Response:
+        """All runs with their files."""
+        return PlainResponse(pages.runs())
+
+    @router.get("/rows")
+    async def rows(http: Request, asked: Annotated[RowsQuery, Query()]) -> Response:
+        """A page of the list."""
+        return await in_time(http, lambda: pages.rows(asked.run, asked))
+
+    @router.get("/facets")
+    async def facets(http: Request, run: str, kind: str | None = None, step: int | None = None) -> Response:
+        """Data sources, statuses and components."""
+        return await in_time(http, lambda: pages.facets(run, kind, step))
+
+    @router.get("/trajectory")
+    async def trajectory(http: Request, run: str, file: str, row: int) -> Response:
+        """One trajectory."""
+        return await in_time(http, lambda: pages.trajectory(run, file, row))
+
+    @router.get("/export")
+    async def export(http: Request, run: str, file: str, row: int) -> Response:
+        """One trajectory as an HTML file."""
+        shown = await answer_in_time(http, timeout_s, lambda _: pages.trajectory(run, file, row))
+        attached = {"content-disposition": 'attachment; filename="trajectory.html"'}  # never shown in this origin
+        return Response(export_html(shown), media_type="text/html; charset=utf-8", headers=attached)
+
+    @router.get("/group")
+    async def group(http: Request, run: str, file: str, group: str) -> Response:
+        """The samples of a prompt."""
+        return await in_time(http, lambda: pages.group(run, file, group))
+
+    @router.get("/question")
+    async def question(http: Request, run: str, file: str, row: int, other_run: str, other_file: str) -> Response:
+        """The samples of a row's question in another file."""
+        return await in_time(http, lambda: pages.question(run, file, row, other_run, other_file))
+
+    @router.get("/compare")
+    async def compare(http: Request, asked: Annotated[CompareQuery, Query()]) -> Response:
+        """The questions of two files."""
+        left, right = (asked.run, asked.file), (asked.other_run, asked.other_file)
+        return await in_time(http, lambda: pages.comparison(left, right, asked))
+
+    return router
+
+
+def _add_probes(app: FastAPI, state: ServerState, metrics: Metrics) -> None:
+    @app.get("/healthz")
+    def health() -> dict[str, Any]:
+        """How many requests are in progress."""
+        return {"status": "ok", "running": state.running}
+
+    @app.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """Counters in the text format of Prometheus."""
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    @app.exception_handler(VerlError)
+    async def failed(_: Request, error: VerlError) -> Response:
+        metrics.errors.inc()
+        return PlainResponse({"detail": str(error)}, 404)
+
+    @app.exception_handler(DeadlineExpired)
+    async def expired(_: Request, error: DeadlineExpired) -> Response:
+        metrics.expired.inc()
+        return PlainResponse({"detail": str(error)}, 504)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        metrics.gone.inc()
+        return Response(status_code=499)  # nobody reads it; the metrics do

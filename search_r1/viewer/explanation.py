@@ -1,0 +1,82 @@
+"""Why a trajectory got its reward, in sentences: each one follows from what was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from search_r1.rewards.metrics import exact_match
+from search_r1.rewards.normalize import normalize_answer
+from search_r1.viewer.segments import GoldFinder, Passage
+from verl.protocol import Status
+
+_ENDED = {
+    Status.TURN_LIMIT: "It ended because its turns were used up.",
+    Status.LENGTH_LIMIT: "It ended because its tokens were used up.",
+}
+
+
+def explain(
+    row: dict[str, Any],
+    answer: str | None,
+    gold: Sequence[str],
+    searches: Sequence[Sequence[Passage]],
+    events: Sequence[dict[str, Any]],
+) -> list[str]:
+    """`searches`: the passages of each executed search. `row` has `status`, `failure` and `reward`."""
+    if row["status"] == Status.FAILED or row["failure"]:
+        return [f"It failed and got no reward: {row['failure'] or 'no reason was stored'}."]
+    finder = GoldFinder(gold)
+    return [*_ending(row), *_about_answer(answer, gold), *_about_passages(gold, searches, finder), *_actions(events)]
+
+
+def _ending(row: dict[str, Any]) -> Iterator[str]:
+    sentence = next((text for status, text in _ENDED.items() if row["status"] == status), None)
+    if sentence:
+        yield sentence
+
+
+def _about_answer(answer: str | None, gold: Sequence[str]) -> Iterator[str]:
+    if answer is None:
+        yield "There is no complete answer in any turn, so nothing could be compared with the gold answers."
+    elif not gold:
+        yield f'The answer is "{answer}"; the row has no gold answers to compare with.'
+    elif exact_match(answer, gold):
+        yield f'The answer "{answer}" equals a gold answer after normalisation.'
+    else:
+        wanted = " or ".join(f'"{normalize_answer(one)}"' for one in gold)
+        yield f'The answer is "{normalize_answer(answer)}" after normalisation, and not {wanted}.'
+
+
+def _about_passages(gold: Sequence[str], searches: Sequence[Sequence[Passage]], finder: GoldFinder) -> Iterator[str]:
+    """Whether retrieval or what was made of it is to blame."""
+    if not gold:
+        return
+    count = sum(len(passages) for passages in searches)
+    if not searches:
+        yield "No search was executed."
+    elif not count:
+        yield f"{_times(len(searches), 'search')} returned no passage."
+    else:
+        places = [
+            f"passage {number} of search {turn}"
+            for turn, passages in enumerate(searches, start=1)
+            for number, passage in enumerate(passages, start=1)
+            if finder.found_in(f"{passage.title}\n{passage.text}")
+        ]
+        found = f"A gold answer stands in {', '.join(places)}."
+        yield found if places else f"No gold answer stands in what was retrieved ({_times(count, 'passage')})."
+
+
+def _actions(events: Sequence[dict[str, Any]]) -> Iterator[str]:
+    invalid = [str(number) for number, event in enumerate(events, start=1) if event.get("valid") is False]
+    if invalid:
+        yield f"No valid action in turn {', '.join(invalid)}."
+    refused = [str(number) for number, event in enumerate(events, start=1) if event.get("executed") is False]
+    if refused:
+        yield f"A search in turn {', '.join(refused)} was not executed: it was the last turn."
+
+
+def _times(count: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"

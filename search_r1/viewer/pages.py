@@ -1,0 +1,133 @@
+"""What each route answers, as plain values: the routes themselves are in `app`."""
+
+from __future__ import annotations
+
+from asyncio import to_thread
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from search_r1.viewer import queries
+from search_r1.viewer.advantages import group_advantages
+from search_r1.viewer.database import Cursor, Database
+from search_r1.viewer.filters import Filters
+from search_r1.viewer.run_settings import RunSettings, read_settings, tokenizer_file
+from search_r1.viewer.runs import Run, StepFile, find_runs
+from search_r1.viewer.trajectory import describe
+from verl.errors import DataError
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+class Pages:
+    """Looks for runs anew at each request, so that what a run adds is seen. All methods raise DataError."""
+
+    def __init__(self, paths: Sequence[Path], tokenizer: Path | None = None) -> None:
+        self._paths = list(paths)
+        self._tokenizer = None if tokenizer is None else tokenizer_file(tokenizer)
+        self._database = Database()
+
+    def runs(self) -> list[Row]:
+        """Runs with their files; `version` changes when a file does."""
+        return [
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "version": run.version,
+                "files": [
+                    {"name": file.name, "kind": file.kind, "step": file.step, "stamp": str(file.stamp)}
+                    for file in run.files
+                ],
+            }
+            for run in find_runs(self._paths)
+        ]
+
+    async def rows(self, run: str, filters: Filters) -> Row:
+        """A page of the list, and how many there are."""
+        files = (await to_thread(self._run, run)).chosen(filters.kind, filters.step)
+        return await self._ask(partial(queries.list_rows, files=files, filters=filters))
+
+    async def facets(self, run: str, kind: str | None, step: int | None) -> Row:
+        """What the filters can be set to."""
+        files = (await to_thread(self._run, run)).chosen(kind, step)
+        return await self._ask(partial(queries.facets, files=files))
+
+    async def trajectory(self, run: str, name: str, row: int) -> Row:
+        """One trajectory with its tokens, and its place in its group."""
+        found, file, settings = await to_thread(self._open, run, name)
+
+        def read(cursor: Cursor) -> Row:
+            stored = queries.read_row(cursor, file, row)
+            group = queries.rewards_of_group(cursor, file, stored["group_id"])
+            return {**describe(stored, settings, file.kind), "group": _place(group, row, settings, file.kind)}
+
+        return {"run": found.name, "file": file.name, "kind": file.kind, "row": row, **await self._ask(read)}
+
+    async def group(self, run: str, name: str, group_id: str) -> Row:
+        """The samples of a prompt, with their advantages."""
+        found, file, settings = await to_thread(self._open, run, name)
+        rows = await self._ask(partial(queries.rows_of_group, file=file, group_id=group_id))
+        if not rows:
+            raise DataError(f"{file.path} has no group {group_id!r}")
+        return self._samples(found, file, settings, rows)
+
+    async def question(self, run: str, name: str, row: int, other_run: str, other_name: str) -> Row:
+        """The samples that another file (of any run) has of the question of a row."""
+        _, file, _ = await to_thread(self._open, run, name)
+        found, other, settings = await to_thread(self._open, other_run, other_name)
+
+        def read(cursor: Cursor) -> list[Row]:
+            stored = queries.read_row(cursor, file, row)
+            key = stored["prompt_text"] if stored.get("question") is None else stored["question"]
+            return queries.rows_of_question(cursor, other, stored["data_source"], key)
+
+        return self._samples(found, other, settings, await self._ask(read))
+
+    async def comparison(self, left: tuple[str, str], right: tuple[str, str], filters: Filters) -> Row:
+        """Questions of two files, each given by run and name."""
+        _, first, _ = await to_thread(self._open, *left)
+        _, second, _ = await to_thread(self._open, *right)
+        return await self._ask(partial(queries.compare, left=first, right=second, filters=filters))
+
+    async def _ask(self, work: Callable[[Cursor], T]) -> T:
+        return await self._database.run(work)
+
+    def _run(self, name: str) -> Run:
+        found = next((run for run in find_runs(self._paths) if run.name == name), None)
+        if found is None:
+            raise DataError(f"there is no run {name!r}; was its folder moved?")
+        return found
+
+    def _open(self, run: str, name: str) -> tuple[Run, StepFile, RunSettings]:
+        found = self._run(run)
+        return found, found.file(name), read_settings(found.folder, self._tokenizer)
+
+    def _samples(self, run: Run, file: StepFile, settings: RunSettings, rows: Sequence[Row]) -> Row:
+        advantages, formula = _advantages([row["reward"] for row in rows], settings, file.kind)
+        samples = [
+            {"row": row["file_row_number"], "advantage": advantage, **describe(row, settings, file.kind, False)}
+            for row, advantage in zip(rows, advantages, strict=True)
+        ]
+        return {"run": run.name, "file": file.name, "kind": file.kind, "formula": formula, "samples": samples}
+
+
+def _place(group: Sequence[tuple[int, float | None]], row: int, settings: RunSettings, kind: str) -> Row:
+    """A row among the `group` of (row, reward)."""
+    rewards = [reward for _, reward in group]
+    advantages, formula = _advantages(rewards, settings, kind)
+    known = [reward for reward in rewards if reward is not None]
+    place = [number for number, _ in group].index(row)
+    return {
+        "rows": [number for number, _ in group],
+        "rewards": rewards,
+        "mean_reward": sum(known) / len(known) if known else None,
+        "advantage": advantages[place],
+        "formula": formula,
+    }
+
+
+def _advantages(rewards: Sequence[float | None], settings: RunSettings, kind: str) -> tuple[list[float | None], str]:
+    """Only what was trained on had an advantage."""
+    return group_advantages(rewards, settings) if kind == "train" else ([None] * len(rewards), "")

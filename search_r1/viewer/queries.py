@@ -1,0 +1,192 @@
+"""The questions that the pages ask: lists, groups, single rows, two files compared.
+
+Every query names its files; `filename` and `file_row_number` come from DuckDB and tell a row's place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from search_r1.viewer.database import Cursor, rows_of
+from search_r1.viewer.filters import Filters
+from search_r1.viewer.runs import StepFile
+from verl.errors import DataError
+from verl.tracking.trajectory_store import SCHEMA
+
+Row = dict[str, Any]
+
+BRIEF = """
+    filename, file_row_number AS row, step, group_id, data_source, question, status, failure, reward,
+    reward_components, num_turns, num_searches, len(loss_mask) AS num_tokens
+"""
+SHORT = "left(ground_truth, 400) AS ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
+QUESTION_KEY = "coalesce(question, prompt_text)"
+"""Equal for the samples of one question in whatever step; a file without questions has its prompts."""
+
+
+def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Row:
+    """`total` of those that meet the filters, and a page of `rows`."""
+    if not files:
+        return {"total": 0, "rows": []}
+    where, values = filters.where()
+    order, order_values = filters.order()
+    source, paths = _source(files)
+    total = cursor.execute(f"SELECT count(*) FROM {source} {where}", [paths, *values]).fetchall()[0][0]
+    page = rows_of(
+        cursor,
+        f"SELECT {BRIEF} FROM {source} {where} {order} LIMIT ? OFFSET ?",
+        [paths, *values, *order_values, filters.limit, filters.offset],
+    )
+    _add_short(cursor, page)
+    return {"total": total, "rows": _named(page, files)}
+
+
+def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
+    """What there is to choose from: `sources`, `statuses` and `components` with how many rows have each."""
+    if not files:
+        return {"sources": {}, "statuses": {}, "components": {}}
+    source, paths = _source(files)
+    columns = {"sources": "data_source", "statuses": "status", "components": "unnest(map_keys(reward_components))"}
+    return {
+        name: dict(
+            cursor.execute(
+                f"SELECT value, count(*) FROM (SELECT {sql} AS value FROM {source}) "
+                "WHERE value IS NOT NULL GROUP BY 1 ORDER BY 1",
+                [paths],
+            ).fetchall()
+        )
+        for name, sql in columns.items()
+    }
+
+
+def read_row(cursor: Cursor, file: StepFile, row: int) -> Row:
+    """All columns of a row. Raises DataError if there is none."""
+    source, paths = _source([file])
+    found = rows_of(cursor, f"SELECT * FROM {source} WHERE file_row_number = ?", [paths, row])
+    if not found:
+        raise DataError(f"{file.path} has no row {row}")
+    return found[0]
+
+
+def rewards_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[tuple[int, float | None]]:
+    """(row, reward) of the samples of a prompt, in the order of the file."""
+    source, paths = _source([file])
+    sql = f"SELECT file_row_number, reward FROM {source} WHERE group_id = ? ORDER BY 1"
+    return cursor.execute(sql, [paths, group_id]).fetchall()
+
+
+def rows_of_group(cursor: Cursor, file: StepFile, group_id: str, limit: int = 64) -> list[Row]:
+    """All columns of the samples of a prompt, in the order of the file."""
+    source, paths = _source([file])
+    sql = f"SELECT * FROM {source} WHERE group_id = ? ORDER BY file_row_number LIMIT ?"
+    return rows_of(cursor, sql, [paths, group_id, limit])
+
+
+def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str, limit: int = 64) -> list[Row]:
+    """All columns of the samples of a question, whichever group they were sampled in."""
+    source, paths = _source([file])
+    return rows_of(
+        cursor,
+        f"SELECT * FROM {source} WHERE data_source = ? AND {QUESTION_KEY} = ? ORDER BY file_row_number LIMIT ?",
+        [paths, data_source, key, limit],
+    )
+
+
+def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -> Row:
+    """Questions that both files have, with the mean reward of each, those that got worst first.
+
+    `total` questions, how many rose, fell and stayed, how many are in one file only, and a page of `rows`. Of the
+    filters `source`, `question`, `offset`, `limit` and `descending` (most improved first) are used.
+    """
+    way = "DESC" if filters.descending else "ASC"
+    joined, values = _joined(left, right, filters)
+    counts = rows_of(
+        cursor,
+        f"""{joined} SELECT count(l.key) FILTER (r.key IS NOT NULL) AS total,
+        count(*) FILTER (r.reward > l.reward) AS rose, count(*) FILTER (r.reward < l.reward) AS fell,
+        count(*) FILTER (r.reward = l.reward) AS stayed,
+        count(*) FILTER (r.key IS NULL) AS only_left, count(*) FILTER (l.key IS NULL) AS only_right
+        FROM l FULL JOIN r ON l.data_source = r.data_source AND l.key = r.key""",
+        values,
+    )[0]
+    rows = rows_of(
+        cursor,
+        f"""{joined} SELECT l.data_source AS data_source, left(l.key, 400) AS question, l.row AS left_row,
+        r.row AS right_row, l.reward AS left_reward, r.reward AS right_reward, l.num AS left_num, r.num AS right_num,
+        r.reward - l.reward AS change FROM l JOIN r ON l.data_source = r.data_source AND l.key = r.key
+        ORDER BY change {way} NULLS LAST, data_source, question LIMIT ? OFFSET ?""",
+        [*values, filters.limit, filters.offset],
+    )
+    return {**counts, "rows": rows}
+
+
+def _joined(left: StepFile, right: StepFile, filters: Filters) -> tuple[str, list[Any]]:
+    """Two tables `l` and `r` of questions, as a WITH clause."""
+    where, conditions = Filters(source=filters.source, question=filters.question).where()
+    parts, values = [], []
+    for name, file in (("l", left), ("r", right)):
+        source, paths = _source([file])
+        parts.append(
+            f"{name} AS (SELECT data_source, {QUESTION_KEY} AS key, avg(reward) AS reward, count(*) AS num, "
+            f"min(file_row_number) AS row FROM {source} {where} GROUP BY 1, 2)"
+        )
+        values += [paths, *conditions]
+    return f"WITH {', '.join(parts)}", values
+
+
+def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
+    """What to select from, with one `?`, and its value."""
+    read = "read_parquet(?, filename = true, file_row_number = true, union_by_name = true)"
+    if not any([_has_question(file.path, file.stamp) for file in files]):  # a list: every file is checked
+        read = f"(SELECT *, NULL::VARCHAR AS question FROM {read})"
+    return read, [str(file.path) for file in files]
+
+
+@lru_cache(maxsize=16384)
+def _has_question(path: Path, _stamp: int) -> bool:
+    """Files of older runs have no such column. Raises DataError for a file that does not hold trajectories."""
+    try:
+        names = pq.read_schema(path).names
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read trajectories from {path}: {error}") from error
+    missing = [name for name in SCHEMA.names if name not in (*names, "question")]
+    if missing:
+        raise DataError(f"{path}: holds no trajectories: columns {', '.join(missing)} are missing")
+    return "question" in names
+
+
+def _add_short(cursor: Cursor, rows: list[Row]) -> None:
+    """Texts for the rows of a page alone: to read them for all rows that are sorted would take seconds."""
+    by_file: dict[str, list[Row]] = {}
+    for row in rows:
+        by_file.setdefault(row["filename"], []).append(row)
+    for path, own in by_file.items():
+        texts = rows_of(
+            cursor,
+            f"SELECT file_row_number, {SHORT} FROM read_parquet(?, file_row_number = true) "
+            "WHERE list_contains(?, file_row_number)",
+            [path, [row["row"] for row in own]],
+        )
+        by_number = {text.pop("file_row_number"): text for text in texts}
+        for row in own:
+            row.update(by_number[row["row"]])
+            row["answer"] = _answer(row.pop("last_event"))
+
+
+def _answer(event: str | None) -> str | None:
+    """What the last turn answered, as the environment read it."""
+    parsed = json.loads(event) if event else None
+    answer = parsed.get("answer") if isinstance(parsed, dict) else None
+    return None if answer is None else str(answer)
+
+
+def _named(rows: list[Row], files: Sequence[StepFile]) -> list[Row]:
+    """With the file's name in place of its path."""
+    names = {str(file.path): file.name for file in files}
+    return [{"file": names[row.pop("filename")], **row} for row in rows]

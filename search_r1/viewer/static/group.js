@@ -1,0 +1,39 @@
+// Samples side by side: of one prompt, or of one question in two files.
+
+import { html } from "./htm-preact.js";
+import { useData } from "./api.js";
+import { Problem, components, number, rewardClass, signed } from "./format.js";
+import { useKey } from "./keys.js";
+import { go, linkTo } from "./state.js";
+import { Transcript } from "./transcript.js";
+
+export function Group({ run, state }) {
+  const { data, error } = useData("group", { run: run.name, file: state.file, group: state.of }, run.version);
+  useKey("u", () => go({ view: "list" }));
+  if (error) return html`<${Problem} error=${error} />`;
+  if (!data) return html`<p class="wait" role="status">Reading</p>`;
+  const rewards = data.samples.map((sample) => sample.reward).filter((reward) => typeof reward === "number");
+  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+  return html`
+    <p class="bar"><a href=${linkTo({ view: "list" })}>Back to the list</a></p>
+    <h2 class="question">${data.samples[0].question ?? state.of}</h2>
+    <p>${data.samples.length} samples of ${data.file}, mean reward ${rewards.length ? number(mean) : "-"}, gold: ${data.samples[0].gold.join(" | ") || "none"}.
+      ${data.formula ? ` Advantage: ${data.formula}, from the stored rewards.` : ""}</p>
+    <${Samples} found=${data} label="Samples of the prompt" />`;
+}
+
+// Columns; `found` is what the server gives for a group or a question.
+export function Samples({ found, label }) {
+  return html`<div class="samples" tabindex="0" role="region" aria-label=${label}>
+    ${found.samples.map((sample, place) => html`<article class="sample">
+      <h3><a href=${linkTo({ view: "trajectory", run: found.run, kind: found.kind, file: found.file, row: sample.row, at: undefined })}>Sample ${place + 1}</a>
+        <span class=${rewardClass(sample.reward)}>${number(sample.reward)}</span>
+        ${sample.advantage !== null && html`<small class="advantage">advantage ${signed(sample.advantage)}</small>`}</h3>
+      <p class="small">${sample.status}, ${sample.num_searches} searches, ${sample.num_tokens} tokens</p>
+      <p class="small">${components(sample.reward_components)}</p>
+      <p class="small">Answer: ${sample.answer ?? "none"}</p>
+      <ul class="small">${sample.why.map((sentence) => html`<li>${sentence}</li>`)}</ul>
+      <${Transcript} segments=${sample.segments.filter((segment) => segment.source !== "prompt")} tokens=${null} />
+    </article>`)}
+  </div>`;
+}

@@ -1,0 +1,157 @@
+"""One stored trajectory as the page shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from search_r1.llm_agent.transcript import Turn, final_answer
+from search_r1.viewer.explanation import explain
+from search_r1.viewer.reward_rules import components_of, reward_rule
+from search_r1.viewer.run_settings import RunSettings, load_tokenizer
+from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges
+from search_r1.viewer.tokens import token_texts
+from verl.protocol import Source, was_search
+
+Row = dict[str, Any]
+
+FACTS = (
+    "step", "group_id", "data_source", "question", "status", "failure", "reward", "reward_components", "num_turns",
+    "num_searches", "weight_version", "prompt_text",
+)  # fmt: skip
+_NOT_VALUES = {"ids", "loss_mask"}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`texts`: None without a tokenizer. `values`: the stored columns with a number a token, by name."""
+
+    ids: list[int]
+    mask: list[bool]
+    texts: list[str] | None
+    values: dict[str, list[float]]
+
+
+def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = True) -> Row:
+    """What is known of `row`, all columns of a file: facts, explanation, reward, searches, segments, tokens.
+
+    `kind` is that of the file: validation may have a reward with other arguments.
+    """
+    events = _events(row)
+    gold = gold_answers(row)
+    answer = final_answer([Turn(s["text"]) for s in row["segments"] if s["source"] == Source.POLICY], settings.grammar)
+    searches = _searches(events, settings)
+    rule = reward_rule(settings, is_training=kind == "train")
+    shown = [search["passages"] for search in searches if search["executed"]]
+    tokens = _tokens(row, settings) if with_tokens else None
+    finder = GoldFinder(gold)
+    return {
+        **{name: row.get(name) for name in FACTS},
+        "num_tokens": len(row["loss_mask"]),
+        "num_policy_tokens": sum(row["loss_mask"]),
+        "gold": gold,
+        "answer": answer,
+        "why": explain(row, answer, gold, shown, events),
+        "rule": rule,
+        "components": components_of(row, rule),
+        "searches": [_shown(search, finder) for search in searches],
+        "segments": list(_segments(row, events, settings, finder, tokens)),
+        "tokens": None if tokens is None else asdict(tokens),
+        "notes": list(settings.notes),
+    }
+
+
+def gold_answers(row: Row) -> list[str]:
+    """Of `reward_model.ground_truth`, whatever its form; none where it has none."""
+    try:
+        truth = json.loads(row["ground_truth"] or "null")
+    except ValueError:
+        truth = row["ground_truth"]
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    targets = target if isinstance(target, list) else [target]
+    return [str(one) for one in targets if one is not None]
+
+
+def _events(row: Row) -> list[Row]:
+    parsed = [json.loads(text) for text in row["events"]]
+    return [event if isinstance(event, dict) else {} for event in parsed]
+
+
+def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:
+    """Each query, executed or not, with its turn from 1 and the passages it brought."""
+    return [
+        {
+            "turn": turn,
+            "query": str(event["query"]),
+            "executed": was_search(event),
+            "ms": event.get("milliseconds"),
+            "passages": passages_of(event, settings.grammar) if was_search(event) else [],
+        }
+        for turn, event in enumerate(events, start=1)
+        if event.get("query") is not None
+    ]
+
+
+def _shown(search: Row, finder: GoldFinder) -> Row:
+    """With the texts of its passages cut where a gold answer stands."""
+    passages = [
+        {**asdict(one), "title": finder.runs(one.title), "text": finder.runs(one.text)} for one in search["passages"]
+    ]
+    return {**search, "passages": passages}
+
+
+def _tokens(row: Row, settings: RunSettings) -> Tokens:
+    ids = list(row["ids"])
+    values = {
+        name: value
+        for name, value in row.items()
+        if name not in _NOT_VALUES and isinstance(value, list) and len(value) == len(ids) and _numbers(value)
+    }
+    texts = None
+    if settings.tokenizer_file is not None:
+        tokenizer = load_tokenizer(settings.tokenizer_file)
+        texts = [text for start, end in _spans(row) for text in token_texts(tokenizer, ids[start:end])]
+    return Tokens(ids, list(row["loss_mask"]), texts, values)
+
+
+def _segments(
+    row: Row, events: Sequence[Row], settings: RunSettings, finder: GoldFinder, tokens: Tokens | None
+) -> Iterator[Row]:
+    """With the tokens of each part as [first, one after the last); `exact`: whether their texts are the segment's."""
+    replies = _events_of_segments(row, events)
+    for segment, event, (start, end) in zip(row["segments"], replies, _spans(row), strict=True):
+        parts = split_segment(segment["source"], segment["text"], event, settings.grammar)
+        texts = tokens.texts[start:end] if tokens and tokens.texts is not None else []
+        exact = "".join(texts) == segment["text"]
+        ranges = token_ranges(parts, texts) if exact else [(0, 0)] * len(parts)
+        runs_of = finder.runs if segment["source"] != Source.PROMPT else lambda text: [(text, False)]
+        yield {
+            "source": segment["source"],
+            "span": [start, end],
+            "exact": exact,
+            "parts": [
+                {"kind": part.kind, "runs": runs_of(part.text), "tokens": [start + first, start + last]}
+                for part, (first, last) in zip(parts, ranges, strict=True)
+            ],
+        }
+
+
+def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]:
+    """For each segment the event of its turn. A turn in which no token was sampled has an event, but no segment."""
+    turn, answered = -1, True
+    for segment in row["segments"]:
+        if segment["source"] == Source.POLICY or (segment["source"] == Source.ENVIRONMENT and answered):
+            turn += 1
+        answered = segment["source"] == Source.ENVIRONMENT or (answered and segment["source"] == Source.PROMPT)
+        yield events[turn] if 0 <= turn < len(events) else None
+
+
+def _spans(row: Row) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate((segment["num_tokens"] for segment in row["segments"]), initial=0)))
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)

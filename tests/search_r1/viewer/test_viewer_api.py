@@ -1,0 +1,211 @@
+"""The JSON of the viewer, asked as its page does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from viewer_world import QUESTIONS, client_of
+
+from verl.tracking.trajectory_store import read_trajectories
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def ask(river_run: Path) -> Iterator[Ask]:
+    """What a route of `river_run` answers; its status has to be 200."""
+    client = client_of(river_run)
+
+    def get(route: str, **query: Any) -> Any:
+        reply = client.get(f"/api/{route}", params={"run": "rivers", **query})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    yield get
+
+
+def places(page: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(row["file"], row["row"]) for row in page["rows"]]
+
+
+def test_runs_and_their_files(ask: Ask, river_run: Path) -> None:
+    (run,) = ask("runs")
+    assert (run["name"], run["path"]) == ("rivers", str(river_run))
+    assert [(file["kind"], file["step"]) for file in run["files"]] == [("train", 1), ("train", 2), ("val", 2)]
+
+
+def test_a_page_of_the_list(ask: Ask) -> None:
+    page = ask("rows", kind="train", step=1, limit=5, offset=1)
+    assert page["total"] == 12
+    assert places(page) == [("train_step_1", row) for row in range(1, 6)]
+    first = page["rows"][0]
+    assert (first["reward"], first["num_searches"], first["status"]) == (0.1, 1, "answered")
+    assert (first["question"], first["answer"]) == (QUESTIONS[0], "Seine")
+    assert first["reward_components"] == {"exact_match": 0.0, "has_answer": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"min_reward": 0, "max_reward": 0}, {2, 4, 5, 6, 7}),
+        ({"min_reward": 1}, {0, 8, 9, 10, 11}),
+        ({"component": "has_answer", "max_component": 0.5}, {2}),
+        ({"component": "exact_match", "min_component": 1}, {0, 8, 9, 10, 11}),
+        ({"source": "rivers"}, {0, 1, 2, 3}),
+        ({"status": "failed"}, {3}),
+        ({"min_searches": 1}, {0, 1}),
+        ({"max_searches": 0, "source": "rivers"}, {2, 3}),
+        ({"text": "SEINE"}, {1, 8, 9, 10, 11}),
+        ({"question": "rhone"}, {4, 5, 6, 7}),
+        ({"question": "100%_"}, set()),
+        ({"group": "g2"}, {8, 9, 10, 11}),
+    ],
+)
+def test_filters(ask: Ask, filters: dict[str, Any], expected: set[int]) -> None:
+    page = ask("rows", kind="train", step=1, **filters)
+    assert {row["row"] for row in page["rows"]} == expected
+    assert page["total"] == len(expected)
+
+
+def test_lengths_are_those_of_the_ids(ask: Ask, river_run: Path) -> None:
+    lengths = [len(row["ids"]) for row in read_trajectories(river_run / "trajectories/train_step_1.parquet")]
+    page = ask("rows", kind="train", step=1, sort="tokens", descending=True)
+    assert [row["num_tokens"] for row in page["rows"]] == sorted(lengths, reverse=True)
+    limit = sorted(lengths)[6]
+    found = ask("rows", kind="train", step=1, min_tokens=limit)["rows"]
+    assert {row["row"] for row in found} == {row for row, length in enumerate(lengths) if length >= limit}
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sort", ["reward", "component"])
+def test_an_order_has_rows_without_a_value_at_its_end(ask: Ask, sort: str, descending: bool) -> None:
+    page = ask("rows", kind="train", step=1, sort=sort, component="exact_match", descending=descending)
+    values = [
+        row["reward"] if sort == "reward" else row["reward_components"].get("exact_match") for row in page["rows"]
+    ]
+    assert values[-1] is None
+    assert values[:-1] == sorted(values[:-1], reverse=descending)
+
+
+def test_pages_of_equal_values_have_each_row_once(ask: Ask) -> None:
+    pages = [ask("rows", sort="status", limit=7, offset=offset) for offset in range(0, 25, 7)]
+    assert len({place for page in pages for place in places(page)}) == pages[0]["total"] == 25
+
+
+def test_what_there_is_to_choose_from(ask: Ask) -> None:
+    assert ask("facets", kind="train", step=1) == {
+        "sources": {"mouths": 8, "rivers": 4},
+        "statuses": {"answered": 10, "failed": 1, "turn_limit": 1},
+        "components": {"exact_match": 11, "has_answer": 11},
+    }
+
+
+def test_the_tokens_are_those_of_the_file(ask: Ask, river_run: Path) -> None:
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[1]
+    shown = ask("trajectory", file="train_step_1", row=1)
+    tokens = shown["tokens"]
+    assert tokens["ids"] == stored["ids"] and tokens["mask"] == stored["loss_mask"]
+    assert tokens["values"] == {"log_probs": stored["log_probs"]}
+    assert "".join(tokens["texts"]) == stored["prompt_text"] + stored["response_text"]
+    assert all(segment["exact"] for segment in shown["segments"])
+
+
+def test_the_parts_of_a_trajectory(ask: Ask) -> None:
+    shown = ask("trajectory", file="train_step_1", row=1)
+    parts = [
+        (part["kind"], "".join(text for text, _ in part["runs"])) for s in shown["segments"] for part in s["parts"]
+    ]
+    kinds = [kind for kind, _ in parts]
+    assert kinds == ["text", "think", "search", "information", "think", "answer"]
+    assert parts[2][1] == "<search>longest river of France</search>"
+    golden = [text for s in shown["segments"] for part in s["parts"] for text, is_gold in part["runs"] if is_gold]
+    assert golden == ["Loire", "Loire"]  # title and text of the passage
+
+
+def test_why_a_wrong_answer_got_its_reward(ask: Ask) -> None:
+    shown = ask("trajectory", file="train_step_1", row=1)
+    assert shown["why"] == [
+        'The answer is "seine" after normalisation, and not "loire".',
+        "A gold answer stands in passage 1 of search 1.",
+    ]
+    assert [(one["name"], one["value"], one["weight"]) for one in shown["components"]] == [
+        ("exact_match", 0.0, 1.0),
+        ("has_answer", 1.0, 0.1),
+    ]
+    assert shown["components"][0]["text"] == "1 when the answer equals a gold answer after normalisation."
+    assert shown["rule"]["text"].startswith("reward = sum of weight x value over the components")
+
+
+def test_validation_has_its_own_arguments_of_the_reward(ask: Ask) -> None:
+    assert ask("trajectory", file="val_step_2", row=0)["rule"]["arguments"] == {"weights": {"exact_match": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("row", "sentences"),
+    [
+        (
+            2,
+            [
+                "It ended because its turns were used up.",
+                "There is no complete answer in any turn, so nothing could be compared with the gold answers.",
+                "No search was executed.",
+                "No valid action in turn 1, 2.",
+            ],
+        ),
+        (3, ["It failed and got no reward: the retriever is down."]),
+    ],
+)
+def test_why_there_is_no_reward(ask: Ask, row: int, sentences: list[str]) -> None:
+    assert ask("trajectory", file="train_step_1", row=row)["why"] == sentences
+
+
+def test_passages_with_their_ids(ask: Ask) -> None:
+    (search,) = ask("trajectory", file="train_step_1", row=0)["searches"]
+    assert (search["turn"], search["query"], search["executed"], search["ms"]) == (
+        1,
+        "longest river of France",
+        True,
+        2.5,
+    )
+    assert [(one["id"], one["score"], one["title"]) for one in search["passages"]] == [
+        ("17", None, [["Loire", True]]),
+        ("18", None, [["Rhone", False]]),
+    ]
+
+
+def test_the_samples_of_a_prompt_with_their_advantages(ask: Ask) -> None:
+    group = ask("group", file="train_step_1", group="g0")
+    # Rewards 1.1, 0.1, 0: mean 0.4, unbiased std sqrt((0.49 + 0.09 + 0.16) / 2) = 0.6082763
+    assert [sample["advantage"] for sample in group["samples"]] == [
+        pytest.approx(0.7 / (0.6082762530 + 1e-6)),
+        pytest.approx(-0.3 / (0.6082762530 + 1e-6)),
+        pytest.approx(-0.4 / (0.6082762530 + 1e-6)),
+        None,
+    ]
+    assert group["formula"] == "(reward - mean) / (std + 1e-6)"
+    shown = ask("trajectory", file="train_step_1", row=1)["group"]
+    assert shown["rows"] == [0, 1, 2, 3] and shown["mean_reward"] == pytest.approx(0.4)
+    assert shown["advantage"] == group["samples"][1]["advantage"]
+
+
+def test_two_steps_compared(ask: Ask) -> None:
+    found = ask("compare", file="train_step_1", other_run="rivers", other_file="train_step_2")
+    assert (found["total"], found["rose"], found["fell"], found["stayed"]) == (3, 1, 1, 1)
+    assert [(row["question"], row["change"]) for row in found["rows"]] == [
+        (QUESTIONS[2], -1.1),
+        (QUESTIONS[0], 0.0),
+        (QUESTIONS[1], 1.1),
+    ]
+    best = ask("compare", file="train_step_1", other_run="rivers", other_file="train_step_2", descending=True, limit=1)
+    assert [row["question"] for row in best["rows"]] == [QUESTIONS[1]]
+    worst = found["rows"][0]
+    pair = ask("question", file="train_step_1", row=worst["left_row"], other_run="rivers", other_file="train_step_2")
+    assert [(sample["row"], sample["reward"]) for sample in pair["samples"]] == [(row, 0.0) for row in range(8, 12)]
+
+
+def test_questions_that_only_one_file_has(ask: Ask) -> None:
+    found = ask("compare", file="train_step_1", other_run="rivers", other_file="val_step_2")
+    assert (found["total"], found["only_left"], found["only_right"]) == (1, 2, 0)

@@ -1,0 +1,139 @@
+"""Files that come, change, are damaged or of another kind; requests that make no sense; the token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from e2e_world import ROOT
+from fastapi.testclient import TestClient
+from viewer_world import Episodes, client_of, river_step, write_run, write_step
+
+from search_r1.search.metrics import Metrics
+from search_r1.viewer.app import create_app
+from search_r1.viewer.pages import Pages
+from verl.errors import DataError
+
+
+def test_what_a_run_adds_is_seen(tmp_path: Path, episodes: Episodes) -> None:
+    client = client_of(write_run(tmp_path / "live", episodes))
+    before = client.get("/api/runs").json()[0]
+    write_step(tmp_path / "live", episodes, "train", 3, river_step(episodes)[:2])
+    after = client.get("/api/runs").json()[0]
+    assert len(after["files"]) == len(before["files"]) + 1 and after["version"] != before["version"]
+    assert client.get("/api/rows", params={"run": "live", "kind": "train", "step": 3}).json()["total"] == 2
+    write_step(tmp_path / "live", episodes, "train", 3, river_step(episodes)[:4])  # a resumed run writes it again
+    assert client.get("/api/runs").json()[0]["version"] != after["version"]
+    assert client.get("/api/rows", params={"run": "live", "kind": "train", "step": 3}).json()["total"] == 4
+
+
+@pytest.mark.parametrize(
+    ("route", "query", "message"),
+    [
+        ("rows", {"run": "gone"}, "there is no run 'gone'"),
+        ("trajectory", {"run": "rivers", "file": "train_step_9", "row": 0}, "no file of trajectories 'train_step_9'"),
+        ("trajectory", {"run": "rivers", "file": "train_step_1", "row": 99}, "has no row 99"),
+        ("group", {"run": "rivers", "file": "train_step_1", "group": "x"}, "has no group 'x'"),
+    ],
+)
+def test_what_is_not_there(river_run: Path, route: str, query: dict[str, Any], message: str) -> None:
+    reply = client_of(river_run).get(f"/api/{route}", params=query)
+    assert reply.status_code == 404 and message in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "query", [{"sort": "component"}, {"sort": "ids; drop"}, {"limit": 100000}, {"offset": -1}, {"x": 1}]
+)
+def test_a_query_that_makes_no_sense(river_run: Path, query: dict[str, Any]) -> None:
+    assert client_of(river_run).get("/api/rows", params={"run": "rivers", **query}).status_code == 422
+
+
+def test_data_needs_the_token_and_the_page_does_not(river_run: Path) -> None:
+    client = client_of(river_run, token="secret")
+    assert client.get("/").status_code == client.get("/static/app.js").status_code == 200
+    assert client.get("/api/runs").status_code == client.get("/metrics").status_code == 401
+    assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_browser_runs_only_the_files_of_this_server(river_run: Path) -> None:
+    for route in ("/", "/api/runs", "/static/app.js", "/absent"):
+        headers = client_of(river_run).get(route).headers
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert headers["x-content-type-options"] == "nosniff"
+    assert "<script>" not in client_of(river_run).get("/").text
+
+
+def test_a_file_that_is_damaged_is_named(tmp_path: Path, episodes: Episodes) -> None:
+    client = client_of(write_run(tmp_path / "run", episodes))
+    broken = tmp_path / "run/trajectories/train_step_1.parquet"
+    broken.write_bytes(b"PAR1 not really")
+    reply = client.get("/api/rows", params={"run": "run", "kind": "train", "step": 1})
+    assert reply.status_code == 404 and str(broken) in reply.json()["detail"]
+
+
+def test_a_path_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither a run nor a folder of runs"):
+        Pages([tmp_path]).runs()
+    with pytest.raises(DataError, match="there is no such file or folder"):
+        Pages([tmp_path / "absent"]).runs()
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    reply = client_of(path).get("/api/rows", params={"run": "prompts.parquet"})
+    assert reply.status_code == 404
+    assert reply.json()["detail"].startswith(f"{path}: holds no trajectories: columns step, group_id")
+
+
+def test_a_single_file_and_one_without_questions(river_run: Path, tmp_path: Path) -> None:
+    """As runs of earlier versions left them."""
+    table = pq.read_table(river_run / "trajectories/train_step_1.parquet").drop_columns(["question"])
+    pq.write_table(table, tmp_path / "old.parquet")
+    client = client_of(tmp_path / "old.parquet")
+    page = client.get("/api/rows", params={"run": "old.parquet", "kind": "old", "sort": "question"}).json()
+    assert page["total"] == 12 and {row["question"] for row in page["rows"]} == {None}
+    shown = client.get("/api/trajectory", params={"run": "old.parquet", "file": "old", "row": 1}).json()
+    assert shown["tokens"]["texts"] is None and shown["tokens"]["ids"] == table["ids"][1].as_py()
+    assert shown["notes"] == ["No tokenizer found: tokens are shown by their ids. Give its folder with --tokenizer."]
+
+
+def test_a_column_with_a_number_a_token_is_an_overlay(river_run: Path, tmp_path: Path) -> None:
+    """As `search_r1.replay log_probs` adds one; numbers that JSON has not are texts."""
+    table = pq.read_table(river_run / "trajectories/train_step_1.parquet").slice(0, 1)
+    values = [-0.5] * len(table["ids"][0])
+    values[3] = float("nan")
+    pq.write_table(table.append_column("log_probs_under", pa.array([values])), tmp_path / "under.parquet")
+    shown = client_of(tmp_path).get("/api/trajectory", params={"run": "under.parquet", "file": "under", "row": 0})
+    assert shown.status_code == 404  # a folder of files is no run
+    client = client_of(tmp_path / "under.parquet")
+    shown = client.get("/api/trajectory", params={"run": "under.parquet", "file": "under", "row": 0})
+    assert list(shown.json()["tokens"]["values"]) == ["log_probs", "log_probs_under"]
+    assert shown.json()["tokens"]["values"]["log_probs_under"] == [
+        "nan" if n == 3 else -0.5 for n in range(len(values))
+    ]
+
+
+def test_nothing_heavy_is_imported(river_run: Path) -> None:
+    code = (
+        "import sys\nfrom fastapi.testclient import TestClient\nfrom pathlib import Path\n"
+        "from search_r1.search.metrics import Metrics\nfrom search_r1.viewer.app import create_app\n"
+        "from search_r1.viewer.pages import Pages\n"
+        f"client = TestClient(create_app(Pages([Path({str(river_run)!r})]), Metrics('viewer')))\n"
+        "query = {'run': 'rivers', 'file': 'train_step_1', 'row': 0}\n"
+        "assert client.get('/api/trajectory', params=query).json()['tokens']['texts']\n"
+        "print(*sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""
+
+
+def test_a_request_that_takes_too_long(river_run: Path) -> None:
+    client = TestClient(create_app(Pages([river_run]), Metrics("viewer"), timeout_s=1e-9))
+    reply = client.get("/api/rows", params={"run": "rivers"})
+    assert reply.status_code == 504 and "not answered within the deadline" in reply.json()["detail"]

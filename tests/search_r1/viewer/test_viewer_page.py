@@ -1,0 +1,226 @@
+"""The page in a real browser, on runs that the real store wrote."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from e2e_world import ROOT
+from playwright.sync_api import Page, expect
+from viewer_world import QUESTIONS, Episodes, Searched, hostile, river_step, served, write_run, write_step
+
+from verl.tracking.trajectory_store import read_trajectories
+
+TRAJECTORY = "#run=rivers&view=trajectory&file=train_step_1&row=1"
+VIEWS = {
+    "list": "#run=rivers&kind=train&step=1",
+    "trajectory": f"{TRAJECTORY}&overlay=log_probs",
+    "group": "#run=rivers&view=group&file=train_step_1&of=g0",
+    "compare": "#run=rivers&view=compare&left=train_step_1&right=train_step_2",
+    "pair": "#run=rivers&view=compare&left=train_step_1&right=train_step_2&pair=0",
+}
+
+
+def total(page: Page, text: str) -> None:
+    expect(page.locator(".total")).to_have_text(text)
+
+
+def test_a_run_is_filtered_and_sorted(page: Page, address: str) -> None:
+    page.goto(address)
+    total(page, "1 to 12 of 12")
+    page.get_by_label("Status").select_option("answered")
+    total(page, "1 to 10 of 10")
+    page.get_by_label("Question").fill("longest")
+    total(page, "1 to 2 of 2")
+    page.get_by_role("button", name="Reward", exact=True).click()
+    expect(page.locator("tbody tr td:first-child")).to_have_text(["0.100", "1.100"])
+    page.get_by_role("button", name="Reward \u25b2").click()
+    expect(page.locator("tbody tr td:first-child")).to_have_text(["1.100", "0.100"])
+    page.get_by_label("Reward, max").fill("0.5")
+    page.get_by_label("Reward, max").press("Enter")
+    total(page, "1 to 1 of 1")
+    link = page.url
+    page.goto("about:blank")
+    page.goto(link)  # in another tab
+    total(page, "1 to 1 of 1")
+    expect(page.get_by_label("Question")).to_have_value("longest")
+    page.get_by_role("button", name="Clear filters").click()
+    total(page, "1 to 12 of 12")
+
+
+def test_a_group_and_one_of_its_samples(page: Page, address: str) -> None:
+    page.goto(f"{address}/{VIEWS['list']}")
+    page.get_by_role("link", name=QUESTIONS[0]).first.click()
+    page.get_by_role("link", name="Group side by side").click()
+    expect(page.locator(".sample")).to_have_count(4)
+    # (1.1 - 0.4) / 0.608276, (0.1 - 0.4) / 0.608276 and (0 - 0.4) / 0.608276; the failed one has none
+    expect(page.locator(".advantage")).to_have_text(["advantage +1.151", "advantage -0.493", "advantage -0.658"])
+    page.get_by_role("link", name="Sample 2").click()
+    expect(page.locator(".why")).to_contain_text('The answer is "seine" after normalisation, and not "loire".')
+    kinds = page.locator(".part").evaluate_all("parts => parts.map(part => part.dataset.kind)")
+    assert kinds == ["prompt", "think", "search", "information", "think", "answer"]
+    expect(page.locator(".part mark")).to_have_text(["Loire", "Loire"])
+    expect(page.locator(".search li").first).to_contain_text("id 17")
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_mask_is_that_of_the_file_token_by_token(page: Page, address: str, river_run: Path, row: int) -> None:
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[row]
+    page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row={row}")
+    page.get_by_label("loss_mask").check()
+    expect(page.locator(".token").first).to_be_visible()
+    shown = page.locator(".token").evaluate_all(
+        "all => all.map(one => [one.dataset.id, one.dataset.mask, one.classList.contains('trained'), one.textContent])"
+    )
+    assert [int(token) for token, *_ in shown] == stored["ids"]
+    assert [trained for _, _, trained, _ in shown] == stored["loss_mask"]
+    assert "".join(text for *_, text in shown) == stored["prompt_text"] + stored["response_text"]
+
+
+def test_the_values_of_a_token(page: Page, address: str, river_run: Path) -> None:
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[1]
+    place = stored["loss_mask"].index(True) + 3
+    page.goto(f"{address}/{VIEWS['trajectory']}")
+    page.locator(f'[data-token="{place}"]').hover()
+    expect(page.locator(".tokenline code")).to_contain_text(f"token {place}, id {stored['ids'][place]},")
+    expect(page.locator(".tokenline code")).to_contain_text(f"trained, log_probs {stored['log_probs'][place]:.4f}")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".tokenline code")).to_contain_text(f"token {place + 1},")
+
+
+def test_two_steps_compared(page: Page, address: str) -> None:
+    page.goto(f"{address}/{VIEWS['compare']}")
+    expect(page.locator(".summary")).to_contain_text("3 questions in both: 1 rose, 1 fell, 1 stayed")
+    expect(page.locator("tbody tr td:first-child")).to_have_text(["-1.100", "0", "+1.100"])
+    page.get_by_role("link", name=QUESTIONS[2]).click()
+    left, right = (page.get_by_role("region", name=side, exact=True) for side in ("Left", "Right"))
+    expect(left.locator(".sample .reward")).to_have_text(["1.100"] * 4)
+    expect(right.locator(".sample .reward")).to_have_text(["0"] * 4)
+
+
+def test_what_a_run_adds_is_shown(page: Page, tmp_path: Path, episodes: Episodes) -> None:
+    run = write_run(tmp_path / "live", episodes)
+    with served(run) as url:
+        page.goto(url)
+        expect(page.locator("tbody tr td:last-child").first).to_have_text("2")
+        write_step(run, episodes, "train", 3, river_step(episodes)[:5])
+        total(page, "1 to 5 of 5")
+        expect(page.locator("tbody tr td:last-child").first).to_have_text("3")
+        expect(page.locator(".live")).to_have_text("4 files, newest step 3")
+        page.goto("about:blank")
+
+
+def test_a_saved_file_opens_without_a_server(page: Page, tmp_path: Path, river_run: Path) -> None:
+    with served(river_run) as url:
+        page.goto(f"{url}/{TRAJECTORY}")
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name="Save as HTML").click()
+        assert waiting.value.suggested_filename == "rivers_train_step_1_row1.html"
+        waiting.value.save_as(tmp_path / "one.html")
+        page.goto("about:blank")
+    page.goto((tmp_path / "one.html").as_uri())
+    expect(page.locator("h1")).to_have_text(QUESTIONS[0])
+    expect(page.locator(".part mark")).to_have_text(["Loire", "Loire"])
+    expect(page.locator(".part.answer")).to_contain_text("<answer>Seine</answer>")
+    expect(page.locator(".part.think").first).to_have_css("border-left-width", "4px")  # its style is inside
+
+
+def test_why_is_this_reward_0(page: Page, river_run: Path) -> None:
+    """One command, as documented, and at most three clicks."""
+    command = [sys.executable, "-m", "search_r1.viewer", str(river_run), "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        said = next(line for line in server.stderr if "serving" in line)
+        found = re.search(r"http://\S+", said)
+        assert found is not None
+        page.goto(found.group())
+        clicks = [page.get_by_role("button", name="Reward 0"), page.get_by_role("link", name=QUESTIONS[0]).first]
+        for click in clicks:
+            click.click()
+        assert len(clicks) <= 3
+        expect(page.locator(".why")).to_contain_text("There is no complete answer in any turn")
+        page.goto("about:blank")
+    finally:
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("payload", hostile())
+def test_what_was_stored_stays_text(page: Page, tmp_path: Path, episodes: Episodes, payload: str) -> None:
+    searched = Searched(payload, payload, [(payload, "T", payload)])
+    answer = f"<answer>{payload}</answer>"
+    trajectory = episodes.played("g", payload, [payload], [searched, answer], 0.0, {payload: 1.0}, data_source=payload)
+    run = write_run(tmp_path / "run", episodes)
+    write_step(run, episodes, "train", 9, [trajectory, trajectory])
+    with served(run) as url:
+        for view in ("list", "trajectory&row=0&overlay=loss_mask", "trajectory&row=0", "group&of=g", "compare"):
+            page.goto("about:blank")  # so that nothing of the view before is there
+            page.goto(f"{url}/#run=run&kind=train&file=train_step_9&view={view}&left=train_step_9&right=train_step_9")
+            page.get_by_text("Trajectories").first.wait_for()
+            shown = page.locator("#app")
+            expect(shown).to_contain_text(payload[:200], use_inner_text=False)
+            assert page.evaluate("window.hacked") is None
+            assert page.locator("main script, main img, main svg, main a[href^=javascript]").count() == 0
+        page.goto("about:blank")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_serious_barrier(page: Page, address: str, view: str, scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.goto(f"{address}/{VIEWS[view]}")
+    expect(page.locator("main h2, main table").first).to_be_visible()
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_narrow_window_does_not_scroll_sideways(page: Page, address: str, view: str) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto(f"{address}/{VIEWS[view]}")
+    expect(page.locator("main h2, main table").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_keys(page: Page, address: str) -> None:
+    page.goto(f"{address}/{VIEWS['list']}")
+    total(page, "1 to 12 of 12")
+    page.keyboard.press("j")
+    expect(page.locator("tr.chosen")).to_contain_text("0.100")
+    page.keyboard.press("Enter")
+    expect(page.locator(".facts").first).to_contain_text("train_step_1, row 1")
+    page.keyboard.press("j")
+    expect(page.locator(".facts").first).to_contain_text("train_step_1, row 2")
+    page.keyboard.press("o")
+    expect(page.get_by_label("loss_mask")).to_be_checked()
+    page.keyboard.press("g")
+    expect(page.locator(".sample")).to_have_count(4)
+    page.keyboard.press("u")
+    total(page, "1 to 12 of 12")
+    page.keyboard.press("/")
+    page.keyboard.type("gk")  # letters in a field are no keys
+    total(page, "Nothing fits the filters.")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("all samples of the prompt side by side")
+    page.keyboard.press("Escape")
+    page.keyboard.press("t")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
+
+
+def test_a_server_with_a_token_asks_for_it(browser: Any, river_run: Path) -> None:
+    with served(river_run, token="secret") as url:
+        page = browser.new_page()  # the refused request is an error in its console
+        page.goto(url)
+        page.get_by_label("Token of this server").fill("secret")
+        page.get_by_role("button", name="Open").click()
+        total(page, "1 to 12 of 12")
+        assert "secret" not in page.url
+        page.close()
