@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 import servers
+import torch
 
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
@@ -271,7 +272,9 @@ class InProcess:
 
     def __init__(self, config: Config, watched: Watched) -> None:
         settings = settings_of(config, EpisodeLimits.from_config(config).window, "cpu")
-        os.environ |= engine_variables(settings, on_cpu=True)
+        variables = engine_variables(settings, on_cpu=True)
+        os.environ |= variables
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read the environment before
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
@@ -299,7 +302,7 @@ class InProcess:
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids, _ in batch]
         with self._watched.busy():
-            outputs = await asyncio.to_thread(self._llm.generate, prompts, how, use_tqdm=False)
+            outputs = self._llm.generate(prompts, how, use_tqdm=False)  # nothing else goes on in this loop
         return [_generation(output.outputs[0]) for output in outputs]
 
 

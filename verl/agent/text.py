@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none yet
 
 
+@lru_cache(maxsize=256)  # a reply is measured, then encoded, and trajectories of one question look the same things up
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The ids of `text` alone: no BOS, no EOS."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -9,8 +9,8 @@ message brings a turn's ids and log-probs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -37,7 +37,8 @@ class TurnScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._log_probs: dict[str, array[float]] = {}  # of the turns that are being sampled; float32 as they come
+        # Of the turns that are being sampled, float32 as they come. Those of a request that is aborted go with it.
+        self._log_probs: WeakKeyDictionary[Request, array[float]] = WeakKeyDictionary()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -48,13 +49,6 @@ class TurnScheduler(Scheduler):
         for outputs in sent.values():
             outputs.outputs = [output for output in outputs.outputs if self._is_due(output, before[output.request_id])]
         return {client: outputs for client, outputs in sent.items() if _has_news(outputs)}
-
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """From outside: nobody waits for these turns any more."""
-        finished = super().finish_requests(request_ids, finished_status)
-        for request in finished:
-            self._log_probs.pop(request.request_id, None)
-        return finished
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -76,13 +70,12 @@ class TurnScheduler(Scheduler):
         """Keeps the log-probs of a turn that is not over, and gives one that is all of its tokens."""
         if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
             return True
-        log_probs = self._log_probs.setdefault(output.request_id, array("f"))
+        log_probs = self._log_probs.setdefault(request, array("f"))
         if output.new_logprobs is not None:
             log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finished:
             output.new_token_ids = list(request._output_token_ids)
             output.new_logprobs = _of_sampled(output.new_token_ids, log_probs) if log_probs else None
-            del self._log_probs[output.request_id]
         return bool(output.finished)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,32 @@ def test_token_that_reaches_past_a_stop_string_is_kept_whole(
     stopped = session.run(session.engine.generate(prompts[1], Sampling(max_tokens=24, seed=seed, stop=(stop,))))
     assert stopped.ids == free.ids[: len(stopped.ids)]
     assert len(stopped.ids) <= found + 1
+
+
+def test_a_turn_comes_in_one_message(session: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that are sampled together, also of those that a stop string ends; a stream has a message a token."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    received: Counter[str] = Counter()
+    process = OutputProcessor.process_outputs
+
+    def counted(self: Any, outputs: Any, *args: Any) -> Any:
+        received.update(output.request_id for output in outputs)
+        return process(self, outputs, *args)
+
+    monkeypatch.setattr(OutputProcessor, "process_outputs", counted)
+    how = [*seeded(prompts[:12]), *seeded(prompts[12:], stop=(" ", "e"))]
+    turns = session.run(sample_all(session.engine, prompts, how))
+    assert {turn.finish_reason for turn in turns} == {"stop", "length"}
+    assert list(received.values()) == [1] * len(prompts)
+    received.clear()
+
+    async def stream() -> int:
+        return sum([len(piece.ids) async for piece in session.engine.stream(prompts[0], how[0])])
+
+    length = session.run(stream())
+    assert length == len(turns[0].ids)
+    assert list(received.values()) == [length]
 
 
 def test_end_of_sequence_is_part_of_the_turn(
