@@ -91,7 +91,7 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
             assert math.isfinite(steps[step][name]), name
         for phase in ("sample", "update", "sync"):  # the log-probs are the sampler's
             assert 0.1 < steps[step][f"memory_gib/{phase}/actor"] < 16, phase
-        assert steps[step]["env/failed_ratio"] == 0
+        assert steps[step]["env/failed_ratio"] == 0 and steps[step]["rollout/staleness/max"] == 0
 
 
 def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:
