@@ -43,14 +43,17 @@ def test_one_step_off(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_rollback_throws_away_what_the_collapsed_weights_sampled(command: Command, tmp_path: Path) -> None:
-    """The KL to the anchor, which does not move here, is 0 in the first step and then an alarm."""
-    guard = "trainer.collapse_guard"
-    alarm = (f"{guard}.action=rollback", f"{guard}.max_kl=1e-7", f"{guard}.patience=1", f"{guard}.max_rollbacks=9")
-    still = ("algorithm.ref_policy_ema_tau=1.0", "trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1.0e-3")
-    done = run_and_listen(*command(tmp_path, *BOUNDED, *PLAIN, *alarm, *still))
-    assert done.stderr.count("Going back to step") >= 2, done.stderr[-4000:]
-    metrics = metrics_by_step(tmp_path)
-    first = min(step for step in metrics if metrics[step]["actor/kl_loss"] > 1e-7)
-    assert metrics[first + 1]["rollout/staleness/max"] == 0, "sampled anew, with the weights that were put back"
-    assert versions_of(tmp_path, first + 1) == {first}
+    """Versions 3 and 4 have collapsed. The first batch of one of them sets the alarm off, while others are sampled;
+    the run goes back to the checkpoint before that version, and no other batch of a collapsed version is trained.
+    """
+    reward = ("reward.function=tests.collapsing_reward.CollapsingReward", "reward.kwargs={collapsed: [3, 4]}")
+    settings = ("action=rollback", "min_reward=0.25", "patience=1", "max_rollbacks=9")
+    guard = [f"trainer.collapse_guard.{setting}" for setting in settings]
+    done = run_and_listen(*command(tmp_path, *BOUNDED, *PLAIN, *reward, *guard, "trainer.save_freq=1"))
+    assert done.stderr.count("Going back to step") == 1, done.stderr[-4000:]
+    versions = {step: versions_of(tmp_path, step) for step in range(1, STEPS + 1)}
+    [(step, (version,))] = [(step, found) for step, found in versions.items() if found & {3, 4}]
+    assert f"Going back to step {version - 1} with half the learning rate" in done.stderr
+    assert metrics_by_step(tmp_path)[step]["critic/score/mean"] == 0
+    assert step == STEPS or versions[step + 1] == {step}, "sampled anew, with the weights that were put back"
     assert_each_prompt_once(tmp_path)

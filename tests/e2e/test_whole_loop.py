@@ -92,7 +92,7 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
             assert math.isfinite(steps[step][name]), name
         for phase in ("sample", "update", "sync"):  # the log-probs are the sampler's
             assert 0.1 < steps[step][f"memory_gib/{phase}/actor"] < 16, phase
-        assert steps[step]["env/failed_ratio"] == 0
+        assert steps[step]["env/failed_ratio"] == 0 and steps[step]["rollout/staleness/max"] == 0
         assert steps[step]["health/mismatch/mean_abs"] < 1e-4 and steps[step]["health/entropy"] > 0  # from the update
         assert "timing_s/old_log_prob" not in steps[step]
         assert steps[step]["perf/time_per_step"] == steps[step]["timing_s/step"]
