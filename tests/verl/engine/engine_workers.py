@@ -17,8 +17,9 @@ from verl.engine import residence
 from verl.engine.batching import RankValues, merge_rows
 from verl.engine.device import init_process_group
 from verl.engine.exchange import exchange, rows_of
+from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import named_tensors, whole
+from verl.engine.sharding import whole
 from verl.errors import NumericalError
 from verl.rollout.weight_buckets import gathered
 
@@ -112,12 +113,14 @@ def load_and_go_on(state: Path, folder: Path, model_path: str, other_model_path:
     return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
 
 
-def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+def move_and_stay(
+    folder: Path, model_path: str, other_model_path: str, adapters: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The same steps with tensors that move between the phases, and with tensors that stay."""
-    results = {}
+    results, settings = {}, (*KL, *OFFLOAD, *adapters)
     for name, moving in (("moved", True), ("stayed", False)):
         residence.moves_on = lambda device, moving=moving: moving
-        engine = make_engine(model_path, folder, *KL, *OFFLOAD, anchor_path=other_model_path)
+        engine = make_engine(model_path, folder, *settings, anchor_path=other_model_path)
         on_device = [len(engine.residence.on_device)]
         metrics = []
         for seed in (0, 1):
@@ -133,7 +136,8 @@ def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[
         engine.resumable.saved()
         engine.save_pretrained(folder / f"{name}_saved", None)
         whole_state = _whole_state(engine)
-        resumed = make_engine(other_model_path, folder, *KL, *OFFLOAD, anchor_path=model_path)
+        start = model_path if adapters else other_model_path  # a state with adapters belongs to its base
+        resumed = make_engine(start, folder, *settings, anchor_path=model_path)
         resumed.load_state(state)
         on_device.append(len(resumed.residence.on_device))
         metrics.append(resumed.update(make_batch(12, seed=2)))
@@ -144,7 +148,7 @@ def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[
             "metrics": metrics,
             "log_prob": part.tokens["log_prob"],
             "resumed": dict(resumed.iter_full_parameters()),
-            "bucket": gathered(named_tensors(engine.policy), torch.float32),
+            "bucket": gathered(merged_tensors(engine.policy), torch.float32),
             "restored": dict(engine.iter_full_parameters("anchor")),
         }
     return results
@@ -156,7 +160,7 @@ def _whole_state(engine: PolicyEngine) -> dict[str, Any]:
     moments = {
         f"{key}.{name}": whole(value).clone()
         for name, parameter in named
-        for key, value in engine.learner.optimizer.state[parameter].items()
+        for key, value in engine.learner.optimizer.state.get(parameter, {}).items()
     }
     policy, anchor = (
         {name: tensor.clone() for name, tensor in engine.iter_full_parameters(of)} for of in ("policy", "anchor")
