@@ -146,7 +146,7 @@ def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, or
     answers.put((rank, len(memory.held) if isinstance(memory, DeviceBuckets) else memory.capacity))
 
 
-@pytest.mark.parametrize(("on_device", "lora_rank"), [(False, 0), (True, 0), (False, 5), (True, 5)])
+@pytest.mark.parametrize(("on_device", "lora_rank"), [(False, 0), (True, 0), (False, 33), (True, 33)])
 def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_format(
     on_device: bool, lora_rank: int, tiny_model_dir: Path, weight_dir: Path
 ) -> None:
