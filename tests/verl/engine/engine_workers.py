@@ -213,15 +213,15 @@ def learn_from_own_columns(folder: Path, model_path: str, other_model_path: str)
     return results
 
 
-def adapt(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()) -> dict[str, Any]:
     """Adapters with a reference that is their base: gradients, three steps, what is saved."""
     results: dict[str, Any] = {"gradients": {}}
     for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl"):
         num_rows, overrides = CASES[name]
-        engine = make_engine(model_path, folder, *KL, *LORA, *overrides, with_anchor=True)
+        engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *overrides, with_anchor=True)
         engine.update(make_batch(12, seed=1))  # from zeros A has no gradient
         results["gradients"][name] = engine.gradients(make_batch(num_rows))
-    engine = make_engine(model_path, folder, *KL, *LORA, *MINI_BATCHES, with_anchor=True)
+    engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *MINI_BATCHES, with_anchor=True)
     results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
     results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
     engine.save_pretrained(folder / "saved", None)
