@@ -391,7 +391,10 @@ RULES: list[tuple[str, Rule]] = [
         r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
         accepts_options,
     ),
-    (r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update|viewer|rollouts)\.py", accepts_options),
+    (
+        r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update|viewer|rollouts)\.py",
+        accepts_options,
+    ),
     (
         r"python scripts/bench/(driver_step|data_plane)\.py",
         runs_apart("--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1"),

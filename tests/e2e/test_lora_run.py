@@ -37,7 +37,8 @@ def test_a_run_with_adapters(tinywiki: Path, policy: Path, tinywiki_url: str, tm
         saved = tmp_path / "straight" / role / "global_step_3"
         adapter = load_file(saved / "adapter" / "adapter_model.safetensors")
         assert sum("lora_" in name for name in adapter) == 2 * layers
-        assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+        learned = [bool(tensor.any()) for name, tensor in adapter.items() if "lora_B" in name]
+        assert role == "critic" or all(learned)  # so weak a policy may have no reward, and a critic then no error
     assert not (tmp_path / "straight" / "ref").exists()
 
     train(tmp_path / "broken", "trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.total_training_steps=3")

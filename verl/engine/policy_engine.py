@@ -23,6 +23,7 @@ from verl.engine.exchange import exchange, rows_of
 from verl.engine.kl_objective import policy_topk, reads_anchor
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
+from verl.engine.lora import adapted_layers
 from verl.engine.merging import iter_full_parameters, merged_tensors
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
 from verl.engine.model import CausalModel, layout_of, weights_of
@@ -228,9 +229,13 @@ class PolicyEngine(TrainedEngine):
         anchor = self._own_weights_of("anchor")
         with self.residence.during(Phase.UPDATE, Part.PARAMETERS, Part.ANCHOR):
             reshard(self.policy)
-            for mine, (_, theirs) in zip(weights_of(anchor.model), merged_tensors(self.policy), strict=True):
-                if theirs.is_floating_point():
-                    anchor_rule.follow([local(mine[1])], [local(theirs)], tau)
+            mine = [local(tensor) for _, tensor in weights_of(anchor.model) if tensor.is_floating_point()]
+            theirs = (local(tensor) for _, tensor in merged_tensors(self.policy) if tensor.is_floating_point())
+            if any(adapted_layers(self.policy)):  # what is merged takes memory: one weight at a time
+                for pair in zip(mine, theirs, strict=True):
+                    anchor_rule.follow(pair[:1], pair[1:], tau)
+            else:
+                anchor_rule.follow(mine, list(theirs), tau)
             reshard(anchor)
 
     def iter_full_parameters(self, of: Which = "policy") -> Iterator[tuple[str, torch.Tensor]]:

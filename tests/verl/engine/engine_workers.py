@@ -21,8 +21,9 @@ from verl.engine.batching import ModelInput, RankValues, merge_rows
 from verl.engine.device import init_process_group
 from verl.engine.exchange import exchange, rows_of
 from verl.engine.learner import TokenLoss
+from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import named_tensors, whole
+from verl.engine.sharding import whole
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered
@@ -118,12 +119,14 @@ def load_and_go_on(state: Path, folder: Path, model_path: str, other_model_path:
     return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
 
 
-def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+def move_and_stay(
+    folder: Path, model_path: str, other_model_path: str, adapters: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The same steps with tensors that move between the phases, and with tensors that stay."""
-    results = {}
+    results, settings = {}, (*KL, *OFFLOAD, *adapters)
     for name, moving in (("moved", True), ("stayed", False)):
         residence.moves_on = lambda device, moving=moving: moving
-        engine = make_engine(model_path, folder, *KL, *OFFLOAD, anchor_path=other_model_path)
+        engine = make_engine(model_path, folder, *settings, anchor_path=other_model_path)
         on_device = [len(engine.residence.on_device)]
         metrics = []
         for seed in (0, 1):
@@ -139,7 +142,8 @@ def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[
         engine.resumable.saved()
         engine.save_pretrained(folder / f"{name}_saved", None)
         whole_state = _whole_state(engine)
-        resumed = make_engine(other_model_path, folder, *KL, *OFFLOAD, anchor_path=model_path)
+        start = model_path if adapters else other_model_path  # a state with adapters belongs to its base
+        resumed = make_engine(start, folder, *settings, anchor_path=model_path)
         resumed.load_state(state)
         on_device.append(len(resumed.residence.on_device))
         metrics.append(resumed.update(make_batch(12, seed=2)))
@@ -150,7 +154,7 @@ def move_and_stay(folder: Path, model_path: str, other_model_path: str) -> dict[
             "metrics": metrics,
             "log_prob": part.tokens["log_prob"],
             "resumed": dict(resumed.iter_full_parameters()),
-            "bucket": gathered(named_tensors(engine.policy), torch.float32),
+            "bucket": gathered(merged_tensors(engine.policy), torch.float32),
             "restored": dict(engine.iter_full_parameters("anchor")),
         }
     return results
@@ -162,7 +166,7 @@ def _whole_state(engine: PolicyEngine) -> dict[str, Any]:
     moments = {
         f"{key}.{name}": whole(value).clone()
         for name, parameter in named
-        for key, value in engine.learner.optimizer.state[parameter].items()
+        for key, value in engine.learner.optimizer.state.get(parameter, {}).items()
     }
     policy, anchor = (
         {name: tensor.clone() for name, tensor in engine.iter_full_parameters(of)} for of in ("policy", "anchor")
@@ -273,15 +277,15 @@ def _unit_events(profiled: profile) -> Iterator[tuple[float, str]]:
             yield event.time_range.start, f"{kinds[match[1]]} {match[2].rsplit('.', 1)[-1] if match[2] else 'root'}"
 
 
-def adapt(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
+def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()) -> dict[str, Any]:
     """Adapters with a reference that is their base: gradients, three steps, what is saved."""
     results: dict[str, Any] = {"gradients": {}}
     for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl"):
         num_rows, overrides = CASES[name]
-        engine = make_engine(model_path, folder, *KL, *LORA, *overrides, with_anchor=True)
+        engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *overrides, with_anchor=True)
         engine.update(make_batch(12, seed=1))  # from zeros A has no gradient
         results["gradients"][name] = engine.gradients(make_batch(num_rows))
-    engine = make_engine(model_path, folder, *KL, *LORA, *MINI_BATCHES, with_anchor=True)
+    engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *MINI_BATCHES, with_anchor=True)
     results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
     results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
     engine.save_pretrained(folder / "saved", None)

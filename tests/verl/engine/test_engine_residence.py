@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residence_module, "moves_on", lambda device: True)
 
 
+@pytest.mark.parametrize("adapters", [(), engine_workers.LORA])
 def test_two_ranks_train_to_the_same_bits_whether_or_not_their_tensors_move(
-    tmp_path: Path, model_path: str, other_model_path: str
+    adapters: tuple[str, ...], tmp_path: Path, model_path: str, other_model_path: str
 ) -> None:
     """61 rows over two ranks: one shard is padded. Saving, loading and going on happen while everything is away."""
-    for rank in engine_workers.run(tmp_path, model_path, other_model_path, 2, engine_workers.move_and_stay):
+    task = partial(engine_workers.move_and_stay, adapters=adapters)
+    for rank in engine_workers.run(tmp_path, model_path, other_model_path, 2, task):
         stayed, moved = rank["stayed"], rank["moved"]
         assert moved["on_device"] == [0] * 4
         assert (moved["movable"], stayed["movable"]) == (4, 0)

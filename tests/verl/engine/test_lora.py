@@ -188,12 +188,18 @@ def test_adapters_do_not_depend_on_where_the_base_is_read_from(model_path: str, 
     assert 0.9 < first[name].abs().max() * 32**0.5 <= 1
 
 
-def test_two_workers_give_what_one_does(model_path: str, other_model_path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "sharding"), [(2, ()), pytest.param(4, engine_workers.IN_PAIRS, marks=pytest.mark.slow)]
+)
+def test_several_workers_give_what_one_does(
+    workers: int, sharding: tuple[str, ...], model_path: str, other_model_path: str, tmp_path: Path
+) -> None:
     paths = (model_path, other_model_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one = engine_workers.adapt(tmp_path / "one", *paths)
-    two = engine_workers.run(tmp_path / "two", *paths, 2, engine_workers.adapt)[0]
+    task = partial(engine_workers.adapt, sharding=sharding)
+    two = engine_workers.run(tmp_path / "two", *paths, workers, task)[0]
     for case, gradient in one["gradients"].items():
         assert relative_error(two["gradients"][case], gradient) < 1e-5, case
     for mine, theirs in zip(one["metrics"], two["metrics"], strict=True):

@@ -17,9 +17,12 @@ from weight_source import stream_of
 
 from verl.config import Config, load_config
 from verl.engine.device import device_mesh, init_process_group
+from verl.engine.lora import Lora, add_adapters, begin_adapters
+from verl.engine.model import Decoder
 from verl.errors import NumericalError, WeightSyncError
 from verl.rollout import weight_buckets, weight_export, weight_memory
 from verl.rollout.exported_weights import ExportedWeights, merge_exports
+from verl.rollout.weight_adapters import adapters_of
 from verl.rollout.weight_buckets import places_of, plan_buckets
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_export import WeightExporter
@@ -115,9 +118,13 @@ def test_every_rank_writes_its_rows_and_every_host_has_them_all(
             process.join()
 
 
-def config_of(model_dir: Path) -> Config:
+def config_of(model_dir: Path, lora_rank: int = 0) -> Config:
     rollout = "actor_rollout_ref.rollout"
-    settings = [f"actor_rollout_ref.model.path={model_dir}", f"{rollout}.weight_sync.bucket_mib=1"]
+    settings = [
+        f"actor_rollout_ref.model.lora_rank={lora_rank}",
+        f"actor_rollout_ref.model.path={model_dir}",
+        f"{rollout}.weight_sync.bucket_mib=1",
+    ]
     settings += ["actor_rollout_ref.actor.num_threads=1", f"{rollout}.dtype=bfloat16", "trainer.device=cpu"]
     return load_config("ppo_trainer", settings)
 
@@ -139,17 +146,22 @@ def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, or
     answers.put((rank, len(memory.held) if isinstance(memory, DeviceBuckets) else memory.capacity))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("on_device", "lora_rank"), [(False, 0), (True, 0), (False, 33), (True, 33)])
 def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_format(
-    on_device: bool, tiny_model_dir: Path, weight_dir: Path
+    on_device: bool, lora_rank: int, tiny_model_dir: Path, weight_dir: Path
 ) -> None:
-    """Through memory of the host, and through that of a device, of which every rank has one."""
+    """Through memory of the host, and through that of a device, of which every rank has one. Of adapters these alone,
+    in float32."""
     context = mp.get_context("spawn")
     answers, orders = context.Queue(), [context.Queue(), context.Queue()]
-    args = (on_device, config_of(tiny_model_dir), weight_dir)
+    args = (on_device, config_of(tiny_model_dir, lora_rank), weight_dir)
     ranks = [context.Process(target=_export_as_rank, args=(i, *args, orders[i], answers)) for i in range(2)]
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
     expected, found = dict(model.named_parameters()), list[str]()
+    if lora_rank:
+        add_adapters(model, Lora(lora_rank, 16, "all-linear"), torch.bfloat16)
+        begin_adapters(model, seed=args[1].trainer.seed)
+        expected = adapters_of(Decoder(model))
 
     def export(index: int) -> list[ExportedWeights]:
         for queue in orders:
