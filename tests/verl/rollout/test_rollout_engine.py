@@ -173,9 +173,9 @@ def test_a_turn_comes_in_one_message(session: Any, prompts: list[list[int]], mon
     received: Counter[str] = Counter()
     process = OutputProcessor.process_outputs
 
-    def counted(self: Any, outputs: Any, *args: Any) -> Any:
+    def counted(self: Any, outputs: Any, *args: Any, **more: Any) -> Any:
         received.update(output.request_id for output in outputs)
-        return process(self, outputs, *args)
+        return process(self, outputs, *args, **more)
 
     monkeypatch.setattr(OutputProcessor, "process_outputs", counted)
     how = [*seeded(prompts[:12]), *seeded(prompts[12:], stop=(" ", "e"))]
