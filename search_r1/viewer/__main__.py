@@ -60,8 +60,10 @@ def _serve(args: argparse.Namespace) -> int:
     pages = Pages(args.paths, args.tokenizer)
     runs = pages.runs()
     listener = bind(args.host, args.port)
+    app = create_app(pages, Metrics("search_r1_viewer"), token, args.timeout_s)
+    listener.listen()  # who follows the address at once waits, and is not refused
     announce(f"{len(runs)} run{'s' * (len(runs) != 1)}", listener, token, "/")
-    serve(create_app(pages, Metrics("search_r1_viewer"), token, args.timeout_s), listener)
+    serve(app, listener)
     return 0
 
 

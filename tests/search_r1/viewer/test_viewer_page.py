@@ -211,6 +211,7 @@ def test_keys(page: Page, address: str) -> None:
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_contain_text("all samples of the prompt side by side")
     page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
     page.keyboard.press("t")
     expect(page.locator("html")).to_have_attribute("data-theme", "light")
 
