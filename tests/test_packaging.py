@@ -161,7 +161,5 @@ def test_a_breach_of_a_wall_is_seen(file: str, line: str, wall: str, tmp_path: P
     linter = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run([linter, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1, result.stdout + result.stderr
-    broken = [
-        entry for entry in result.stdout.splitlines() if " BROKEN" in entry
-    ]  # behind it: how many imports are ignored
+    broken = [entry for entry in result.stdout.splitlines() if " BROKEN" in entry]
     assert any(entry.startswith(wall) for entry in broken), result.stdout
