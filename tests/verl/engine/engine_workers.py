@@ -179,6 +179,7 @@ def _worker(rank: int, num_workers: int, folder: Path, model_path: str, other_mo
     torch.set_num_threads(1)
     init_process_group(rank, num_workers, f"file://{folder}/store", CPU)
     torch.save(task(folder, model_path, other_model_path), folder / f"rank_{rank}.pt")
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 
