@@ -221,17 +221,19 @@ def test_engines_that_were_started_anew_wait_for_weights_that_are_not_in_trainin
     that is ready stays.
     """
     one = world(2, 4, free=True)
-    collect, died = one.sampler.collect, threading.Event()
+    collect, taken, died = one.sampler.collect, threading.Event(), threading.Event()
 
     def dying(step: int) -> Collected:
         collected = collect(step)
         if step == 3 and not died.is_set():
+            assert taken.wait(DEADLINE_S)  # a loop that is still in `take` would load weights at once
             died.set()
             one.rollouts.publish()  # what the manager does when it has started the last engine anew
         return collected
 
     one.sampler.collect = dying  # type: ignore[method-assign]
     one.take(1)
+    taken.set()
     assert died.wait(DEADLINE_S)
     assert one.sampler.versions == [(1, 0), (2, 0), (3, 0)]
     one.train(1)
