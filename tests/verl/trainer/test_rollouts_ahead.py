@@ -77,6 +77,7 @@ def test_no_more_is_sampled_ahead_than_the_bound_allows(world: Callable[..., Wor
     time.sleep(0.05)  # a fourth would be begun by now
     assert len(one.sampler.versions) == 3
     one.train(1)
+    one.take(2)
     until(lambda: one.sampler.versions[3:] == [(4, 1)])
 
 
@@ -183,19 +184,18 @@ def test_the_last_step_can_be_thrown_away_too(world: Callable[..., World]) -> No
 
 
 def test_a_resumed_run_samples_again_what_was_sampled_ahead(world: Callable[..., World]) -> None:
-    """Saved after step 2, while step 3 is ready and step 4 is being sampled: it goes on with the prompts of step 3."""
+    """Saved after step 1, while step 2 is ready and step 3 is being sampled: it goes on with the prompts of step 2."""
     one = world(2, 9)
-    one.sampler.permits.release(3)
+    one.sampler.permits.release(2)
     one.take(1)
+    until(lambda: len(one.sampler.versions) == 3)
     one.train(1)
-    one.take(2)
-    until(lambda: len(one.sampler.versions) == 4)
-    one.train(2)
     saved = one.source.state().to_json()
-    assert saved["prompts"] == {"position": 4}
-    resumed = world(2, 9, free=True, first=2)
+    assert saved["prompts"] == {"position": 2}
+    assert one.take(2) == [2, 3] and one.source.state().prompts == {"position": 4}
+    resumed = world(2, 9, free=True, first=1)
     SamplingState.from_json(saved).put_back(resumed.sampler.prompts)  # type: ignore[arg-type]
-    assert resumed.take(3) == [4, 5] and resumed.sampler.versions[0] == (3, 2)
+    assert resumed.take(2) == [2, 3] and resumed.sampler.versions[0] == (2, 1)
 
 
 def test_a_reward_draws_the_same_after_a_resume(world: Callable[..., World]) -> None:
@@ -221,17 +221,19 @@ def test_engines_that_were_started_anew_wait_for_weights_that_are_not_in_trainin
     that is ready stays.
     """
     one = world(2, 4, free=True)
-    collect, died = one.sampler.collect, threading.Event()
+    collect, taken, died = one.sampler.collect, threading.Event(), threading.Event()
 
     def dying(step: int) -> Collected:
         collected = collect(step)
         if step == 3 and not died.is_set():
+            assert taken.wait(DEADLINE_S)  # a loop that is still in `take` would load weights at once
             died.set()
             one.rollouts.publish()  # what the manager does when it has started the last engine anew
         return collected
 
     one.sampler.collect = dying  # type: ignore[method-assign]
     one.take(1)
+    taken.set()
     assert died.wait(DEADLINE_S)
     assert one.sampler.versions == [(1, 0), (2, 0), (3, 0)]
     one.train(1)
