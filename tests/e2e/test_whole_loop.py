@@ -107,10 +107,15 @@ def test_a_timeline_has_what_driver_engine_and_rank_did(run_dir: Path) -> None:
         names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         spans = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in events if "dur" in event]
         done = {(who, what) for who, what, _, _ in spans}
-        assert {("driver", "gen"), ("engine 0", "rollouts"), ("engine 0", "generate"), ("actor 0", "update")} <= done
+        assert {
+            ("driver", "gen"),
+            ("engine 0", "rollouts"),
+            ("engine 0", "generate"),
+            ("actor 0", "update_and_score"),
+        } <= done
         [(_, _, start, length)] = [span for span in spans if span[1] == "step"]
         assert length / 1e6 == pytest.approx(steps[step]["timing_s/step"], abs=1e-3)
-        for who, what in (("engine 0", "generate"), ("actor 0", "update")):
+        for who, what in (("engine 0", "generate"), ("actor 0", "update_and_score")):
             times = [(ts, dur) for *span, ts, dur in spans if span == [who, what]]
             assert any(start <= ts and ts + dur <= start + length for ts, dur in times), "on one clock"
 
