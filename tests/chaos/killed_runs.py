@@ -20,7 +20,7 @@ from training_process import TrainingProcess
 
 from verl.tracking.trajectory_store import read_trajectories
 
-ROLLOUT, UPDATE = "ray::RolloutWorker.run", "ray::ActorWorker.update"
+ROLLOUT, UPDATE = "ray::RolloutWorker.play", "ray::ActorWorker.update"
 
 
 class KilledRun:

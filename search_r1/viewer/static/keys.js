@@ -16,18 +16,20 @@ const LIST = [
   ["?", "this list"],
 ];
 
-// Calls `act` when the key is pressed outside of a field.
+// Calls `act` when the key is pressed outside of a field: that of what is shown, since effects come after it is shown.
 export function useKey(key, act) {
+  const latest = useRef();
+  latest.current = act;
   useEffect(() => {
     const pressed = (event) => {
       if (event.key !== key || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.target.closest?.("input, select, textarea, dialog")) return;
       event.preventDefault();
-      act();
+      latest.current();
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
-  });
+  }, [key]);
 }
 
 export function Help({ close }) {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from transformers import PreTrainedTokenizerFast
 from viewer_world import Episodes, served, write_run
 
@@ -24,6 +24,8 @@ def river_run(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> P
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+
+expect.set_options(timeout=30_000)  # ms: on a busy machine a page of huge tokens takes a while
 
 
 @pytest.fixture(scope="module")
