@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from verl.config import check_supported, load_config_from_argv
 from verl.config.doubtful import doubts
 from verl.startup import log_to_stderr, phase, tell
-from verl.trainer.ending import ending
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
 from verl.trainer.run_lock import run_lock
@@ -64,6 +63,7 @@ def run(config: Config) -> None:
 
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect
+        from verl.trainer.ending import ending  # its curves come with matplotlib
         from verl.trainer.fewer_nodes import on_nodes_that_are_there
         from verl.trainer.janitor import Janitor
         from verl.trainer.rl_trainer import RLTrainer
