@@ -15,9 +15,9 @@ from e2e_world import ROOT
 
 # `ray start` as it is called, where, and with which secret; it stays until it is ended.
 RAY = """#!/usr/bin/env bash
+trap 'echo "${NODE:-here} ended" >>"$CALLS"; kill $(jobs -p) 2>/dev/null; exit' TERM HUP
 echo "${NODE:-here} token=$RAY_AUTH_TOKEN mode=$RAY_AUTH_MODE niceness=$RAY_worker_niceness $*" >>"$CALLS"
 if [[ "$*" == *--head* ]]; then python3 -m http.server --bind 127.0.0.1 6379 >"$CALLS.head" 2>&1 & fi
-trap 'echo "${NODE:-here} ended" >>"$CALLS"; kill $(jobs -p) 2>/dev/null; exit' TERM HUP
 while :; do sleep 0.1; done
 """
 SSH = '#!/usr/bin/env bash\nshift 2\nNODE=$1 exec bash -c "$2"\n'
