@@ -2,65 +2,35 @@
 # GRPO with a KL loss to the frozen start model, on one node. Needs a retrieval server (bash retrieval_launch.sh).
 #   bash train_grpo.sh
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash train_grpo.sh trainer.total_training_steps=20
-# Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
+# Settings from the environment, and those that all train scripts share: scripts/train_common.sh. Any further key=value
+# wins; --cfg job prints the whole configuration.
 set -euo pipefail
 
-DATA_DIR_DEFAULT=data/nq_search
-BASE_MODEL_DEFAULT=Qwen/Qwen2.5-3B
-EXPERIMENT_NAME_DEFAULT=nq_search-grpo-qwen2.5-3b
+: "${DATA_DIR_DEFAULT:=data/nq_search}"
+: "${BASE_MODEL_DEFAULT:=Qwen/Qwen2.5-3B}"
+: "${EXPERIMENT_NAME_DEFAULT:=nq_search-grpo-qwen2.5-3b}"
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/train_common.sh"
 check_settings "$@"
 
-train \
-  data.train_files="$TRAIN_DATA_DIR/train.parquet" \
-  data.val_files="$TEST_DATA_DIR/test.parquet" \
-  data.train_data_num=null \
-  data.val_data_num=null \
-  data.train_batch_size=512 \
-  data.val_batch_size=256 \
-  data.max_prompt_length=4096 \
-  data.max_response_length=500 \
-  data.max_start_length=2048 \
-  data.max_obs_length=500 \
-  data.shuffle_train_dataloader=True \
+train "${SHARED[@]}" \
   algorithm.adv_estimator=grpo \
-  algorithm.no_think_rl=false \
-  actor_rollout_ref.model.path="$BASE_MODEL" \
-  actor_rollout_ref.model.enable_gradient_checkpointing=true \
-  actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.actor.optim.lr=1e-6 \
-  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285 \
   actor_rollout_ref.actor.use_kl_loss=true \
   actor_rollout_ref.actor.kl_loss_coef=0.001 \
   actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-  actor_rollout_ref.actor.ppo_mini_batch_size=256 \
   actor_rollout_ref.actor.ppo_micro_batch_size=64 \
-  actor_rollout_ref.actor.state_masking=true \
   actor_rollout_ref.actor.fsdp_config.param_offload=true \
   actor_rollout_ref.actor.fsdp_config.grad_offload=true \
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
   actor_rollout_ref.ref.log_prob_micro_batch_size=128 \
   actor_rollout_ref.ref.fsdp_config.param_offload=True \
-  actor_rollout_ref.rollout.name=vllm \
   actor_rollout_ref.rollout.n_agent=5 \
-  actor_rollout_ref.rollout.temperature=1 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=128 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-  retriever.url=http://127.0.0.1:8000/retrieve \
-  retriever.topk=3 \
   max_turns=2 \
   trainer.logger=[wandb] \
-  trainer.project_name="$WAND_PROJECT" \
-  trainer.experiment_name="$EXPERIMENT_NAME" \
-  trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME" \
-  trainer.default_hdfs_dir=null \
-  trainer.n_gpus_per_node="$N_GPUS" \
-  trainer.nnodes=1 \
-  trainer.total_epochs=15 \
-  trainer.total_training_steps=1005 \
   trainer.save_freq=100 \
   trainer.test_freq=50 \
-  +trainer.val_only=false \
   +trainer.val_before_train=true \
   -- "$@"

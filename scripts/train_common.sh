@@ -1,4 +1,5 @@
-# Shared by train_*.sh, which source it: settings from the environment, checks before anything starts, and the run itself.
+# Shared by train_*.sh, which source it: settings from the environment, settings of the run that all have in common, checks
+# before anything starts, and the run itself.
 # Expects EXPERIMENT_NAME_DEFAULT, DATA_DIR_DEFAULT and BASE_MODEL_DEFAULT. The run, its log, and modules of one's own (a
 # reward, an environment) are in the folder that the script is called from.
 #   DATA_DIR           folder with train.parquet and test.parquet
@@ -9,7 +10,7 @@
 #   TRAINER            entry point; verl.trainer.main_ppo_format trains with the format reward, verl.trainer.preflight
 #                      says whether these settings would start and fit, verl.trainer.dry_run what they take on GPUs
 #   N_GPUS             devices on this machine, or on each node (on a CPU machine: number of training processes)
-# Scripts for several nodes set N_NODES_DEFAULT too. They run on a Ray cluster (docs/multinode.md):
+# Those for several nodes (example/multinode) set N_NODES_DEFAULT too. They run on a Ray cluster (docs/multinode.md):
 #   N_NODES            nodes that train
 #   RAY_DASHBOARD_ADDRESS   http://HEAD:8265: the run is submitted there as a job
 #   RAY_ADDRESS        HEAD:6379: without the former, the run is led from here; this machine is a node of the cluster
@@ -32,6 +33,41 @@ WAND_PROJECT=${WAND_PROJECT:-${WANDB_PROJECT:-Search-R1}}
 N_GPUS=${N_GPUS:-8}
 N_NODES=${N_NODES:-${N_NODES_DEFAULT:-1}}
 TRAINER=${TRAINER:-verl.trainer.main_ppo}
+
+# What the train scripts have in common. A script's own settings come behind these, and the user's behind those.
+SHARED=(
+  data.train_files="$TRAIN_DATA_DIR/train.parquet"
+  data.val_files="$TEST_DATA_DIR/test.parquet"
+  data.train_data_num=null
+  data.val_data_num=null
+  data.train_batch_size=512
+  data.val_batch_size=256
+  data.max_prompt_length=4096
+  data.max_response_length=500
+  data.max_start_length=2048
+  data.max_obs_length=500
+  data.shuffle_train_dataloader=True
+  algorithm.no_think_rl=false
+  actor_rollout_ref.model.path="$BASE_MODEL"
+  actor_rollout_ref.model.enable_gradient_checkpointing=true
+  actor_rollout_ref.model.use_remove_padding=True
+  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285
+  actor_rollout_ref.actor.ppo_mini_batch_size=256
+  actor_rollout_ref.actor.state_masking=true
+  actor_rollout_ref.rollout.name=vllm
+  actor_rollout_ref.rollout.temperature=1
+  retriever.url=http://127.0.0.1:8000/retrieve
+  retriever.topk=3
+  trainer.project_name="$WAND_PROJECT"
+  trainer.experiment_name="$EXPERIMENT_NAME"
+  trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME"
+  trainer.default_hdfs_dir=null
+  trainer.n_gpus_per_node="$N_GPUS"
+  trainer.nnodes="$N_NODES"
+  trainer.total_epochs=15
+  trainer.total_training_steps=1005
+  +trainer.val_only=false
+)
 
 PYTHON=python3
 if [[ -x $ROOT/.venv/bin/python ]]; then PYTHON=$ROOT/.venv/bin/python; fi

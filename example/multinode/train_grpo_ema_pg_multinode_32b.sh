@@ -1,74 +1,18 @@
 #!/usr/bin/env bash
-# EMA-PG (train_grpo_ema_pg.sh) of a 32B model on several nodes of a Ray cluster: docs/multinode.md.
+# EMA-PG of a 32B model on several nodes of a Ray cluster: docs/multinode.md.
 #   RAY_DASHBOARD_ADDRESS=http://HEAD:8265 N_NODES=4 bash example/multinode/train_grpo_ema_pg_multinode_32b.sh
-# Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
+# It is train_grpo_ema_pg.sh with the settings that stand here. Any further key=value wins; --cfg job prints the whole configuration.
 set -euo pipefail
 
 DATA_DIR_DEFAULT=data/nq_hotpotqa_train
 BASE_MODEL_DEFAULT=Qwen/Qwen2.5-32B
 EXPERIMENT_NAME_DEFAULT=nq_hotpotqa_train-grpo-ema-pg-qwen2.5-32b
 N_NODES_DEFAULT=4
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/train_common.sh"
-check_settings "$@"
-
-train \
-  data.train_files="$TRAIN_DATA_DIR/train.parquet" \
-  data.val_files="$TEST_DATA_DIR/test.parquet" \
-  data.train_data_num=null \
-  data.val_data_num=null \
-  data.train_batch_size=512 \
-  data.val_batch_size=256 \
-  data.max_prompt_length=4096 \
-  data.max_response_length=500 \
-  data.max_start_length=2048 \
-  data.max_obs_length=500 \
-  data.shuffle_train_dataloader=True \
-  algorithm.adv_estimator=grpo \
-  +algorithm.ref_policy_ema_tau=0.9 \
-  +algorithm.ref_policy_ema_update_period=10 \
-  algorithm.no_think_rl=false \
-  actor_rollout_ref.model.path="$BASE_MODEL" \
-  actor_rollout_ref.model.enable_gradient_checkpointing=true \
-  actor_rollout_ref.model.use_remove_padding=True \
+source "$(dirname "${BASH_SOURCE[0]}")/../../train_grpo_ema_pg.sh" \
   actor_rollout_ref.actor.optim.lr=2e-7 \
-  actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
-  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285 \
-  actor_rollout_ref.actor.use_kl_loss=true \
-  actor_rollout_ref.actor.kl_loss_coef=0.001 \
-  actor_rollout_ref.actor.kl_loss_type=full_reverse \
-  actor_rollout_ref.actor.kl_topk_tokens=32 \
-  actor_rollout_ref.actor.use_kl_iw=true \
-  actor_rollout_ref.actor.clip_ratio_high=0.28 \
-  actor_rollout_ref.actor.entropy_coeff=0.0 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=256 \
   actor_rollout_ref.actor.ppo_micro_batch_size=32 \
-  actor_rollout_ref.actor.state_masking=true \
-  actor_rollout_ref.actor.fsdp_config.param_offload=True \
-  actor_rollout_ref.actor.fsdp_config.grad_offload=True \
-  actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
   actor_rollout_ref.ref.log_prob_micro_batch_size=32 \
-  actor_rollout_ref.ref.fsdp_config.param_offload=True \
-  actor_rollout_ref.rollout.name=vllm \
-  actor_rollout_ref.rollout.n_agent=5 \
-  actor_rollout_ref.rollout.temperature=1 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-  retriever.url=http://127.0.0.1:8000/retrieve \
-  retriever.topk=3 \
-  max_turns=4 \
-  trainer.logger=[console,wandb] \
-  trainer.project_name="$WAND_PROJECT" \
-  trainer.experiment_name="$EXPERIMENT_NAME" \
-  trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME" \
-  trainer.default_hdfs_dir=null \
-  trainer.n_gpus_per_node="$N_GPUS" \
-  trainer.nnodes="$N_NODES" \
-  trainer.total_epochs=15 \
-  trainer.total_training_steps=1005 \
-  trainer.save_freq=50 \
-  trainer.test_freq=50 \
-  +trainer.val_only=false \
-  +trainer.val_before_train=false \
-  +trainer.eval_ref_policy_freq=-1 \
-  -- "$@"
+  "$@"

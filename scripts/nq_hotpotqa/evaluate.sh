@@ -3,7 +3,7 @@
 # Needs a retrieval server (bash retrieval_launch.sh). Intervals, further metrics and baselines: docs/evaluation.md.
 #   BASE_MODEL=verl_checkpoints/NAME/actor/global_step_1000 bash scripts/nq_hotpotqa/evaluate.sh
 #   DATA_DIR=data/mine BASE_MODEL=Qwen/Qwen2.5-7B N_GPUS=4 bash scripts/nq_hotpotqa/evaluate.sh max_turns=2
-# Settings from the environment: scripts/train_common.sh. Any further key=value wins over what stands here.
+# Settings from the environment, and those that all train scripts share: scripts/train_common.sh. Any further key=value wins.
 set -euo pipefail
 
 DATA_DIR_DEFAULT=data/nq_hotpotqa_train
@@ -14,30 +14,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/../train_common.sh"
 test_file="$TEST_DATA_DIR/test.parquet"
 check_settings data.train_files="$test_file" "$@"
 
-train \
+train "${SHARED[@]}" \
   data.train_files="$test_file" \
-  data.val_files="$test_file" \
-  data.val_data_num=null \
-  data.val_batch_size=256 \
-  data.max_prompt_length=4096 \
-  data.max_response_length=500 \
-  data.max_start_length=2048 \
-  data.max_obs_length=500 \
-  actor_rollout_ref.model.path="$BASE_MODEL" \
-  actor_rollout_ref.model.use_remove_padding=True \
   actor_rollout_ref.actor.fsdp_config.param_offload=true \
-  actor_rollout_ref.rollout.name=vllm \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-  retriever.url=http://127.0.0.1:8000/retrieve \
-  retriever.topk=3 \
   max_turns=4 \
   trainer.logger=[console] \
-  trainer.project_name="$WAND_PROJECT" \
-  trainer.experiment_name="$EXPERIMENT_NAME" \
-  trainer.default_local_dir="verl_checkpoints/$EXPERIMENT_NAME" \
-  trainer.n_gpus_per_node="$N_GPUS" \
-  trainer.nnodes=1 \
   +trainer.val_only=true \
   +trainer.val_before_train=true \
   -- "$@"
