@@ -36,17 +36,30 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of token ids from one source; policy segments carry the sampler's log-prob of each id."""
+    """A run of token ids from one source, for the policy a turn, with the sampler's log-prob of each id.
+
+    `weight_versions` says which weights sampled a turn, as (version, number of ids) from its beginning: one pair, or
+    several where the turn was interrupted and went on under newer weights. Empty where nobody knows.
+    """
 
     source: Source
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
+    weight_versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.source is Source.POLICY) != (self.log_probs is not None):
             raise ValueError(f"a {self.source} segment {'needs' if self.log_probs is None else 'has no'} log-probs")
         if self.log_probs is not None and len(self.log_probs) != len(self.ids):
             raise ValueError(f"{len(self.ids)} ids but {len(self.log_probs)} log-probs")
+        if self.weight_versions and sum(number for _, number in self.weight_versions) != len(self.ids):
+            raise ValueError(f"{len(self.ids)} ids but weight versions of {self.weight_versions}")
+
+    def extended(self, further: Segment) -> Segment:
+        """This turn and `further`, what was sampled of it later."""
+        log_probs = (*(self.log_probs or ()), *(further.log_probs or ()))
+        versions = (*self.weight_versions, *further.weight_versions)
+        return Segment(self.source, (*self.ids, *further.ids), log_probs, versions)
 
 
 @dataclass
@@ -54,11 +67,13 @@ class Prompt:
     """One question drawn from a dataset row, ready to be sampled from.
 
     `ids` is the tokenised prompt; `row` is the dataset row (plain Python values) that environment and reward may read.
+    `index` is its number in the `PromptSource` that it was drawn from.
     """
 
     ids: tuple[int, ...]
     data_source: str
     row: dict[str, Any]
+    index: int | None = None
 
 
 @dataclass
@@ -69,14 +84,15 @@ class Trajectory:
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
     status: Status | None = None
-    num_turns: int = 0  # policy segments so far
+    num_turns: int = 0  # policy turns so far, each a segment
     num_valid_actions: int = 0
     num_searches: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)  # what the environment did, one entry a turn
     failure: str | None = None
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
-    weight_version: int = 0  # version of the weights that sampled it
+    weight_version: int = 0  # the newest version of the weights that sampled it; `Segment` has them all
+    open_turn: str | None = None  # see `verl.agent.episode`; None between two turns and at the end
 
     @property
     def ids(self) -> list[int]:
@@ -91,6 +107,11 @@ class Trajectory:
     def log_probs(self) -> list[float]:
         """The sampler's log-prob at policy tokens, 0 elsewhere."""
         return [value for segment in self.segments for value in (segment.log_probs or (0.0,) * len(segment.ids))]
+
+    @property
+    def weight_versions(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of ids) of all that the policy sampled; see `Segment`."""
+        return tuple(pair for segment in self.segments for pair in segment.weight_versions)
 
     @property
     def num_tokens(self) -> int:

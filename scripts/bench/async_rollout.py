@@ -4,8 +4,9 @@
       --config-name tinywiki retriever.url=http://127.0.0.1:8000/retrieve data.train_files=...
 
 Behind -- stand all arguments of verl.trainer.main_ppo. A proxy between the run and its retriever holds every answer
-back. Prints medians over all steps but the first two of each run: of a step, of the loop's wait for its batch, of the
-engines without work, and of the age of the weights.
+back. Prints medians over all steps but the first two and the last of each run: of a step, of the loop's wait for its
+batch, of the share of time in which engines have no request, in all and while they have trajectories, and of the age of
+the weights.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 URL = "retriever.url="
+OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample=0.5"
 MODES = {
     "off": ("trainer.async_rollout=off",),
     "one_step_off": ("trainer.async_rollout=one_step_off",),
     "bounded_2": ("trainer.async_rollout=bounded", "trainer.max_staleness=2"),
+    "over_sample": (OVER_SAMPLE,),
+    "over_sample_one_step_off": (OVER_SAMPLE, "trainer.async_rollout=one_step_off"),
 }
-COLUMNS = ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "rollout/idle_s", "rollout/staleness/mean")
+COLUMNS = (
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "perf/engine_idle_share",
+    "perf/rollout_idle_share",
+    "rollout/staleness/mean",
+)
 Rows = list[dict[str, float]]
 
 
@@ -53,9 +64,9 @@ def main() -> int:
     print(
         f"medians over the steps of {args.rounds} runs each, {args.delay_ms:g} ms before every answer of the retriever"
     )
-    print(f"{'':14}" + "".join(f"{name.rpartition('s/')[2]:>18}" for name in COLUMNS))
+    print(f"{'':25}" + "".join(f"{name.partition('/')[2]:>19}" for name in COLUMNS))
     for mode, found in runs.items():
-        print(f"{mode:14}" + "".join(f"{median(found, name):>18.2f}" for name in COLUMNS))
+        print(f"{mode:25}" + "".join(f"{median(found, name):>19.2f}" for name in COLUMNS))
     return 0
 
 
@@ -66,8 +77,8 @@ def run(folder: Path, mode: str, arguments: Sequence[str]) -> Rows:
 
 
 def median(runs: list[Rows], name: str) -> float:
-    """NaN where no step has it: engines that take turns with training have no `rollout/idle_s`."""
-    values = [row[name] for rows in runs for row in rows if row["step"] > 2 and name in row]
+    """NaN where no step has it."""
+    values = [row[name] for rows in runs for row in rows[:-1] if row["step"] > 2 and name in row]
     return statistics.median(values) if values else float("nan")
 
 

@@ -10,6 +10,9 @@ on the same prompts and seeds, and have to give the same ids:
     synchronous   the published generation loop of Search-R1, on the same engine: all live trajectories take a turn, and
                   when the last one has, all their queries are one request
     in_process    the same loop with `LLM.generate` of vLLM in this process, which is how TRL samples
+    over_sample   steps with `rollout.over_sample`: half as many prompts more are in progress, a step ends when enough
+                  groups are complete, and the others go on in the next one, with an empty cache as under new weights.
+                  Its ids are its own
 
 `--retriever_ms` puts slow_retriever.py in front of the server. `idle` is the share of time in which the engine has no
 request. Further `key=value` arguments are settings of the run. The last line is JSON, with medians of the rounds.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -36,17 +40,20 @@ import torch
 
 from verl.agent.environment import Generation, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.sampling import sampling_of
+from verl.agent.sampling import How, sampling_of
 from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
 from verl.protocol import Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.engine_settings import engine_args, engine_variables
+from verl.rollout.groups import Group, groups_of
 from verl.rollout.worker import EpisodeRequest, RolloutWorker, settings_of
 from verl.trainer.last_checkpoint import last_checkpoint
+from verl.trainer.selection import Selection
 
 ALL_IN_ONE = 1_000_000  # queries a request
-SIDES = ("episodes", "synchronous", "in_process")
+SIDES = ("episodes", "synchronous", "in_process", "over_sample")
+OVER_SAMPLE = 0.5
 
 Batch = Sequence[tuple[Sequence[int], Sampling]]
 
@@ -124,14 +131,16 @@ class Bench:
         prompts = PromptSource(data.train_files, self.worker.tokenizer, max_start_length=data.max_start_length)
         sides = {side: self.side(side) for side in self.options.sides}
         for step in range(self.options.rounds + 1):
-            draws = Draws(self.config, prompts.next(self.options.trajectories // n), n, step, "train", 0)
+            groups = groups_of(prompts.next(self.options.trajectories // n), ["train"] * n, step)
+            draws = Draws(self.config, groups, step)
             requests = draws.take(len(draws.waiting))
             ids = []
             for side, play in sides.items():
                 await asyncio.sleep(0.7)  # connections of the side before end
                 self.watched.begin()
                 trajectories = await play(requests)
-                ids.append([trajectory.ids for trajectory in trajectories])
+                if side != "over_sample":
+                    ids.append([trajectory.ids for trajectory in trajectories])
                 if step:  # in the first one memory and connections are new
                     seen[side].append(figures(trajectories, self.watched))
             assert all(other == ids[0] for other in ids), "the sides sampled different ids"
@@ -140,6 +149,8 @@ class Bench:
     def side(self, name: str) -> Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]:
         if name == "episodes":
             return self.episodes
+        if name == "over_sample":
+            return OverSampled(self.config, self.worker).step
         sample_all = self.all_at_once if name == "synchronous" else InProcess(self.config, self.watched).sample_all
         return lambda requests: self.together(requests, sample_all)
 
@@ -147,7 +158,7 @@ class Bench:
         found: dict[int, Trajectory] = {}
         new = requests
         while len(found) < len(requests):
-            found |= dict(await self.worker.play(new, "train"))
+            found |= dict(await self.worker.play(new))
             new = []
         return [found[request.slot] for request in requests]
 
@@ -237,6 +248,50 @@ class Watched:
     def _processor_now(self) -> list[float]:
         spent = [process.cpu_times() for process in self._processes]
         return [one.user + one.system for one in spent]
+
+
+class OverSampled:
+    """Steps of as many trajectories as are asked for, with what is carried over between them."""
+
+    def __init__(self, config: Config, worker: RolloutWorker) -> None:
+        self._config, self._worker, self._step = config, worker, 0
+        self._carried: list[Group] = []
+        data, rollout = config.data, config.actor_rollout_ref.rollout
+        self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
+        self._hows: list[How] = ["train"] * rollout.n_agent
+
+    async def step(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        wanted, step = len(requests) // len(self._hows), self._next_step()
+        numbers = itertools.count()
+
+        def draw(number: int) -> list[Group]:
+            return [
+                group
+                for prompt in self._prompts.next(number)
+                for group in groups_of([prompt], self._hows, step, next(numbers))
+            ]
+
+        # One step is the bound: a group that was carried over is waited for.
+        due, most = list(self._carried), wanted + int(OVER_SAMPLE * wanted)
+        groups = due + draw(most - len(due))
+        selection = Selection(wanted, most, draw, lambda new: [True] * len(new), groups, due)
+        await self._play(Draws(self._config, groups, step, selection.feed))
+        self._carried = selection.left
+        return [trajectory for group in selection.taken for trajectory in group.trajectories("train")]
+
+    def _next_step(self) -> int:
+        self._step += 1
+        return self._step
+
+    async def _play(self, draws: Draws) -> None:
+        draws.settle()
+        while not draws.is_enough:
+            for slot, trajectory in await self._worker.play(draws.take(len(draws.waiting))):
+                draws.record(slot, trajectory)
+            draws.settle()
+        for slot, trajectory in await self._worker.interrupt():
+            draws.record(slot, trajectory)
+        assert await self._worker.engine._llm.reset_prefix_cache()
 
 
 class Turns:

@@ -22,7 +22,9 @@ from verl.engine.device import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.sharding import whole
 from verl.engine.value_engine import ValueEngine
-from verl.protocol import Prompt, Status, TrainBatch, Trajectory
+from verl.protocol import Prompt, Status, TrainBatch
+from verl.rollout.draws import Feed
+from verl.rollout.groups import Group
 from verl.tracking.timing import Timer
 from verl.trainer.collection import Collected, Collector
 from verl.trainer.estimates import Estimator, for_critic
@@ -77,10 +79,8 @@ class Episodes:
         self.url, self.tokenizer = url, tokenizer
         self.stats: dict[str, float] = {}
 
-    def collect(
-        self, prompts: Sequence[Prompt], n: int, step: int, how: str = "train", first_group: int = 0
-    ) -> list[Trajectory]:
-        slots = [(group, sample) for group in range(len(prompts)) for sample in range(n)]
+    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
+        slots = [(group.number, sample) for group in groups for sample in range(len(group.hows))]
         scripts = [
             lines_about(f"river {RIVERS[group]}", query_of(group, sample), answer="xy"[1 - REWARDS[group][sample]])
             for group, sample in slots
@@ -88,7 +88,9 @@ class Episodes:
         found = play(make_environment(self.url, self.tokenizer), self.tokenizer, scripts)
         failed = sum(trajectory.status is Status.FAILED for trajectory in found)
         self.stats = {"env/failed_ratio": failed / len(found), "env/redraws": 0.0}
-        return [replace(t, group_id=f"g{group}") for t, (group, _) in zip(found, slots, strict=True)]
+        for trajectory, (group, sample) in zip(found, slots, strict=True):
+            groups[group].results[sample] = replace(trajectory, group_id=groups[group].id)
+        assert feed(groups) is None
 
 
 class Prompts:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one policy turn is sampled. `temperature` 0 means greedy; `max_tokens` is set per turn by the episode."""
+    """How one policy turn is sampled. `temperature` 0 means greedy; `max_tokens` is set per turn by the episode.
+
+    `num_begun`: so many ids at the end of the context are of this very turn, which was interrupted.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,6 +32,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    num_begun: int = 0
+
+
+INTERRUPTED = "interrupted"
+"""The `finish_reason` of a turn that somebody interrupted: what there is of it may be continued later."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Generation:
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    finish_reason: str  # "stop" (a stop string or EOS) or "length"
+    finish_reason: str  # "stop" (a stop string or EOS), "length", or INTERRUPTED
+    weight_version: int = field(default=0, compare=False)  # of the weights that sampled it
 
 
 class Sampler(Protocol):
@@ -70,7 +79,8 @@ class StreamingSampler(Sampler, Protocol):
 def join_pieces(pieces: Sequence[Generation]) -> Generation:
     """The turn that a `StreamingSampler` gave in pieces."""
     ids = tuple(token for piece in pieces for token in piece.ids)
-    return Generation(ids, tuple(x for piece in pieces for x in piece.log_probs), pieces[-1].finish_reason)
+    log_probs = tuple(x for piece in pieces for x in piece.log_probs)
+    return Generation(ids, log_probs, pieces[-1].finish_reason, pieces[-1].weight_version)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,23 @@
 
 The context is append-only. What the policy was shown when it sampled a turn is exactly what a loss sees in front of
 that turn: nothing is cut from the left, nothing goes through text and back.
+
+A `Pause` interrupts an episode, also in the middle of a turn; it goes on later from the ids that it has, maybe in
+another process and under other weights. `Trajectory.open_turn` says where: INTERRUPTED while the policy has not ended
+its latest turn; how the turn ended (the generation's `finish_reason`) while the environment has not answered it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from verl.agent.chat_turns import reply_ids
-from verl.agent.environment import Environment, Generation, Outcome, Sampler, Sampling
+from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling
 from verl.agent.text import decode_turn
 from verl.by_name import dotted_name
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
@@ -50,6 +56,46 @@ class EpisodeLimits:
         return self.max_model_length or self.max_context_length + self.max_response_length
 
 
+class Interrupted(Exception):
+    """The episode is paused."""
+
+
+class Pause:
+    """Interrupts all episodes that were given it, once it has `begun`; used on one event loop.
+
+    It ends waits for the environment. Whoever begins it has to end the turns that are being sampled.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    def begin(self) -> None:
+        self.has_begun = True
+        for task in self._waiting:
+            task.cancel()
+
+    def check(self) -> None:
+        """Raise Interrupted if it has begun."""
+        if self.has_begun:
+            raise Interrupted
+
+    @contextmanager
+    def ends(self) -> Iterator[None]:
+        """Inside, the task waits for something that can be asked for again. Raises Interrupted."""
+        self.check()
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.check()
+            raise
+        finally:
+            self._waiting.discard(task)
+
+
 async def run_episode(
     prompt: Prompt,
     group_id: str,
@@ -59,25 +105,35 @@ async def run_episode(
     sampling: Sampling,
     limits: EpisodeLimits,
     seed: int | None,
+    begun: Trajectory | None = None,
+    pause: Pause | None = None,
 ) -> Trajectory:
-    """Play one episode to its end.
+    """Play one episode to its end, or go on with one that was `begun`; what a `pause` interrupts has no `status`.
+
+    A turn that the environment has not answered when the pause comes is put to it again.
 
     `sampling` gives the distribution; its `max_tokens`, `stop` and `seed` are set here for each turn. With a `seed`,
-    turn k samples with `turn_seed(seed, k)`. `EnvironmentUnavailable` ends the episode `FAILED` with the error's text
-    in `failure`; the sampler's errors propagate. Raises `RolloutError` if a context does not start with the one before.
+    turn k samples with `turn_seed(seed, k)`; what is left of an interrupted turn is drawn with another seed.
+    `EnvironmentUnavailable` ends the episode `FAILED` with the error's text in `failure`; the sampler's errors
+    propagate. Raises `RolloutError` if a context does not start with the one before.
     """
-    trajectory = Trajectory(group_id, prompt, [Segment(Source.PROMPT, tuple(prompt.ids))])
-    episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed)
+    trajectory = begun or Trajectory(group_id, prompt, [Segment(Source.PROMPT, tuple(prompt.ids))])
+    episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause or Pause())
     try:
         trajectory.status = await episode.play()
+    except Interrupted:
+        return trajectory
     except EnvironmentUnavailable as error:
         trajectory.status, trajectory.failure = Status.FAILED, str(error)
+    trajectory.open_turn = None
     return trajectory
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """A seed in [0, 2^63) for one turn: equal for equal arguments on any machine, unrelated for others."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()) >> 1
+def turn_seed(seed: int, turn: int, num_begun: int = 0) -> int:
+    """A seed in [0, 2^63) for one turn, or for what is left of it after its first `num_begun` ids: equal for equal
+    arguments on any machine, unrelated for others."""
+    name = f"{seed}/{turn}/{num_begun}" if num_begun else f"{seed}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass
@@ -89,19 +145,23 @@ class _Episode:
     sampling: Sampling
     limits: EpisodeLimits
     seed: int | None
+    pause: Pause
     context: list[int] = field(default_factory=list)  # what the latest turn was sampled from
+    turn_ids: tuple[int, ...] = ()  # of the latest turn
 
     async def play(self) -> Status:
-        for turn in range(self.limits.max_turns + 1):
+        for turn in range(self._go_on(), self.limits.max_turns + 1):
             self._extend_context()
             max_tokens = min(self.limits.max_response_length, self._room())
             if len(self.context) > self.limits.max_context_length or max_tokens <= 0:
                 return Status.LENGTH_LIMIT
             last = turn == self.limits.max_turns
             stops = self.environment.stop_strings
-            generation = await self._sample(turn, max_tokens, stops)
-            cut = generation.finish_reason == "length" and max_tokens < self.limits.max_response_length
-            text = decode_turn(self.tokenizer, generation.ids)
+            if self.trajectory.open_turn in (None, INTERRUPTED):
+                await self._sample(turn, max_tokens, stops)
+            reason = self.trajectory.open_turn
+            cut = reason == "length" and max_tokens < self.limits.max_response_length
+            text = decode_turn(self.tokenizer, self.turn_ids)
             outcome = await self._ask(turn, text, tools_allowed=not (last or cut))
             if outcome.done:
                 return Status.ANSWERED
@@ -109,17 +169,27 @@ class _Episode:
                 return Status.LENGTH_LIMIT
             if last:
                 return Status.TURN_LIMIT
-            is_over = generation.finish_reason == "stop" and not any(stop in text for stop in stops)  # by EOS
-            ids = reply_ids(self.tokenizer, generation.ids, outcome.reply, is_over)
+            is_over = reason == "stop" and not any(stop in text for stop in stops)  # by EOS
+            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, is_over)
             if not self._fits(ids):
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT
             self._append(Segment(Source.ENVIRONMENT, ids))
+            self.trajectory.open_turn, self.turn_ids = None, ()
         raise AssertionError("unreachable: the last turn returns")
+
+    def _go_on(self) -> int:
+        """Which turn comes next, or is open."""
+        trajectory = self.trajectory
+        if trajectory.open_turn is None:
+            return trajectory.num_turns
+        self.turn_ids = trajectory.segments[-1].ids
+        return trajectory.num_turns - 1
 
     def _extend_context(self) -> None:
         """Check, on the record itself, that this turn's context begins with the previous turn's."""
-        context = self.trajectory.ids
+        ids = self.trajectory.ids
+        context = ids[: len(ids) - len(self.turn_ids)]
         if context[: len(self.context)] != self.context:
             raise RolloutError(
                 f"group {self.trajectory.group_id}: the context of turn {self.trajectory.num_turns} does not start "
@@ -130,22 +200,37 @@ class _Episode:
     def _room(self) -> int:
         return self.limits.window - len(self.context)
 
-    async def _sample(self, turn: int, max_tokens: int, stops: tuple[str, ...]) -> Generation:
+    async def _sample(self, turn: int, max_tokens: int, stops: tuple[str, ...]) -> None:
+        """The turn, or what is left of it. Raises Interrupted."""
+        self.pause.check()
+        trajectory, begun = self.trajectory, self.turn_ids
         sampling = replace(
             self.sampling,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens - len(begun),
             stop=stops,
-            seed=None if self.seed is None else turn_seed(self.seed, turn),
+            seed=None if self.seed is None else turn_seed(self.seed, turn, len(begun)),
+            num_begun=len(begun),
         )
-        generation = await self.sampler.generate(self.context, sampling)
-        self._append(Segment(Source.POLICY, tuple(generation.ids), tuple(generation.log_probs)))
-        self.trajectory.num_turns += 1
-        return generation
+        context = [*self.context, *begun] if begun else self.context
+        generation = await self.sampler.generate(context, sampling)
+        ids, version = tuple(generation.ids), generation.weight_version
+        sampled = Segment(Source.POLICY, ids, tuple(generation.log_probs), ((version, len(ids)),) if ids else ())
+        if begun:
+            trajectory.segments[-1] = trajectory.segments[-1].extended(sampled)
+        else:
+            self._append(sampled)
+            trajectory.num_turns += 1
+        self.turn_ids = (*begun, *ids)
+        trajectory.open_turn, trajectory.weight_version = generation.finish_reason, version
+        if generation.finish_reason == INTERRUPTED:
+            raise Interrupted
 
     async def _ask(self, turn: int, text: str, tools_allowed: bool) -> Outcome:
         event: dict[str, Any] = {"turn": turn, "text": text}
-        self.trajectory.events.append(event)
-        outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)
+        events = self.trajectory.events
+        events[:] = [*(one for one in events if one.get("turn") != turn), event]
+        with self.pause.ends():
+            outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)
         if not isinstance(outcome, Outcome):
             raise ConfigError(f"step of {dotted_name(self.environment)} gave {outcome!r}, which is no Outcome")
         event |= outcome.event | {"action": outcome.action, "valid": outcome.valid}

@@ -41,7 +41,9 @@ class FilterGroupsConfig:
 
     enable: bool = setting(False, "Leave such groups out of the update and draw new prompts in their place.")
     max_num_gen_batches: int = setting(
-        10, "Most rounds of sampling in a step; then it goes on with the groups it has.", ge=1
+        10,
+        "Most prompts of a step, as a multiple of data.train_batch_size; then it goes on with the groups it has.",
+        ge=1,
     )
 
 

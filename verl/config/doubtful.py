@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.asynchronous import max_staleness
+from verl.config.asynchronous import OVER_SAMPLE, max_staleness
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
 
@@ -44,7 +44,13 @@ def _stale_without_correction(config: Config) -> Iterator[str]:
     in_the_ratio = actor.use_rollout_log_probs and actor.policy_loss != "reinforce"
     if max_staleness(config) and actor.rollout_correction.importance == "none" and not in_the_ratio:
         yield (
-            f"trainer.async_rollout={config.trainer.async_rollout} trains on what older weights have sampled, and "
-            f"nothing corrects for that: set {ACTOR}.rollout_correction.importance=token (truncated importance "
-            f"weights) with {ACTOR}.use_rollout_log_probs=False."
+            f"{_what_is_stale(config)} trains on what older weights have sampled, and nothing corrects for that: set "
+            f"{ACTOR}.rollout_correction.importance=token (truncated importance weights) with "
+            f"{ACTOR}.use_rollout_log_probs=False."
         )
+
+
+def _what_is_stale(config: Config) -> str:
+    if config.trainer.async_rollout == "off":
+        return f"{OVER_SAMPLE}={config.actor_rollout_ref.rollout.over_sample:g}"
+    return f"trainer.async_rollout={config.trainer.async_rollout}"

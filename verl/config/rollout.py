@@ -106,6 +106,14 @@ class RolloutConfig:
         "Most of these nodes: up to so many, those that join the cluster during the run sample too; null: nnodes.",
         ge=1,
     )
+    over_sample: float = setting(
+        0.0,
+        "Prompts in progress beyond data.train_batch_size, as a share of it: 0.5 of 512 are 768. A step goes on with "
+        "the first groups that are complete; the others are interrupted where they are and go on in the next step, "
+        "under its weights. 0: a step waits for all of its groups.",
+        ge=0,
+        le=1,
+    )
     seed_per_request: bool = setting(True, "Seed each turn by itself: the same tokens whatever else is in the batch.")
     max_concurrent: int | None = setting(
         None,

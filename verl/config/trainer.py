@@ -47,8 +47,8 @@ class TrainerConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "With async_rollout=bounded: how many versions older than those trained on a step the weights that sampled it "
-        "may be, at most; null otherwise.",
+        "How many versions older than those trained on a step the weights that sampled a token of it may be, at most. "
+        "Needed with async_rollout=bounded; null otherwise: 1 with one_step_off, and 1 more with rollout.over_sample.",
         ge=1,
     )
     save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)

@@ -77,6 +77,7 @@ class PromptSource:
         self._ids = self._encode(tokenizer, prompt_key)
         self._check_lengths(prompt_key, max_start_length, filter_overlong)
         self._epoch = self._position = 0
+        self._again: list[int] = []  # drawn before, and to be drawn first
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
@@ -91,19 +92,26 @@ class PromptSource:
         """Every prompt in the order of the files; moves nothing."""
         return [self._prompt(index) for index in range(len(self))]
 
-    def state_dict(self) -> dict[str, int]:
-        """Where `next` goes on, and what the state belongs to."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "num_prompts": len(self)}
+    def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """Where `next` goes on, and what the state belongs to. From the state, prompts that were drawn are drawn
+        `again`, before all others.
+        """
+        indices = [prompt.index for prompt in again] + self._again
+        place = {"epoch": self._epoch, "position": self._position, "again": indices}
+        return place | {"seed": self._seed, "num_prompts": len(self)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises `DataError` when it was taken from other prompts or another seed."""
         for name, value in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != value:
                 raise DataError(f"cannot resume the order of prompts: {name} was {state[name]} and is {value}")
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
+        self._again = list(state.get("again", []))
 
     def _advance(self) -> int:
+        if self._again:
+            return self._again.pop(0)
         if self._position == len(self):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
@@ -163,7 +171,7 @@ class PromptSource:
     def _prompt(self, index: int) -> Prompt:
         table, row = self._rows[index]
         values: dict[str, Any] = self._tables[table].slice(row, 1).to_pylist()[0]
-        return Prompt(tuple(self._ids[index].tolist()), values["data_source"], values)
+        return Prompt(tuple(self._ids[index].tolist()), values["data_source"], values, index)
 
     def _place(self, row: tuple[int, int]) -> str:
         return f"{self._paths[row[0]]}: row {row[1]}"

@@ -1,59 +1,88 @@
-"""Which trajectories one call has to sample, with which seeds, in which order, and which of them failed."""
+"""Which trajectories the engines sample next, and which of them failed."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from verl.agent.sampling import How
 from verl.config import Config
 from verl.errors import RolloutError
-from verl.protocol import Prompt, Status, Trajectory
+from verl.protocol import Status, Trajectory
+from verl.rollout.groups import Group
 from verl.rollout.worker import EpisodeRequest
+
+Feed = Callable[[Sequence[Group]], Sequence[Group] | None]
+"""Given the groups that have been completed since it was asked last: those to begin now; None when there are enough."""
 
 
 class Draws:
-    """The trajectories of one `collect`: slot s is sample s % n of prompt s // n.
+    """What is missing of `groups`, and of those that `feed` adds; a slot is one trajectory.
 
     Slots wait in one queue, in order. One that failed goes to its end, to be drawn again with another seed, at most
     `agent.max_redraws` times.
     """
 
-    def __init__(
-        self, config: Config, prompts: Sequence[Prompt], n: int, step: int, how: How, first_group: int
-    ) -> None:
-        self.config, self.prompts, self.n, self.step, self.how = config, prompts, n, step, how
-        self.first_group = first_group
-        self.results: list[Trajectory | None] = [None] * (len(prompts) * n)
-        self.waiting = deque(range(len(self.results)))
-        self.attempts = [0] * len(self.results)
-        self.num_unfinished = len(self.results)
-        self.num_attempts = self.num_failures = 0
+    def __init__(self, config: Config, groups: Sequence[Group], step: int, feed: Feed | None = None) -> None:
+        self.config, self.step, self._feed = config, step, feed
+        self.groups: list[Group] = []
+        self.slots: list[tuple[Group, int]] = []
+        self.waiting = deque[int]()
+        self.num_unfinished = self.num_attempts = self.num_failures = self.num_redraws = 0
         self.first_failure: str | None = None
+        self.is_enough = False
+        self._complete: list[Group] = []
+        self.add(groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.groups.append(group)
+            if group.is_complete:
+                self._complete.append(group)
+            slots = [(group, index) for index in group.missing()]
+            self.waiting.extend(range(len(self.slots), len(self.slots) + len(slots)))
+            self.slots += slots
+            self.num_unfinished += len(slots)
+
+    def settle(self) -> None:
+        """Tell `feed` of the groups that are complete."""
+        while self._complete and self._feed and not self.is_enough:
+            complete, self._complete = self._complete, []
+            further = self._feed(complete)
+            self.is_enough = further is None
+            self.add(further or ())
 
     def take(self, most: int) -> list[EpisodeRequest]:
         """The next episodes of the queue."""
         return [self.request(self.waiting.popleft()) for _ in range(min(most, len(self.waiting)))]
 
     def request(self, slot: int) -> EpisodeRequest:
-        prompt = slot // self.n
-        group_id = f"{self.how}-{self.step}-{self.first_group + prompt}"
-        return EpisodeRequest(slot, self.prompts[prompt], group_id, self._seed(slot))
+        group, index = self.slots[slot]
+        seed, begun = group.seed(self.config, index), group.begun.get(index)
+        return EpisodeRequest(slot, group.prompt, group.id, seed, group.hows[index], begun)
 
     def record(self, slot: int, trajectory: Trajectory) -> None:
         """Raises RolloutError once so much has failed that the share is out of bounds whatever comes."""
+        group, index = self.slots[slot]
+        if trajectory.status is None:  # interrupted
+            if trajectory.num_turns:
+                group.begun[index] = trajectory
+            self.waiting.append(slot)
+            return
         self.num_attempts += 1
+        group.begun.pop(index, None)
         failed = trajectory.status is Status.FAILED
         if failed:
             self.num_failures += 1
             self.first_failure = self.first_failure or trajectory.failure
-        if failed and self.attempts[slot] < self.config.agent.max_redraws:
-            self.attempts[slot] += 1
+        if failed and group.attempts.get(index, 0) < self.config.agent.max_redraws:
+            group.attempts[index] = group.attempts.get(index, 0) + 1
+            self.num_redraws += 1
             self.waiting.append(slot)
         else:
-            self.results[slot] = trajectory
+            group.results[index] = trajectory
             self.num_unfinished -= 1
+            if group.is_complete:
+                self._complete.append(group)
         self._raise_if_too_many_failed()
 
     def return_first(self, slots: Iterable[int]) -> None:
@@ -62,16 +91,13 @@ class Draws:
 
     def put_back(self) -> None:
         """All that was being sampled is lost: it waits again, with the seeds that it had."""
-        self.waiting = deque(slot for slot, result in enumerate(self.results) if result is None)
+        self.waiting = deque(slot for slot, (group, index) in enumerate(self.slots) if index not in group.results)
 
     def stats(self) -> dict[str, float]:
         return {
             "env/failed_ratio": self.num_failures / max(1, self.num_attempts),
-            "env/redraws": float(self.num_attempts - len(self.results)),
+            "env/redraws": float(self.num_redraws),
         }
-
-    def trajectories(self) -> list[Trajectory]:
-        return [trajectory for trajectory in self.results if trajectory is not None]
 
     def _raise_if_too_many_failed(self) -> None:
         """Even if everything unfinished succeeds at its next attempt, the share of failures must be in bounds.
@@ -82,14 +108,6 @@ class Draws:
         if self.num_failures > limit * (self.num_attempts + self.num_unfinished):
             raise RolloutError(
                 f"step {self.step}: {self.num_failures} of {self.num_attempts} episodes failed, more than "
-                f"agent.max_failed_ratio={limit:g} allows for {len(self.results)} trajectories. "
+                f"agent.max_failed_ratio={limit:g} allows for {len(self.slots)} trajectories. "
                 f"The first failure: {self.first_failure}"
             )
-
-    def _seed(self, slot: int) -> int | None:
-        """In [0, 2^63): a function of the run's seed and of what is drawn, not of which engine draws it or when."""
-        if not self.config.actor_rollout_ref.rollout.seed_per_request:
-            return None
-        group = self.first_group + slot // self.n
-        name = f"{self.config.trainer.seed}/{self.how}/{self.step}/{group}/{slot % self.n}/{self.attempts[slot]}"
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -21,13 +21,13 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
-from verl.agent.environment import Generation, Sampling  # noqa: E402
+from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
 from verl.rollout.exported_weights import ExportedWeights  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
-from verl.rollout.turn_scheduler import STOP  # noqa: E402
+from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 
 HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
@@ -77,14 +77,25 @@ class VLLMEngine:
         Raises `RolloutError` when the engine refuses the request, `EngineDied` when it has died, `NumericalError` for a
         NaN log-prob.
         """
-        (completion,) = [out async for out in self._complete(ids, sampling, RequestOutputKind.FINAL_ONLY)]
-        return _generation(completion)
+        params = _sampling_params(sampling, RequestOutputKind.FINAL_ONLY)
+        (completion,) = [out async for out in self._complete(ids, params)]
+        return _generation(completion, self.weight_version)
 
     async def stream(self, ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Generation, None]:
         """Like `generate`, piece by piece as it is sampled: see `verl.agent.environment.StreamingSampler`."""
-        async with contextlib.aclosing(self._complete(ids, sampling, RequestOutputKind.DELTA)) as completions:
+        params = _sampling_params(sampling, RequestOutputKind.DELTA)
+        async with contextlib.aclosing(self._complete(ids, params)) as completions:
             async for completion in completions:
-                yield _generation(completion)
+                yield _generation(completion, self.weight_version)
+
+    async def interrupt(self) -> None:
+        """End every turn that is being sampled after its next token; what there is of it is its generation.
+
+        A turn whose request is on the way to the engine may be missed: ask again while one is awaited.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={INTERRUPT: True})
+        async for _ in self._complete((0,), params):
+            pass
 
     async def check(self) -> None:
         """Raise `EngineDied` when the engine has died, `RolloutError` when it was shut down."""
@@ -101,13 +112,11 @@ class VLLMEngine:
         """Sequences of `max_model_len` tokens that the key-value cache holds."""
         return self._llm.vllm_config.cache_config.kv_cache_max_concurrency or 1.0
 
-    async def _complete(
-        self, ids: Sequence[int], sampling: Sampling, output_kind: RequestOutputKind
-    ) -> AsyncGenerator[CompletionOutput, None]:
+    async def _complete(self, ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[CompletionOutput, None]:
         """One request of the engine, which is aborted when this generator is closed or cancelled."""
         self._require_weights()
         request_id = str(next(self._request_numbers))
-        outputs = self._llm.generate(tokens_input(list(ids)), _sampling_params(sampling, output_kind), request_id)
+        outputs = self._llm.generate(tokens_input(list(ids)), params, request_id)
         try:
             with _death_is_told():
                 async with contextlib.aclosing(outputs):
@@ -258,7 +267,7 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
-        extra_args={STOP: list(sampling.stop)},
+        extra_args={STOP: list(sampling.stop), BEGUN: sampling.num_begun},
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         detokenize=False,  # ids are what a turn is
@@ -269,11 +278,12 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
     )
 
 
-def _generation(completion: CompletionOutput) -> Generation:
+def _generation(completion: CompletionOutput, weight_version: int) -> Generation:
     """Of a whole turn, or of a piece of one: then there is a reason only at its end."""
     if completion.finish_reason not in (None, "stop", "length"):
         raise RolloutError(f"the engine ended a request with '{completion.finish_reason}'")
     log_probs = tuple(completion.logprobs.logprobs)
     if not math.isfinite(sum(log_probs)):
         raise NumericalError(f"the sampler reported a log-prob that is not finite, of ids {completion.token_ids}")
-    return Generation(tuple(completion.token_ids), log_probs, completion.finish_reason or "")
+    reason = INTERRUPTED if completion.stop_reason == INTERRUPT else completion.finish_reason or ""
+    return Generation(tuple(completion.token_ids), log_probs, reason, weight_version)

@@ -16,9 +16,10 @@ from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
-from verl.rollout.draws import Draws
+from verl.rollout.draws import Draws, Feed
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import SHUTDOWN_S, Fleet
+from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 from verl.rollout.weight_broadcast import WeightBroadcast
 from verl.rollout.weight_relay import WeightRelay
@@ -82,12 +83,21 @@ class RolloutManager:
         what still fails is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when
         more than `agent.max_failed_ratio` of all attempts failed, or are sure to.
         """
-        draws = Draws(self.config, prompts, n, step, how, first_group)
+        groups = groups_of(prompts, [how] * n, step, first_group)
+        self.collect_groups(groups, step)
+        return [trajectory for group in groups for trajectory in group.trajectories(how)]
+
+    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed | None = None) -> None:
+        """Complete all of `groups`, and of those that `feed` adds as others are complete, until it has enough of them.
+
+        Then the other trajectories are interrupted, and their groups have what was sampled of them. `collect` says how
+        failures are met.
+        """
+        draws = Draws(self.config, groups, step, feed)
         self._surviving(partial(self._sample, draws))
         if draws.num_failures:
             log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
         self.stats = draws.stats()
-        return draws.trajectories()
 
     def take_spans(self) -> dict[str, list[Span]]:
         """What each engine did since the last call, by its name; of one that does not answer, nothing.

@@ -27,7 +27,7 @@ class Place:
 
 
 class Stream:
-    """Plays all of `draws` on the engines.
+    """Plays all of `draws` on the engines, or until these are enough: then what is being played is interrupted.
 
     An engine's call ends as soon as some of its episodes have, and the next call brings it new ones. While the queue
     is shorter than the room that there is, all engines are given equally much. The episodes of an engine that dies
@@ -44,22 +44,38 @@ class Stream:
     def run(self) -> None:
         self._require_wanted()
         self.draws.put_back()
-        self._hand_out()
-        while self._calls:
-            oldest = min(made for _, made in self._calls.values())
-            done = wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest)
-            self._require_wanted()
-            for call in done:
-                place, _ = self._calls.pop(call)
-                try:
-                    [finished] = wait_for([call], "rollout", self.timeout_s)
-                except (EngineDied, WorkerDied) as error:
-                    self._lose(place, error)
-                    continue
-                for slot, trajectory in finished:
-                    place.held.remove(slot)
-                    self.draws.record(slot, trajectory)
+        self.draws.settle()
+        if not self.draws.is_enough:
             self._hand_out()
+        while self._calls:
+            self._take_in()
+            if not self.draws.is_enough:
+                self.draws.settle()
+                if self.draws.is_enough:
+                    self._interrupt()
+            if not self.draws.is_enough:
+                self._hand_out()
+
+    def _take_in(self) -> None:
+        """Wait until some of the calls have ended, and record what they bring."""
+        oldest = min(made for _, made in self._calls.values())
+        done = wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest)
+        self._require_wanted()
+        for call in done:
+            place, _ = self._calls.pop(call)
+            try:
+                [finished] = wait_for([call], "rollout", self.timeout_s)
+            except (EngineDied, WorkerDied) as error:
+                self._lose(place, error)
+                continue
+            for slot, trajectory in finished:
+                place.held.remove(slot)
+                self.draws.record(slot, trajectory)
+
+    def _interrupt(self) -> None:
+        """Call for what the engines have, besides the calls that are under way."""
+        for place in self.places:
+            self._calls[place.engine.worker.interrupt.remote()] = (place, time.monotonic())
 
     def _require_wanted(self) -> None:
         if self.abandoned.is_set():
@@ -67,9 +83,11 @@ class Stream:
 
     def _lose(self, place: Place, error: EngineDied | WorkerDied) -> None:
         self.fleet.lose(place.engine, error)
+        if place not in self.places:  # it owed two answers
+            return
         self.places.remove(place)
         self.draws.return_first(place.held)
-        if not self.places:
+        if not (self.places or self.draws.is_enough):
             raise EngineDied(str(error)) from error
 
     def _hand_out(self) -> None:
@@ -82,4 +100,4 @@ class Stream:
             new = self.draws.take(max(0, min(place.most, share) - len(place.held)))
             place.held |= {request.slot for request in new}
             if place.held:
-                self._calls[place.engine.worker.play.remote(new, self.draws.how)] = (place, time.monotonic())
+                self._calls[place.engine.worker.play.remote(new)] = (place, time.monotonic())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 STOP = "stop_strings"  # where a request carries them: vLLM's own `stop` has the asking process look for them
+BEGUN = "num_begun"  # how many ids at the end of the prompt are of the turn
+INTERRUPT = "interrupt_others"  # in a request that ends all others, and what these have as their reason to stop
 
 
 class TurnScheduler(Scheduler):
@@ -39,6 +41,16 @@ class TurnScheduler(Scheduler):
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         # Of the turns that are being sampled, float32 as they come. Those of a request that is aborted go with it.
         self._log_probs: WeakKeyDictionary[Request, array[float]] = WeakKeyDictionary()
+        self._interrupted: WeakSet[Request] = WeakSet()
+
+    def add_request(self, request: Request) -> None:
+        """One that carries `INTERRUPT` ends all others after their next token, and may itself be thrown away.
+
+        An aborted request would end without what was sampled of its turn: it is here, not with whom it belongs to.
+        """
+        if request.sampling_params and (request.sampling_params.extra_args or {}).get(INTERRUPT):
+            self._interrupted.update(self.requests.values())
+        super().add_request(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -56,6 +68,8 @@ class TurnScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if new_token_ids and (stop := self._stop_in(request)):
             request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
+        if new_token_ids and not stopped and request in self._interrupted:
+            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, INTERRUPT, True
         return new_token_ids, stopped
 
     def _stop_in(self, request: Request) -> str | None:
@@ -64,6 +78,8 @@ class TurnScheduler(Scheduler):
             return None
         if texts not in self._stops:
             self._stops[texts] = StopStrings(self._tokenizer, texts)
+        if begun := (request.sampling_params.extra_args or {}).get(BEGUN):  # a stop string may have begun in there
+            return self._stops[texts].found([*request.prompt_token_ids[-begun:], *request._output_token_ids])
         return self._stops[texts].found(request._output_token_ids)
 
     def _is_due(self, output: EngineCoreOutput, request: Request) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.agent.environment import Generation, Sampler, Sampling, make_environment
-from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.episode import EpisodeLimits, Interrupted, Pause, run_episode
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
@@ -36,12 +36,17 @@ TOGETHER_S = 0.05  # episodes that end within this time are reported by one answ
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to play, known by its `slot`. With a `seed` its tokens depend on nothing else that is sampled."""
+    """One episode to play, known by its `slot`, or to go on with where it has `begun`.
+
+    With a `seed` its tokens depend on nothing else that is sampled.
+    """
 
     slot: int
     prompt: Prompt
     group_id: str
     seed: int | None
+    how: How = "train"
+    begun: Trajectory | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class RolloutWorker:
         self.config = config
         self.device = device
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
+        self._pause = Pause()
         self._in_episodes, self._in_engine = OverlapRecorder("rollouts"), OverlapRecorder("generate")
 
     async def start(self, retriever: object = None) -> int:
@@ -95,18 +101,18 @@ class RolloutWorker:
         except EnvironmentUnavailable as error:
             raise EnvironmentUnavailable(f"asked on host {socket.gethostname()}: {error}") from error
 
-    async def play(self, new: Sequence[EpisodeRequest], how: How) -> list[tuple[int, Trajectory]]:
+    async def play(self, new: Sequence[EpisodeRequest]) -> list[tuple[int, Trajectory]]:
         """Begin `new` episodes; of all that are being played, those that have ended since the last call, at least one.
 
         An unavailable environment makes a `FAILED` trajectory. Any other error ends the call, and the episodes that
         are still running, as a typed error that names the group.
         """
-        sampling, playing = sampling_of(self.config, how), self._playing
+        playing = self._playing
         for request in new:
-            playing[asyncio.create_task(self._play(request, sampling))] = request.slot
+            playing[asyncio.create_task(self._play(request, self._pause))] = request.slot
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(playing, timeout=TOGETHER_S)
-        if playing is not self._playing:  # they were abandoned; what is played now is another call's
+        if playing is not self._playing:  # they were abandoned or interrupted; what is played now is another call's
             return []
         try:
             return [(playing.pop(task), task.result()) for task in list(playing) if task.done()]
@@ -114,12 +120,28 @@ class RolloutWorker:
             await self.abandon()
             raise
 
+    async def interrupt(self) -> list[tuple[int, Trajectory]]:
+        """All that is being played, as far as it has come; what has no `status` may be gone on with.
+
+        Nothing is waited for but the next token of turns that are being sampled. Raises what episodes have raised.
+        """
+        playing, self._playing = self._playing, {}
+        pause, self._pause = self._pause, Pause()
+        pause.begin()
+        left: set[asyncio.Task[Trajectory]] = set(playing)
+        try:
+            while left:
+                await self.engine.interrupt()
+                _, left = await asyncio.wait(left, timeout=TOGETHER_S)
+            return [(slot, task.result()) for task, slot in playing.items()]
+        except BaseException:
+            await _end(playing)
+            raise
+
     async def abandon(self) -> None:
         """End all episodes."""
         tasks, self._playing = list(self._playing), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
 
     async def take_spans(self) -> list[Span]:
         """Since the last call: `rollouts`, and in them `generate`, or `WAITING` when no episode was in the engine."""
@@ -164,28 +186,35 @@ class RolloutWorker:
         """While they last trajectories fill half of their window on average, if they fill it at all."""
         return max(1, int(2 * self.engine.whole_sequences))
 
-    async def _play(self, request: EpisodeRequest, sampling: Sampling) -> Trajectory:
-        async with self._places:
-            try:
-                with self._in_episodes():
-                    trajectory = await run_episode(
-                        request.prompt,
-                        request.group_id,
-                        WatchedSampler(self.engine, self._in_engine),
-                        self.environment,
-                        self.tokenizer,
-                        sampling,
-                        self.limits,
-                        request.seed,
-                    )
-            except VerlError as error:
-                raise type(error)(f"group {request.group_id} ({request.prompt.data_source}): {error}") from error
-            except Exception as error:
-                raise RolloutError(
-                    f"group {request.group_id} ({request.prompt.data_source}): {in_words(error)}"
-                ) from error
-        trajectory.weight_version = self.engine.weight_version
-        return trajectory
+    async def _play(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
+        try:
+            with pause.ends():
+                await self._places.acquire()
+        except Interrupted:
+            return request.begun or Trajectory(request.group_id, request.prompt)
+        try:
+            return await self._run(request, pause)
+        finally:
+            self._places.release()
+
+    async def _run(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
+        sampler = WatchedSampler(self.engine, self._in_engine)
+        sampling = sampling_of(self.config, request.how)
+        among = (sampler, self.environment, self.tokenizer, sampling, self.limits)
+        place = f"group {request.group_id} ({request.prompt.data_source})"
+        try:
+            with self._in_episodes():
+                return await run_episode(request.prompt, request.group_id, *among, request.seed, request.begun, pause)
+        except VerlError as error:
+            raise type(error)(f"{place}: {error}") from error
+        except Exception as error:
+            raise RolloutError(f"{place}: {in_words(error)}") from error
+
+
+async def _end(tasks: Iterable[asyncio.Task[Trajectory]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:

@@ -62,7 +62,13 @@ def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
         "prompt_text": text(_ids(s for s in trajectory.segments if s.source is Source.PROMPT)),
         "response_text": text(_ids(s for s in trajectory.segments if s.source is not Source.PROMPT)),
         "segments": [
-            {"source": s.source.value, "num_tokens": len(s.ids), "text": text(s.ids)} for s in trajectory.segments
+            {
+                "source": s.source.value,
+                "num_tokens": len(s.ids),
+                "text": text(s.ids),
+                "weight_versions": [{"version": v, "num_tokens": n} for v, n in s.weight_versions] or None,
+            }
+            for s in trajectory.segments
         ],
         "searches": [_search(event) for event in trajectory.events if was_search(event)],
         "events": [_json(event) for event in trajectory.events],

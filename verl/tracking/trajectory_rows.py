@@ -11,7 +11,15 @@ import pyarrow as pa
 
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
-SEGMENT = pa.struct([("source", pa.string()), ("num_tokens", pa.int32()), ("text", pa.string())])
+VERSION = pa.struct([("version", pa.int64()), ("num_tokens", pa.int32())])
+SEGMENT = pa.struct(
+    [
+        ("source", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("text", pa.string()),
+        ("weight_versions", pa.list_(VERSION)),  # that sampled it, from its beginning; null where nobody knows
+    ]
+)
 SEARCH = pa.struct([("query", pa.string()), ("document_ids", pa.list_(pa.string())), ("ms", pa.float64())])
 SCHEMA = pa.schema(
     [
@@ -38,6 +46,7 @@ SCHEMA = pa.schema(
         ("log_probs", pa.list_(pa.float32())),
     ]
 )
+NEEDED = ("source", "num_tokens", "text")  # of a segment
 NULLABLE = ("question", "ground_truth", "status", "failure", "reward")
 
 
@@ -69,7 +78,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
 
 def _segments(row: dict[str, Any]) -> Iterator[Segment]:
     """The flat columns, cut at the segments' lengths."""
-    if any(segment is None or None in segment.values() for segment in row["segments"]):
+    if any(segment is None or None in (segment[name] for name in NEEDED) for segment in row["segments"]):
         raise ValueError("column 'segments' has a null in a segment")
     lengths = [segment["num_tokens"] for segment in row["segments"]]
     for name in ("ids", "log_probs"):
@@ -79,7 +88,8 @@ def _segments(row: dict[str, Any]) -> Iterator[Segment]:
     for segment, length in zip(row["segments"], lengths, strict=True):
         source = Source(segment["source"])
         own_ids, own_log_probs = tuple(islice(ids, length)), tuple(islice(log_probs, length))
-        yield Segment(source, own_ids, own_log_probs if source is Source.POLICY else None)
+        versions = tuple((one["version"], one["num_tokens"]) for one in segment.get("weight_versions") or ())
+        yield Segment(source, own_ids, own_log_probs if source is Source.POLICY else None, versions)
 
 
 def _prompt(row: dict[str, Any], segments: Sequence[Segment]) -> Prompt:

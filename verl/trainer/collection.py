@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 import torch
 
+from verl.agent.sampling import How
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
+from verl.config.asynchronous import max_staleness
 from verl.config.counts import trajectories_per_step
 from verl.data.prompts import PromptSource
-from verl.protocol import Prompt, TrainBatch, Trajectory, reward_rows
+from verl.protocol import TrainBatch, Trajectory, reward_rows
+from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.trainer.scoring import Scorer
+from verl.trainer.selection import Selection, in_order_of_beginning
 
 
 @dataclass
@@ -28,77 +36,129 @@ class Collected:
 class Collector:
     """Draws from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
 
-    Without `algorithm.filter_groups` that is one round. With it, groups whose rewards are all equal are left out and
-    new prompts are drawn, for at most `max_num_gen_batches` rounds.
+    With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
+    once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
+    batch needs; `carried` are those that go on in the next step.
     """
 
-    def __init__(self, config: Config, prompts: PromptSource, rollouts: RolloutManager, scorer: Scorer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSource,
+        rollouts: RolloutManager,
+        scorer: Scorer,
+        last_step: int | None = None,
+    ) -> None:
+        """`last_step`: after it nothing is carried over."""
         self.config = config
         self.prompts = prompts
         self.rollouts = rollouts
         self.scorer = scorer
-        self.per_prompt = trajectories_per_step(config) // config.data.train_batch_size
+        self.last_step = last_step
+        self.carried: list[Group] = []
+        self._wanted = config.data.train_batch_size
+        self._filtering = config.algorithm.filter_groups.enable
+        self._remax = config.algorithm.adv_estimator == "remax"
+        train: list[How] = ["train"] * (trajectories_per_step(config) // self._wanted)
+        self._hows: list[How] = [*train, "greedy"] if self._remax else train
 
     def collect(self, step: int) -> Collected:
         """Raises RolloutError when too much has failed (see `RolloutManager.collect`)."""
-        wanted = self.config.data.train_batch_size
-        filtering = self.config.algorithm.filter_groups
-        prompts: list[Prompt] = []
-        sampled: list[Trajectory] = []
-        trained: list[Trajectory] = []
-        attempts = failures = unavailable = 0.0
-        for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
-            drawn = self.prompts.next(wanted)
-            new = self.rollouts.collect(drawn, self.per_prompt, step, first_group=len(prompts))
-            drawn_again = self.rollouts.stats["env/redraws"]
-            attempts += len(new) + drawn_again
-            failures += self.rollouts.stats["env/failed_ratio"] * (len(new) + drawn_again)
-            prompts += drawn
-            sampled += new
-            usable = self.scorer.score(new)
-            unavailable += self.scorer.stats["reward/unavailable_ratio"]
-            trained += _informative(usable) if filtering.enable else usable
-            if num_groups(trained) >= wanted:
-                break
-        rounds = len(prompts) // wanted
-        metrics = {
-            "env/failed_ratio": failures / attempts,
-            "env/redraws": attempts - len(sampled),
-            "reward/unavailable_ratio": unavailable / rounds,
-        }
-        if filtering.enable:
-            metrics |= {"filter_groups/rounds": float(rounds), "filter_groups/kept": num_groups(trained) / len(prompts)}
-            trained = _first_groups(trained or usable, wanted)
-        if self.config.algorithm.adv_estimator != "remax":
+        selection = self._selection(step)
+        num_carried = len(selection.groups)
+        selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
+        self.rollouts.collect_groups(list(selection.groups), step, selection.feed)
+        self.carried = selection.left
+        taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]
+        sampled = _trajectories(in_order_of_beginning([*selection.taken, *selection.useless]))
+        if not self._filtering:
+            self.scorer.score_some(sampled)
+        self.scorer.require_enough(sampled)
+        metrics = dict(self.rollouts.stats) | self.scorer.stats
+        if self._filtering:
+            judged = len(selection.useful) + len(selection.useless)
+            metrics |= {
+                "filter_groups/rounds": judged / self._wanted,
+                "filter_groups/kept": len(selection.useful) / judged,
+            }
+        if self._num_extra(step) or num_carried:
+            metrics |= self._carrying(taken, step)
+        trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
+        if not self._remax:
             return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics)
-        baselines = self._greedy_rewards(prompts, sampled, step)
+        baselines = self._greedy_rewards(taken)
         trained = [trajectory for trajectory in trained if trajectory.group_id in baselines]
         batch = TrainBatch.from_trajectories(trained)
         batch.rows["baseline"] = torch.tensor([baselines[trajectory.group_id] for trajectory in trained])
         return Collected(sampled, trained, batch, metrics)
 
-    def _greedy_rewards(self, prompts: list[Prompt], sampled: list[Trajectory], step: int) -> dict[str, float]:
-        """By group: the reward of the greedy answer to its prompt. Groups whose greedy answer failed are not there."""
-        answers = self.rollouts.collect(prompts, 1, step, how="greedy")
-        scored = {id(answer) for answer in self.scorer.score(answers)}
-        groups = [trajectory.group_id for trajectory in sampled[:: self.per_prompt]]  # one a prompt, in prompt order
+    def state_dict(self) -> dict[str, Any]:
+        """From which the prompts go on; those of groups that were carried over come first, and are sampled anew."""
+        return self.prompts.state_dict(again=[group.prompt for group in self.carried])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.carried = []
+        self.prompts.load_state_dict(state)
+
+    def forget(self) -> None:
+        """What was sampled of groups that were carried over is of no use; their prompts are sampled anew."""
+        self.load_state_dict(self.state_dict())
+
+    def _selection(self, step: int) -> Selection:
+        """Of the groups that were carried over, which are due when their oldest ids may not be a version older."""
+        groups, self.carried = self.carried, []
+        rounds = self.config.algorithm.filter_groups.max_num_gen_batches if self._filtering else 1
+        numbers = count()
+
+        def draw(number: int) -> list[Group]:
+            return [
+                group
+                for prompt in self.prompts.next(max(0, number))
+                for group in groups_of([prompt], self._hows, step, next(numbers))
+            ]
+
+        bound = max_staleness(self.config)
+        versions = {group: group.oldest_version() for group in groups}
+        return Selection(
+            self._wanted,
+            rounds * self._wanted + self._num_extra(step),
+            draw,
+            self._are_useful,
+            groups,
+            due=[group for group, version in versions.items() if version is not None and step - version > bound],
+            in_order=self.config.trainer.deterministic,
+        )
+
+    def _num_extra(self, step: int) -> int:
+        if step == self.last_step:
+            return 0
+        return math.ceil(self.config.actor_rollout_ref.rollout.over_sample * self._wanted)
+
+    def _are_useful(self, groups: Sequence[Group]) -> list[bool]:
+        if not self._filtering:
+            return [True] * len(groups)
+        self.scorer.score_some([one for one in _trajectories(groups) if one.reward is None])
+        return [_is_informative(group.trajectories("train")) for group in groups]
+
+    def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
         return {
-            group: answer.reward
-            for group, answer in zip(groups, answers, strict=True)
-            if id(answer) in scored and answer.reward is not None
+            "rollout/over_sample/carried": float(len(self.carried)),
+            "rollout/over_sample/complete": float(sum(group.is_complete for group in self.carried)),
+            "rollout/over_sample/resumed": float(sum(group.step < step for group in taken)),
         }
 
-
-def num_groups(trajectories: list[Trajectory]) -> int:
-    return len({trajectory.group_id for trajectory in trajectories})
-
-
-def _informative(trajectories: list[Trajectory]) -> list[Trajectory]:
-    rows = reward_rows(trajectories)
-    keep_B = informative_rows(rows["reward"], rows["group"])
-    return [trajectory for trajectory, keep in zip(trajectories, keep_B.tolist(), strict=True) if keep]
+    def _greedy_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
+        """By group: the reward of the greedy answer to its prompt. Groups whose greedy answer failed are not there."""
+        answers = {group.id: answer for group in groups for answer in group.trajectories("greedy")}
+        self.scorer.score(list(answers.values()))
+        return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
 
 
-def _first_groups(trajectories: list[Trajectory], number: int) -> list[Trajectory]:
-    groups = list(dict.fromkeys(trajectory.group_id for trajectory in trajectories))[:number]
-    return [trajectory for trajectory in trajectories if trajectory.group_id in set(groups)]
+def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories("train")]
+
+
+def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
+    usable = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    rows = reward_rows(usable)
+    return bool(usable) and bool(informative_rows(rows["reward"], rows["group"]).any())

@@ -247,7 +247,7 @@ class RLTrainer:
                 self._undo.append(self.critic.shutdown)
             self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
             self.updates = Updates(config, self.actor, self.critic)
-            collector = Collector(config, self.train_prompts, self.rollouts, self.scorer)
+            collector = Collector(config, self.train_prompts, self.rollouts, self.scorer, self.total_steps)
             self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
             self._undo.append(self.source.close)
             self.checkpoints = Checkpoints(

@@ -67,10 +67,11 @@ class InTurn:
         return nullcontext()
 
     def discard(self, version: int, timed: Timer) -> None:
+        self.collector.forget()
         self.renew(version, timed)
 
     def state(self) -> SamplingState:
-        return SamplingState.now(self.collector.prompts)
+        return SamplingState.now(self.collector)
 
     def close(self) -> None:
         pass

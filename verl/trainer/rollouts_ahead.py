@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from verl.config import Config
-from verl.config.asynchronous import max_staleness
+from verl.config.asynchronous import max_steps_ahead
 from verl.errors import SamplingAbandoned, WeightsInTraining
 from verl.phases import Phase
 from verl.rollout.manager import RolloutManager
@@ -40,7 +40,7 @@ def rollout_source(
     config: Config, collector: Collector, rollouts: RolloutManager, actor: ActorGroup, last_step: int
 ) -> RolloutSource:
     """As `trainer.async_rollout` says."""
-    if most := max_staleness(config):
+    if most := max_steps_ahead(config):
         return RolloutsAhead(collector, rollouts, actor, most, last_step)
     return InTurn(collector, rollouts, actor)
 
@@ -124,6 +124,7 @@ class RolloutsAhead:
             self.rollouts.allow()
             if self._ready:
                 self._sample_again(self._ready[0][0])
+            self.collector.forget()
             self._newest, self._loaded = version, None
         with timed("weight_sync"):
             self._load_newest()
@@ -131,7 +132,7 @@ class RolloutsAhead:
 
     def state(self) -> SamplingState:
         with self._changed:
-            return self._before[min(self._before)] if self._before else SamplingState.now(self.collector.prompts)
+            return self._before[min(self._before)] if self._before else SamplingState.now(self.collector)
 
     def close(self) -> None:
         with self._changed:
@@ -181,7 +182,7 @@ class RolloutsAhead:
             self._idle.stop()
             if self._has_ended:
                 return False
-            self._before[self._next] = SamplingState.now(self.collector.prompts)
+            self._before[self._next] = SamplingState.now(self.collector)
             self._sampling = True
             return True
 
@@ -222,7 +223,7 @@ class RolloutsAhead:
 
     def _sample_again(self, step: int) -> None:
         """This one and all later ones."""
-        self.collector.prompts.load_state_dict(self._before[step].prompts)
+        self.collector.load_state_dict(self._before[step].prompts)
         self._ready = deque(batch for batch in self._ready if batch[0] < step)
         self._before = {other: state for other, state in self._before.items() if other < step}
         self._next = step

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from verl.data.prompts import PromptSource
 from verl.determinism import random_state, set_random_state
+
+
+class Prompts(Protocol):
+    """What prompts are drawn from."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
 class SamplingState:
     """Where `prompts` go on, and the generators that rewards and environments share, each [n] uint8."""
 
-    prompts: dict[str, int]
+    prompts: dict[str, Any]
     random: dict[str, torch.Tensor]
 
     @classmethod
-    def now(cls, prompts: PromptSource) -> SamplingState:
+    def now(cls, prompts: Prompts) -> SamplingState:
         return cls(prompts.state_dict(), random_state())
 
     def to_json(self) -> dict[str, Any]:
@@ -36,7 +43,7 @@ class SamplingState:
             saved["prompts"], {name: torch.frombuffer(state, dtype=torch.uint8) for name, state in drawn.items()}
         )
 
-    def put_back(self, prompts: PromptSource) -> None:
+    def put_back(self, prompts: Prompts) -> None:
         """Raises DataError for other prompts than the state's."""
         prompts.load_state_dict(self.prompts)
         set_random_state(self.random)

@@ -56,6 +56,7 @@ class Scorer:
         self.tokenizer = tokenizer
         self.max_failed_ratio = config.agent.max_failed_ratio
         self.stats: dict[str, float] = {}
+        self._num_asked = self._num_unavailable = 0
 
     def check(self) -> None:
         """Before a run: raises what the `check` of a rule raises, where it has one."""
@@ -76,21 +77,33 @@ class Scorer:
         One whose reward cannot be had becomes FAILED: masked and counted, never scored 0. Raises RolloutError when all
         have failed, or when more than `agent.max_failed_ratio` could not be scored.
         """
+        scored = self.score_some(trajectories, validate)
+        self.require_enough(trajectories)
+        return scored
+
+    def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
+        """As `score`, of what is not all yet: `require_enough` says later whether too much has failed."""
         finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
         scored = score_trajectories(self._rule(validate), finished, self.tokenizer)
-        unavailable = len(finished) - len(scored)
-        self.stats = {"reward/unavailable_ratio": unavailable / max(1, len(finished))}
+        self._num_asked += len(finished)
+        self._num_unavailable += len(finished) - len(scored)
+        return scored
+
+    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
+        """Of what was scored since this was called last, for `trajectories`. Raises RolloutError as `score` does."""
+        asked, unavailable = self._num_asked, self._num_unavailable
+        self._num_asked = self._num_unavailable = 0
+        self.stats = {"reward/unavailable_ratio": unavailable / max(1, asked)}
         failure = next((trajectory.failure for trajectory in trajectories if trajectory.status is Status.FAILED), None)
-        if not scored:
+        if all(trajectory.status is Status.FAILED for trajectory in trajectories):
             raise RolloutError(f"all {len(trajectories)} trajectories failed: {failure}")
         if unavailable:
-            log.warning("%d of %d trajectories could not be scored: %s", unavailable, len(finished), failure)
-        if unavailable > self.max_failed_ratio * len(finished):
+            log.warning("%d of %d trajectories could not be scored: %s", unavailable, asked, failure)
+        if unavailable > self.max_failed_ratio * asked:
             raise RolloutError(
-                f"{unavailable} of {len(finished)} trajectories could not be scored, more than "
+                f"{unavailable} of {asked} trajectories could not be scored, more than "
                 f"agent.max_failed_ratio={self.max_failed_ratio}: {failure}"
             )
-        return scored
 
     def _rule(self, validate: bool) -> Reward | BatchReward:
         return self.validation if validate else self.train

@@ -1,7 +1,8 @@
-"""How much older the weights are that sampled a step than those that are trained on it."""
+"""How much older the weights are that sampled the tokens of a step than those that are trained on them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from verl.errors import WeightSyncError
@@ -9,14 +10,24 @@ from verl.protocol import Trajectory
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) -> dict[str, float]:
-    """`rollout/staleness/{mean,max}` in versions: step n trains version n - 1, so one sampled by n - 2 has 1.
+    """`rollout/staleness/{mean,max}` in versions, over tokens: step n trains version n - 1, so one of n - 2 has 1.
 
-    Raises WeightSyncError where it is below 0 or above `most`.
+    Where a trajectory was sampled by several versions, the mean is over its tokens, and the bound holds for each.
+    Raises WeightSyncError where a staleness is below 0 or above `most`.
     """
-    found = [step - 1 - trajectory.weight_version for trajectory in trajectories]
-    if wrong := [number for number in found if not 0 <= number <= most]:
+    found = Counter[int]()  # tokens by staleness
+    wrong = []
+    for trajectory in trajectories:
+        own = Counter[int]()
+        for version, number in trajectory.weight_versions:
+            own[step - 1 - version] += number
+        wrong += [staleness for staleness in own if not 0 <= staleness <= most][:1]
+        found += own
+    if wrong:
         raise WeightSyncError(
-            f"step {step}: {len(wrong)} of {len(found)} trajectories were sampled by version {step - 1 - wrong[0]} of "
-            f"the weights, and only {step - 1 - most} to {step - 1} may be trained (trainer.max_staleness)"
+            f"step {step}: {len(wrong)} of {len(trajectories)} trajectories were sampled by version "
+            f"{step - 1 - wrong[0]} of the weights, and only {step - 1 - most} to {step - 1} may be trained "
+            "(trainer.max_staleness)"
         )
-    return {"rollout/staleness/mean": sum(found) / len(found), "rollout/staleness/max": float(max(found))}
+    mean = sum(staleness * number for staleness, number in found.items()) / max(1, found.total())
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(found, default=0))}

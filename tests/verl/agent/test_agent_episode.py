@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verl.agent.environment import Environment, Generation, Outcome, Sampling
-from verl.agent.episode import EpisodeLimits, run_episode, turn_seed
+from verl.agent.environment import INTERRUPTED, Environment, Generation, Outcome, Sampling
+from verl.agent.episode import EpisodeLimits, Pause, run_episode, turn_seed
 from verl.agent.text import decode_turn, encode_text, policy_texts
 from verl.errors import EnvironmentUnavailable, RolloutError
 from verl.protocol import Prompt, Source, Status, Trajectory
@@ -197,6 +197,107 @@ def test_a_changed_history_is_an_error(byte_tokenizer):
     sampler, library = Scribbler(byte_tokenizer, ["ask a", "say b"]), Library(byte_tokenizer)
     with pytest.raises(RolloutError, match="group g7: the context of turn 1 does not start with"):
         asyncio.run(run_episode(prompt, "g7", sampler, library, byte_tokenizer, Sampling(), LIMITS, 0))
+
+
+@dataclass
+class InterruptedSampler(ScriptedSampler):
+    """Says `piece` tokens, then is interrupted; version counts how often it was asked."""
+
+    piece: int = 3
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        line = encode_text(self.tokenizer, self.lines[0])[sampling.num_begun :]
+        self.contexts.append(list(ids))
+        self.samplings.append(sampling)
+        ids, version = line[: min(self.piece, sampling.max_tokens)], len(self.contexts)
+        if len(ids) == len(line):
+            self.lines.pop(0)
+        reason = "stop" if len(ids) == len(line) else "length" if len(ids) == sampling.max_tokens else INTERRUPTED
+        return Generation(ids, tuple(-float(version) for _ in ids), reason, version)
+
+
+def play_on(tokenizer, sampler, library, limits=LIMITS, seed=7):
+    """In as many runs of an episode as it takes."""
+    prompt = Prompt(encode_text(tokenizer, "question: "), "test", {})
+    trajectory = None
+    while trajectory is None or trajectory.status is None:
+        among = (sampler, library, tokenizer, Sampling(), limits, seed)
+        trajectory = asyncio.run(run_episode(prompt, "g0", *among, trajectory))
+    return trajectory
+
+
+def test_an_interrupted_turn_goes_on_from_its_ids_with_their_versions_and_log_probs(byte_tokenizer):
+    lines = ["ask a!", "say it"]
+    whole, _, _ = play(byte_tokenizer, lines)
+    sampler, library = InterruptedSampler(byte_tokenizer, list(lines)), Library(byte_tokenizer)
+    trajectory = play_on(byte_tokenizer, sampler, library)
+    assert (trajectory.ids, trajectory.status, trajectory.events) == (whole.ids, whole.status, whole.events)
+    assert (trajectory.num_turns, trajectory.num_searches, trajectory.open_turn) == (2, 1, None)
+    assert library.calls == [("ask a!", True), ("say it", True)]
+    turns = [segment for segment in trajectory.segments if segment.source is Source.POLICY]
+    first, second = (len(encode_text(byte_tokenizer, line)) - 3 for line in lines)  # what is left after an interruption
+    assert [turn.weight_versions for turn in turns] == [((1, 3), (2, first)), ((3, 3), (4, second))]
+    assert [turn.log_probs for turn in turns] == [(-1.0,) * 3 + (-2.0,) * first, (-3.0,) * 3 + (-4.0,) * second]
+    lengths = [len(context) for context in sampler.contexts]
+    assert (lengths[1] - lengths[0], lengths[3] - lengths[2]) == (3, 3)
+    assert len({sampling.seed for sampling in sampler.samplings}) == 4
+    assert [sampling.max_tokens for sampling in sampler.samplings] == [64, 61, 64, 61]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5])
+def test_an_interrupted_turn_has_the_limits_of_a_whole_one(byte_tokenizer, piece):
+    limits = EpisodeLimits(max_turns=2, max_response_length=64, max_context_length=30, max_model_length=26)
+    lines = ["ask abcd!", "say something that is far too long"]
+    whole, _, _ = play(byte_tokenizer, lines, limits)
+    library = Library(byte_tokenizer)
+    trajectory = play_on(byte_tokenizer, InterruptedSampler(byte_tokenizer, list(lines), piece=piece), library, limits)
+    assert (trajectory.ids, trajectory.status) == (whole.ids, whole.status)
+
+
+def test_a_pause_ends_the_wait_for_the_environment_and_the_turn_is_put_to_it_again(byte_tokenizer):
+    class Slow(Library):
+        is_slow = True
+
+        async def step(self, prompt, text, tools_allowed):
+            self.calls.append((text, tools_allowed))
+            if self.is_slow:
+                await asyncio.Event().wait()
+            return await super().step(prompt, text, tools_allowed)
+
+    sampler, library = ScriptedSampler(byte_tokenizer, ["ask a", "say b"]), Slow(byte_tokenizer)
+    prompt, pause = Prompt(encode_text(byte_tokenizer, "question: "), "test", {}), Pause()
+    among = (sampler, library, byte_tokenizer, Sampling(), LIMITS, 7)
+
+    async def interrupt():
+        playing = asyncio.create_task(run_episode(prompt, "g0", *among, pause=pause))
+        while not library.calls:
+            await asyncio.sleep(0)
+        pause.begin()
+        return await playing
+
+    paused = asyncio.run(interrupt())
+    assert (paused.status, paused.open_turn, paused.num_turns) == (None, "stop", 1)
+    library.is_slow = False
+    ended = asyncio.run(run_episode(prompt, "g0", *among, paused))
+    assert ended.status is Status.ANSWERED and [event["turn"] for event in ended.events] == [0, 1]
+    assert len(sampler.contexts) == 2, "what was sampled is not sampled again"
+
+
+def test_a_cancelled_episode_without_a_pause_is_cancelled(byte_tokenizer):
+    class Stuck(Library):
+        async def step(self, prompt, text, tools_allowed):
+            await asyncio.Event().wait()
+
+    async def cancel():
+        prompt = Prompt(encode_text(byte_tokenizer, "question: "), "test", {})
+        among = (ScriptedSampler(byte_tokenizer, ["ask a"]), Stuck(byte_tokenizer), byte_tokenizer)
+        playing = asyncio.create_task(run_episode(prompt, "g0", *among, Sampling(), LIMITS, 7))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancel())
 
 
 @pytest.mark.parametrize("seed", range(40))

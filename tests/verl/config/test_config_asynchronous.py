@@ -13,6 +13,7 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = f"{ACTOR}.rollout_correction"
 SPLIT = ("trainer.layout=split", "trainer.rollout_gpus_per_node=4")
 ONE_STEP_OFF = "trainer.async_rollout=one_step_off"
+OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample=0.5"
 BOUNDED = "trainer.async_rollout=bounded"
 ONE_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.policy_loss=reinforce")
 
@@ -33,6 +34,10 @@ def config_of(*overrides: str) -> Config:
         ((BOUNDED, "trainer.max_staleness=3", *SPLIT), 3),
         ((ONE_STEP_OFF, "trainer.device=cpu"), 1),  # engines on CPU are processes of their own
         ((ONE_STEP_OFF, "trainer.layout=split", "actor_rollout_ref.rollout.nnodes=2"), 1),
+        ((OVER_SAMPLE,), 1),
+        ((OVER_SAMPLE, "trainer.max_staleness=3"), 3),
+        ((OVER_SAMPLE, ONE_STEP_OFF, *SPLIT), 2),
+        ((OVER_SAMPLE, BOUNDED, "trainer.max_staleness=4", *SPLIT), 4),
     ],
 )
 def test_how_old_weights_may_be(overrides: tuple[str, ...], most: int) -> None:
@@ -50,6 +55,13 @@ def test_how_old_weights_may_be(overrides: tuple[str, ...], most: int) -> None:
             (ONE_STEP_OFF, *SPLIT, "trainer.deterministic=true"),
             "trainer.async_rollout=one_step_off and trainer.deterministic=True exclude each other",
         ),
+        (
+            (OVER_SAMPLE, "trainer.deterministic=true"),
+            "actor_rollout_ref.rollout.over_sample=0.5 and trainer.deterministic=True exclude each other",
+        ),
+        ((OVER_SAMPLE, BOUNDED, "trainer.max_staleness=1", *SPLIT), "needs a trainer.max_staleness of 2 or more"),
+        ((OVER_SAMPLE, ONE_STEP_OFF, "trainer.max_staleness=1", *SPLIT), "is a trainer.max_staleness of 2, not 1"),
+        (("actor_rollout_ref.rollout.over_sample=1.5",), "actor_rollout_ref.rollout.over_sample"),
         ((BOUNDED, "trainer.max_staleness=0", *SPLIT), "trainer.max_staleness"),
         (("trainer.async_rollout=two_steps_off",), "trainer.async_rollout"),
     ],
@@ -63,6 +75,8 @@ def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str
 
 @pytest.mark.parametrize("overrides", [(), ONE_UPDATE, (f"{ACTOR}.use_rollout_log_probs=true", *ONE_UPDATE)])
 def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ...]) -> None:
+    [doubt] = doubts(config_of(OVER_SAMPLE, *overrides))
+    assert "over_sample=0.5 trains on what older weights have sampled, and nothing corrects for that" in doubt
     [doubt] = doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))
     assert f"nothing corrects for that: set {CORRECTION}.importance=token" in doubt
     assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides, "trainer.val_only=true"))) == []

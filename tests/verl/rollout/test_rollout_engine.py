@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
-from verl.agent.environment import Generation, Sampling, join_pieces
+from verl.agent.environment import INTERRUPTED, Generation, Sampling, join_pieces
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.rollout.weight_stream import WeightStream
 
@@ -109,6 +110,70 @@ def test_after_a_sync_the_engine_samples_from_the_new_weights(
     assert error_T.mean() < MEAN_ERROR
     assert errors(reference, prompts, after, 1.0).mean() > 0.01
     assert session.run(sample_all(session.engine, prompts, how)) == before
+
+
+async def interrupted(engine: Any, prompts: list[list[int]], sampling: list[Sampling]) -> list[Generation]:
+    """The turns after about ten tokens of each."""
+    turns = [asyncio.ensure_future(engine.generate(ids, how)) for ids, how in zip(prompts, sampling, strict=True)]
+    await engine.generate(prompts[0], Sampling(max_tokens=10, seed=1, ignore_eos=True))
+    left = set(turns)
+    while left:
+        await engine.interrupt()
+        _, left = await asyncio.wait(left, timeout=0.05)
+    return [turn.result() for turn in turns]
+
+
+def test_an_interrupted_turn_goes_on_under_other_weights_and_not_with_the_cache_of_the_old_ones(
+    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
+) -> None:
+    """Each piece has the log-probs of its weights, the second after a context that the first weights have sampled."""
+    changed = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
+    torch.manual_seed(1)
+    changed.load_state_dict({name: w + 0.02 * torch.randn_like(w) for name, w in reference.state_dict().items()})
+    how = [Sampling(max_tokens=300, seed=100 + index, ignore_eos=True) for index in range(len(prompts))]
+    first = session.run(interrupted(session.engine, prompts, how))
+    version = session.engine.weight_version
+    assert all(piece.finish_reason == INTERRUPTED and 0 < len(piece.ids) < 300 for piece in first)
+    assert max(len(piece.ids) for piece in first) > 5
+    assert errors(reference, prompts, first, 1.0).max() < MAX_ERROR
+    contexts = [[*ids, *piece.ids] for ids, piece in zip(prompts, first, strict=True)]
+    # The engine has the keys and values of all that in its cache.
+    session.run(sample_all(session.engine, contexts, seeded(contexts)))
+    try:
+        session.run(load(session.engine, stream_of(changed.named_parameters(), version + 1, weight_dir)))
+        rest = [replace(one, max_tokens=30, num_begun=len(p.ids)) for one, p in zip(how, first, strict=True)]
+        second = session.run(sample_all(session.engine, contexts, rest))
+    finally:
+        session.run(load(session.engine, stream_of(reference.named_parameters(), version + 2, weight_dir)))
+    assert errors(changed, contexts, second, 1.0).max() < MAX_ERROR
+    assert errors(reference, contexts, second, 1.0).mean() > 0.01
+    assert {piece.weight_version for piece in first} == {version}
+    assert {piece.weight_version for piece in second} == {version + 1}
+
+
+def test_an_engine_that_was_interrupted_samples_as_before(session: Any, prompts: list[list[int]]) -> None:
+    before = session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4])))
+    session.run(session.engine.interrupt())
+    assert session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4]))) == before
+    assert session.engine.num_running == 0
+
+
+def test_a_stop_string_may_begin_in_the_piece_before(
+    session: Any, byte_tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]]
+) -> None:
+    tried = 0
+    for prompt in prompts:
+        context = [*prompt, *byte_tokenizer("<")["input_ids"]]
+        greedy = Sampling(temperature=0.0, max_tokens=3, ignore_eos=True)
+        [first, *_] = free = session.run(session.engine.generate(context, greedy)).ids
+        text = byte_tokenizer.decode([first])
+        if len(text) != 1 or not text.isascii() or not text.isprintable():
+            continue
+        tried += 1
+        stopping = replace(greedy, stop=("<" + text,))
+        assert session.run(session.engine.generate(context, replace(stopping, num_begun=1))).ids == (first,)
+        assert session.run(session.engine.generate(context, stopping)).ids[: len(free)] == free
+    assert tried
 
 
 def test_wrong_checksum_is_refused_and_the_old_weights_stay(

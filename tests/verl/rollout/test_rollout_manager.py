@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, Trajectory
 from verl.rollout.exported_weights import ExportedWeights
+from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
@@ -122,6 +123,55 @@ def test_what_another_thread_samples_can_be_abandoned(
         manager.collect(prompts, n=1, step=7)
     manager.allow()
     assert sampled(manager.collect(prompts, n=2, step=5)) == expected
+
+
+def test_groups_that_are_too_slow_go_on_under_the_next_weights(
+    manager: RolloutManager,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    weight_dir: Path,
+) -> None:
+    """Two of four groups wait for something that comes only after the next weights; two are enough."""
+    slow = {"folder": str(tmp_path), "waits_for": 1}
+    prompts = prompts_of(byte_tokenizer, {}, slow, {}, slow)
+    groups = groups_of(prompts, ["train"] * 2, 6)
+    complete: list[Group] = []
+
+    def feed(more: Sequence[Group]) -> list[Group] | None:
+        complete.extend(more)
+        return None if len(complete) == 2 else []
+
+    manager.collect_groups(groups, 6, feed)
+    assert sorted(group.number for group in complete) == [0, 2]
+    waiting = [one for group in (groups[1], groups[3]) for one in group.begun.values()]
+    assert len(waiting) == 4 and not groups[1].results
+    assert all(one.status is None and one.num_turns == 1 and one.open_turn in ("stop", "length") for one in waiting)
+    begun = [list(one.ids) for one in waiting]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    changed = [(name, value * 1.5) for name, value in model.named_parameters()]
+    manager.load_weights(lambda: stream_of(changed, 3, weight_dir))
+    (tmp_path / "news").touch()
+    try:
+        manager.collect_groups([groups[1], groups[3]], 7)
+    finally:
+        manager.load_weights(lambda: stream_of(model.named_parameters(), 0, weight_dir))
+    ended = groups[1].trajectories("train") + groups[3].trajectories("train")
+    assert [one.ids[: len(ids)] for one, ids in zip(ended, begun, strict=True)] == begun
+    for one in ended:
+        assert one.status is Status.TURN_LIMIT and one.num_turns == 3 and one.open_turn is None
+        assert [version for version, _ in one.weight_versions] == [0, 3, 3] and one.weight_version == 3
+        assert [event["turn"] for event in one.events] == [0, 1, 2], "a turn that was asked twice is told once"
+
+
+def test_enough_groups_that_were_complete_before_need_no_engine(
+    manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    groups = groups_of(prompts_of(byte_tokenizer, {}), ["train"], 6)
+    manager.collect_groups(groups, 6)
+    fresh = groups_of(prompts_of(byte_tokenizer, {}, {}), ["train"], 7)
+    manager.collect_groups([*groups, *fresh], 7, lambda complete: None)
+    assert not any(group.results or group.begun for group in fresh)
 
 
 def test_validation_is_greedy(manager: RolloutManager, byte_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -70,7 +70,12 @@ def test_round_trip(tmp_path: Path) -> None:
     assert first["log_probs"] == [0, 0, -0.25, -0.5, -1.0, 0, 0, 0, 0, 0, -0.125, -2.0]
     assert first["prompt_text"] == "Q?"
     assert first["response_text"] == "<s>\n<i>\nok"
-    assert first["segments"][2] == {"source": "environment", "num_tokens": 5, "text": "\n<i>\n"}
+    assert first["segments"][2] == {
+        "source": "environment",
+        "num_tokens": 5,
+        "text": "\n<i>\n",
+        "weight_versions": None,
+    }
     assert first["searches"] == [{"query": "capital", "document_ids": ["5", "a"], "ms": 1.5}]
     assert [event["query"] for event in first["events"]] == ["capital", "too late"]
     assert first["reward"] == 0.75

@@ -97,12 +97,21 @@ class Sampler:
         trajectories = [trajectory(step, number, version or 0) for number in drawn]
         return Collected(trajectories, trajectories, TrainBatch.from_trajectories(trajectories))
 
+    def state_dict(self) -> dict[str, int]:
+        return self.prompts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.prompts.load_state_dict(state)
+
+    def forget(self) -> None:
+        pass
+
     def wait_until_begun(self) -> None:
         assert self.begun.acquire(timeout=DEADLINE_S), "no batch was begun"
 
 
 def trajectory(step: int, number: int, version: int) -> Trajectory:
-    segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
+    segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,), ((version, 1),))]
     found = Trajectory(f"train-{step}-{number}", Prompt((1,), "test", {"number": number}), segments, Status.ANSWERED)
     found.reward, found.weight_version = 1.0, version
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from verl.config import Config, load_config
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.rollout.draws import Feed
+from verl.rollout.groups import Group
 from verl.trainer.collection import Collector
 
 
@@ -35,30 +36,35 @@ class Rollouts:
         self.rewards, self.greedy = rewards, greedy
         self.stats = {"env/failed_ratio": 0.0, "env/redraws": 0.0}
 
-    def collect(
-        self, prompts: Sequence[Prompt], n: int, step: int, how: str = "train", first_group: int = 0
-    ) -> list[Trajectory]:
-        found = []
-        for position, prompt in enumerate(prompts):
-            rewards = self.rewards[prompt.row["number"]] if how == "train" else [self.greedy[prompt.row["number"]]]
-            assert len(rewards) == n
-            for reward in rewards:
-                segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
-                status = Status.FAILED if reward is None else Status.ANSWERED
-                trajectory = Trajectory(f"{how}-{step}-{first_group + position}", prompt, segments, status)
-                trajectory.events = [{"reward": reward}]
-                found.append(trajectory)
-        return found
+    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
+        """One group after the other, the later ones first."""
+        waiting = list(groups)
+        while waiting:
+            group = waiting.pop()
+            group.results = {index: self.play(group, how, index) for index, how in enumerate(group.hows)}
+            waiting += feed([group]) or []
+
+    def play(self, group: Group, how: str, index: int) -> Trajectory:
+        number = group.prompt.row["number"]
+        reward = self.greedy[number] if how == "greedy" else self.rewards[number][index]
+        segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
+        status = Status.FAILED if reward is None else Status.ANSWERED
+        return Trajectory(group.id, group.prompt, segments, status, events=[{"reward": reward}])
 
 
 class Scorer:
     stats = {"reward/unavailable_ratio": 0.0}
+
+    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
 
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         usable = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
         for trajectory in usable:
             trajectory.reward = trajectory.events[0]["reward"]
         return usable
+
+    score_some = score
 
 
 def collector(rollouts: Rollouts, *overrides: str) -> Collector:
@@ -76,26 +82,30 @@ def test_one_round_without_filtering() -> None:
 
 
 def test_groups_of_equal_rewards_are_replaced() -> None:
-    # round 1: one useless group; round 2: two useful ones, of which one is needed
-    collected = collector(Rollouts([(1, 1), (0, 1), (1, 0), (0, 1)]), *FILTER).collect(1)
+    """Each useless group by one new prompt: three are drawn, and the fourth is left for the next step."""
+    one = collector(Rollouts([(1, 1), (0, 1), (1, 0), (0, 1)]), *FILTER)
+    collected = one.collect(1)
     assert [t.prompt.row["number"] for t in collected.trained] == [1, 1, 2, 2]
-    assert len({t.group_id for t in collected.sampled}) == 4, "groups of two rounds have different names"
-    assert collected.metrics["filter_groups/rounds"] == 2 and collected.metrics["filter_groups/kept"] == 0.75
-    assert len(collected.sampled) == 8
+    assert [t.group_id for t in collected.sampled[::2]] == ["train-1-0", "train-1-1", "train-1-2"]
+    assert collected.metrics["filter_groups/rounds"] == 1.5 and collected.metrics["filter_groups/kept"] == 2 / 3
+    assert len(collected.sampled) == 6 and one.prompts.drawn == 3  # type: ignore[attr-defined]
 
 
-def test_failures_and_redraws_are_those_of_all_rounds() -> None:
-    """Round 1: 4 of 8 attempts failed and all were drawn again. Round 2: none of 4."""
+def test_in_a_deterministic_run_groups_are_judged_in_their_order() -> None:
+    """Rewards may draw from shared generators; the engines complete the later group first."""
+    asked: list[int] = []
 
-    class Failing(Rollouts):
-        def collect(self, prompts: Sequence[Prompt], n: int, *args: Any, **kwargs: Any) -> list[Trajectory]:
-            found = super().collect(prompts, n, *args, **kwargs)
-            first = prompts[0].row["number"] == 0
-            self.stats = {"env/failed_ratio": 0.5, "env/redraws": 4.0} if first else Rollouts([]).stats
-            return found
+    class Watching(Scorer):
+        def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
+            asked.extend(t.prompt.row["number"] for t in trajectories[::2])
+            return self.score(trajectories)
 
-    collected = collector(Failing([(1, 1), (0, 1), (1, 0), (0, 1)]), *FILTER).collect(1)
-    assert collected.metrics["env/failed_ratio"] == 4 / 12 and collected.metrics["env/redraws"] == 4
+    rewards = [(1, 1), (0, 1), (1, 0), (0, 1)]
+    for overrides, order in ((("trainer.deterministic=true",), [0, 1, 2]), ((), [1, 0, 2])):
+        asked.clear()
+        config = make_config(*FILTER, *overrides)
+        Collector(config, Prompts(), Rollouts(rewards), Watching()).collect(1)  # type: ignore[arg-type]
+        assert asked == order
 
 
 def test_filtering_ends_after_its_rounds() -> None:

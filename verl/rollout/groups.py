@@ -1,0 +1,66 @@
+"""The trajectories that a step wants of one prompt, as far as there are any."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl.agent.sampling import How
+from verl.config import Config
+from verl.protocol import Prompt, Trajectory
+
+
+@dataclass(eq=False)
+class Group:
+    """Of `prompt`, one trajectory for each of `hows`; `results` are those that have ended.
+
+    `begun` are those that were interrupted. They go on when the group is sampled again, maybe in a later step under
+    newer weights; `step` is the one in which the group was begun.
+    """
+
+    prompt: Prompt
+    hows: Sequence[How]
+    step: int
+    number: int  # within its step
+    results: dict[int, Trajectory] = field(default_factory=dict)
+    begun: dict[int, Trajectory] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.hows[0]}-{self.step}-{self.number}"
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.results) == len(self.hows)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.hows) - len(self.results)
+
+    def missing(self) -> list[int]:
+        return [index for index in range(len(self.hows)) if index not in self.results]
+
+    def trajectories(self, how: How) -> list[Trajectory]:
+        """Those of the group that have ended, in order."""
+        return [self.results[index] for index in sorted(self.results) if self.hows[index] == how]
+
+    def oldest_version(self) -> int | None:
+        """Of the weights that have sampled any of it; None where nothing was sampled."""
+        sampled = [*self.results.values(), *self.begun.values()]
+        return min((version for one in sampled for version, _ in one.weight_versions), default=None)
+
+    def seed(self, config: Config, index: int) -> int | None:
+        """In [0, 2^63): a function of the run's seed and of what is drawn, not of which engine draws it or when."""
+        if not config.actor_rollout_ref.rollout.seed_per_request:
+            return None
+        how = self.hows[index]
+        place = self.hows[:index].count(how)
+        name = f"{config.trainer.seed}/{how}/{self.step}/{self.number}/{place}/{self.attempts.get(index, 0)}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
+
+
+def groups_of(prompts: Sequence[Prompt], hows: Sequence[How], step: int, first: int = 0) -> list[Group]:
+    """One for each prompt, numbered from `first`."""
+    return [Group(prompt, hows, step, first + number) for number, prompt in enumerate(prompts)]

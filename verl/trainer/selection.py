@@ -1,0 +1,71 @@
+"""Which groups a step trains on, decided while they are being completed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from verl.rollout.groups import Group
+
+
+@dataclass
+class Selection:
+    """Wants `wanted` useful groups; may have `most` in all, of which each useless one is replaced at once by a new one.
+
+    `due` are groups that cannot wait for another step: the selection has them, however long they take. While there are
+    more groups than wanted, the first to be complete are taken. `in_order` asks about a group only when all those
+    before it are complete, so that what is decided does not depend on how long things take.
+    """
+
+    wanted: int
+    most: int
+    draw: Callable[[int], list[Group]]
+    are_useful: Callable[[Sequence[Group]], list[bool]]
+    groups: list[Group]
+    due: list[Group] = field(default_factory=list)
+    in_order: bool = False
+    useful: list[Group] = field(default_factory=list)  # in the order in which they were completed
+    useless: list[Group] = field(default_factory=list)
+    _unasked: list[Group] = field(default_factory=list)
+
+    def feed(self, complete: Sequence[Group]) -> list[Group] | None:
+        """See `verl.rollout.draws.Feed`."""
+        self._unasked += complete
+        asked = self._leading() if self.in_order else list(self._unasked)
+        self._unasked = [group for group in self._unasked if group not in asked]
+        useless = 0
+        for group, is_useful in zip(asked, self.are_useful(asked) if asked else [], strict=True):
+            (self.useful if is_useful else self.useless).append(group)
+            useless += not is_useful
+        if len(self.useful) >= self.wanted and all(group in self.useful + self.useless for group in self.due):
+            return None
+        new = self.draw(max(0, min(useless, self.most - len(self.groups))))
+        self.groups += new
+        return new
+
+    @property
+    def taken(self) -> list[Group]:
+        """At most `wanted`, in the order in which they were begun."""
+        first = sorted(self.useful, key=lambda group: group not in self.due)[: self.wanted]
+        return in_order_of_beginning(first)
+
+    @property
+    def left(self) -> list[Group]:
+        """Those that go on in the next step: first the complete ones, then the others."""
+        gone = [*self.taken, *self.useless]
+        left = in_order_of_beginning([group for group in self.groups if group not in gone])
+        return sorted(left, key=lambda group: not group.is_complete)
+
+    def _leading(self) -> list[Group]:
+        asked = [*self.useful, *self.useless]
+        leading: list[Group] = []
+        for group in self.groups:
+            if group in self._unasked:
+                leading.append(group)
+            elif group not in asked:
+                break
+        return leading
+
+
+def in_order_of_beginning(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: (group.step, group.number))
