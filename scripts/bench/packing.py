@@ -83,11 +83,11 @@ def balance(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, way: str, s
     return computed / int(lengths_B.sum()), path * num_ranks / sum(layout.costs(lengths_B))
 
 
-def update_seconds(model: CausalModel, batch: TrainBatch, cut: Cut, packed: bool, device: torch.device) -> float:
+def update_seconds(model: CausalModel, batch: TrainBatch, cut: Cut, layout: Layout, device: torch.device) -> float:
     """One forward and backward over all micro-batches."""
     start = time.perf_counter()
     for rows in cut:
-        stats = model(model_input(batch.select(rows), device, packed), 1.0, entropy_gradient=False)
+        stats = model(model_input(batch.select(rows), device, layout), 1.0, entropy_gradient=False)
         (-stats.log_prob_N).mean().backward()
     model.zero_grad()
     if device.type == "cuda":
@@ -138,7 +138,7 @@ def show_speed(args: argparse.Namespace, budget: Budget) -> None:
     for _ in range(args.rounds + 1):  # the first is for warming up
         for way, (make_cut, packed) in WAYS.items():
             cut = make_cut(batch.lengths_B, 1, 0, budget, layouts[packed])
-            seconds[way].append(update_seconds(models[packed], batch, cut, packed, device))
+            seconds[way].append(update_seconds(models[packed], batch, cut, layouts[packed], device))
     tokens = int(batch.lengths_B.sum())
     speeds = {way: tokens / statistics.median(values[1:]) for way, values in seconds.items()}
     print(

@@ -141,7 +141,7 @@ def utilisation(device: torch.device, shape: dict[str, Any], num_tokens: int) ->
     layout = layout_of([model.model], remove_padding=True)
     longest = min(4096, num_tokens)
     batch = random_batch([longest] * (num_tokens // longest), shape["vocab_size"])
-    inputs = model_input(batch, device, layout.packed)
+    inputs = model_input(batch, device, layout)
     losses = []
 
     def update() -> None:
@@ -193,7 +193,7 @@ def small(device: torch.device, dtype: torch.dtype) -> CausalModel:
 def micro_batches(model: CausalModel, batch: TrainBatch, device: torch.device, packed: bool) -> Iterator[Any]:
     layout = layout_of([model.model], remove_padding=packed)
     for rows in plan(batch.lengths_B, 1, 0, Budget(rows=3), layout):
-        yield rows, model_input(batch.select(rows), device, layout.packed)
+        yield rows, model_input(batch.select(rows), device, layout)
 
 
 def gradient_of(device: torch.device, dtype: torch.dtype, batch: TrainBatch, packed: bool) -> torch.Tensor:

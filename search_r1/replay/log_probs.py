@@ -55,7 +55,7 @@ class Checkpoint:
         batch = _batch(stored.trajectories)
         parts = plan(batch.lengths_B, 1, 0, Budget(tokens=max_tokens), self.layout)
         bar = tqdm(parts, desc="log_probs", disable=None)  # quiet where there is no terminal
-        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.layout.packed)["log_prob"]
+        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.layout)["log_prob"]
         if not log_prob_T.isfinite().all():
             raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
         return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]

@@ -96,7 +96,12 @@ class ActorConfig:
     kl_iw_clip_lower: float | None = setting(None, "Lower bound of that weight; null: none.", ge=0)
     ppo_epochs: int = setting(1, "Passes over a step's trajectories.", ge=1)
     shuffle: bool = setting(False, "Draw the mini-batches of a pass in random order (seeded by trainer.seed).")
-    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Workers that share each sequence, a slice of its tokens for each (Ulysses); divides the workers and the "
+        "model's attention heads (docs/long_context.md).",
+        ge=1,
+    )
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
     num_threads: int | None = setting(None, "CPU threads of each worker; null: the node's cores by its workers.", ge=1)

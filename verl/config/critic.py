@@ -79,7 +79,12 @@ class CriticConfig:
     forward_max_token_len_per_gpu: int = setting(
         32768, "Most tokens per worker in one forward pass.", ge=1, shown="${critic.ppo_max_token_len_per_gpu}"
     )
-    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Workers that share each sequence, a slice of its tokens for each (Ulysses); divides the workers and the "
+        "model's attention heads (docs/long_context.md).",
+        ge=1,
+    )
     ppo_epochs: int = setting(
         1, "Passes over a step's trajectories.", ge=1, shown="${actor_rollout_ref.actor.ppo_epochs}"
     )

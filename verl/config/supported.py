@@ -8,6 +8,7 @@ from verl.config.placement import RoleName, num_ranks
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT, raise_problems
 
+SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
 REFERENCE_SIZE = "actor_rollout_ref.ref.fsdp_config.fsdp_size"
 
 
@@ -44,9 +45,7 @@ def _training(config: Config) -> Iterator[str]:
     if not actor.state_masking:
         yield _not_available(f"{ACTOR}.state_masking", False, "retrieved text is never trained on; leave it at True")
     yield from _shard_group_problems(config)
-    for key, size in _sequence_parallel_sizes(config):
-        if size > 1:
-            yield _not_available(key, size, "leave it at 1")
+    yield from _sequence_parallel_problems(config)
 
 
 def _shard_group_problems(config: Config) -> Iterator[str]:
@@ -71,13 +70,24 @@ def _shard_group_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _sequence_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
-    # The reference follows the actor by interpolation, so a user who set one key reads one message.
-    actor, reference = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    yield f"{ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
-    if reference.ulysses_sequence_parallel_size != actor.ulysses_sequence_parallel_size:
-        yield "actor_rollout_ref.ref.ulysses_sequence_parallel_size", reference.ulysses_sequence_parallel_size
-    yield "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
+def _sequence_parallel_problems(config: Config) -> Iterator[str]:
+    role, critic = config.actor_rollout_ref, config.critic
+    size, reference = role.actor.ulysses_sequence_parallel_size, role.ref.ulysses_sequence_parallel_size
+    sizes: list[tuple[RoleName, str, int, str, bool]] = [
+        ("actor", ACTOR, size, "actor_rollout_ref.model", role.model.use_remove_padding),
+        ("critic", "critic", critic.ulysses_sequence_parallel_size, "critic.model", critic.model.use_remove_padding),
+    ]
+    for name, section, asked, model, packed in sizes:
+        key, ranks = f"{section}.{SEQUENCE_PARALLEL}={asked}", num_ranks(config, name)
+        if ranks % asked:
+            yield f"{key} does not divide the {ranks} workers that train the {name}: set it to a divisor, 1 for none"
+        if asked > 1 and not packed:
+            yield f"{key} needs {model}.use_remove_padding=True: workers share sequences that are packed into one row"
+    if reference != size:
+        yield (
+            f"actor_rollout_ref.ref.{SEQUENCE_PARALLEL}={reference} is not the actor's ({size}): both read the same "
+            "slices; leave it out, and it is the actor's"
+        )
 
 
 def _not_available(key: str, value: object, instead: str) -> str:

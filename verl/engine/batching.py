@@ -13,7 +13,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
+from verl.engine.sequence_parallel import SequenceGroup, SequenceShare
 from verl.protocol import TrainBatch
 
 
@@ -34,10 +36,21 @@ class Layout:
     """How the rows of a micro-batch lie: `packed` one after the other in one long row, or right-padded.
 
     A row of L tokens costs L + `square` L^2: the products with weights, and the attention (`model.attention_cost`).
+    `sequence`: the ranks that share each micro-batch with this one, all groups of one size; packed rows only.
     """
 
     packed: bool
     square: float = 0.0
+    sequence: SequenceGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence is not None and not self.packed:
+            raise ValueError("ranks share packed rows only")
+
+    @property
+    def ranks_per_row(self) -> int:
+        """How many ranks work on a row together."""
+        return 1 if self.sequence is None else self.sequence.size
 
     def costs(self, lengths_B: torch.Tensor) -> list[float]:
         """Of each row, in tokens."""
@@ -75,7 +88,8 @@ class ModelInput:
 
     `select_N` indexes the flattened [B * L] hidden states that predict the selected tokens, `token_N` the same tokens
     in the micro-batch's own flat [T] order (on the CPU, where the batch is), `label_N` their ids. `packed` says where
-    rows begin when they lie in one long row.
+    rows begin when they lie in one long row. With a `share`, ids, positions and `select_N` are those of this rank's
+    slice, and all else is the whole micro-batch's.
     """
 
     ids_BL: torch.Tensor
@@ -84,6 +98,7 @@ class ModelInput:
     token_N: torch.Tensor
     label_N: torch.Tensor
     packed: PackedRows | None = None
+    share: SequenceShare | None = None
 
 
 class RankValues(NamedTuple):
@@ -108,6 +123,8 @@ def plan(lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, lay
 def plan_all(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: Layout) -> list[list[list[int]]]:
     """Each rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
 
+    The ranks of a sequence group have the same ones; `budget` is what the group may hold.
+
     Packed: as few micro-batches as the budget allows, of equal cost on all ranks and one after the other, so that
     neither time nor memory is spent on the largest. Padded: rows of like length together. Either way the micro-batches
     that run at the same time on all ranks cost about the same; a row longer than the token budget goes alone.
@@ -115,9 +132,10 @@ def plan_all(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: La
     if not layout.packed:
         return _by_length(lengths_B.tolist(), num_ranks, budget)
     costs = layout.costs(lengths_B)
-    parts = _fewest(lengths_B.tolist(), costs, num_ranks, budget)
+    num_groups = num_ranks // layout.ranks_per_row
+    parts = _fewest(lengths_B.tolist(), costs, num_groups, budget)
     parts.sort(key=lambda rows: -sum(costs[row] for row in rows))
-    return [parts[rank::num_ranks] for rank in range(num_ranks)]
+    return [parts[rank // layout.ranks_per_row :: num_groups] for rank in range(num_ranks)]
 
 
 def _fewest(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: Budget) -> list[list[int]]:
@@ -176,34 +194,49 @@ def trained_rows(batch: TrainBatch) -> list[int]:
     return batch.row_of_token_T[selected_tokens(batch)].unique().tolist()
 
 
-def model_input(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInput:
-    """Tensors of one micro-batch: right-padded rows, or (`packed`) one row of all tokens with restarting positions.
+def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> ModelInput:
+    """Tensors of one micro-batch: right-padded rows, or (packed) one row of all tokens with restarting positions.
 
     Right padding needs no attention mask: a causal model never looks to the right. An empty batch gives one token of
     which nothing is selected.
     """
     if not len(batch.tokens["ids"]):
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        return ModelInput(one, None, empty, empty.cpu(), empty, PackedRows.of([1], device) if packed else None)
+        empty = torch.zeros(0, dtype=torch.int64)
+        return _laid_out(torch.zeros(1, dtype=torch.int64), [1], empty, empty, empty, device, layout)
     token_N = selected_tokens(batch)
     label_N = labels_of(batch)[token_N]
+    if layout.packed:
+        lengths = batch.lengths_B.tolist()
+        return _laid_out(batch.tokens["ids"], lengths, token_N - 1, token_N, label_N, device, layout)
     starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
-    if packed:
-        position_T = torch.arange(len(batch.tokens["ids"])) - starts_B.repeat_interleave(batch.lengths_B)
-        ids_BL, position_ids_BL, select_N = batch.tokens["ids"][None], position_T[None], token_N - 1
-    else:
-        ids_BL, position_ids_BL = batch.padded("ids"), None
-        row_N = batch.row_of_token_T[token_N]
-        select_N = row_N * ids_BL.shape[1] + (token_N - starts_B[row_N]) - 1
-    return ModelInput(
-        ids_BL.to(device),
-        None if position_ids_BL is None else position_ids_BL.to(device),
-        select_N.to(device),
-        token_N,
-        label_N.to(device),
-        PackedRows.of(batch.lengths_B.tolist(), device) if packed else None,
-    )
+    ids_BL, row_N = batch.padded("ids"), batch.row_of_token_T[token_N]
+    select_N = row_N * ids_BL.shape[1] + (token_N - starts_B[row_N]) - 1
+    return ModelInput(ids_BL.to(device), None, select_N.to(device), token_N, label_N.to(device))
+
+
+def _laid_out(
+    ids_T: torch.Tensor,
+    lengths: list[int],
+    select_N: torch.Tensor,
+    token_N: torch.Tensor,
+    label_N: torch.Tensor,
+    device: torch.device,
+    layout: Layout,
+) -> ModelInput:
+    """One row of all tokens, or this rank's slice of it; `select_N` rises."""
+    filling = -len(ids_T) % layout.ranks_per_row  # a row of its own, which nobody else sees
+    lengths = [*lengths, filling]
+    ids_T = functional.pad(ids_T, (0, filling))
+    position_T = torch.cat([torch.arange(length) for length in lengths])
+    share = None
+    if layout.sequence is not None:
+        borders = torch.arange(layout.sequence.size + 1) * (len(ids_T) // layout.sequence.size)
+        share = SequenceShare(layout.sequence, tuple(torch.searchsorted(select_N, borders).diff().tolist()))
+        start, end = borders[layout.sequence.place : layout.sequence.place + 2].tolist()
+        ids_T, position_T, select_N = ids_T[start:end], position_T[start:end], select_N[share.own] - start
+    rows = PackedRows.of(lengths, device) if layout.packed else None
+    ids_1T, position_1T = ids_T[None].to(device), position_T[None].to(device)
+    return ModelInput(ids_1T, position_1T, select_N.to(device), token_N, label_N.to(device), rows, share)
 
 
 def values_at(batch: TrainBatch, name: str, inputs: ModelInput) -> torch.Tensor:

@@ -96,6 +96,11 @@ class Question(NamedTuple):
     anchor: AnchorView | None = None
     dtype: torch.dtype = torch.float32
 
+    def about(self, span: slice) -> Question:
+        """The same of some of the tokens; an anchor's hidden states are of these already."""
+        index_Nk = None if self.index_Nk is None else self.index_Nk[span]
+        return self._replace(label_N=self.label_N[span], index_Nk=index_Nk)
+
     def spans(self, vocabulary: int) -> Iterator[slice]:
         size = self.chunk_tokens or default_chunk(vocabulary, kind_of(self.label_N.device))
         return (slice(start, start + size) for start in range(0, max(1, len(self.label_N)), size))

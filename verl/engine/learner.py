@@ -106,14 +106,14 @@ class Learner:
         for number, rows in enumerate(micro_batches, 1):
             reduce_gradients(self.model, number == len(micro_batches), self.reduction == "micro_batch")
             micro_batch = batch.select(rows)
-            inputs = model_input(micro_batch, self.device, self.layout.packed)
+            inputs = model_input(micro_batch, self.device, self.layout)
             token_loss = loss(micro_batch, inputs)
             weighted_N = token_loss.loss_N * micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
             (weighted_N.sum() * place[0]).backward()  # sharded gradients are averaged over ranks; this is a sum
             parts = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
             parts["loss"] = weighted_N.detach().sum(dtype=torch.float64)
             sums = {name: sums[name] + part if sums else part for name, part in parts.items()}
-        total = torch.stack(list(sums.values()))
+        total = torch.stack(list(sums.values())) / self.layout.ranks_per_row  # which have the same
         dist.all_reduce(total)
         return dict(zip(sums, total.tolist(), strict=True))
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config.counts import num_mini_batches
-from verl.engine.batching import Budget
+from verl.engine.batching import Budget, Layout, plan_all
 
 
 def mini_batches(
@@ -33,8 +33,22 @@ def mean_of(results: Sequence[Mapping[str, float]], prefix: str) -> dict[str, fl
     return {f"{prefix}/{name}": sum(result[name] for result in results) / len(results) for name in names}
 
 
-def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
-    """What one pass may hold on a rank: row limits are configured over all ranks, token limits per rank."""
+def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int, ranks_per_row: int = 1) -> Budget:
+    """What one pass may hold on the ranks that share it: row limits are configured over all ranks, token limits per
+    rank.
+    """
     if by_tokens:
-        return Budget(tokens=max_tokens)
-    return Budget(rows=max(1, micro_batch_size // dist.get_world_size()))
+        return Budget(tokens=max_tokens * ranks_per_row)
+    return Budget(rows=max(1, micro_batch_size * ranks_per_row // dist.get_world_size()))
+
+
+def rows_of_ranks(
+    lengths_B: torch.Tensor, parts: Sequence[Sequence[int]], budget: Budget, layout: Layout
+) -> list[list[int]]:
+    """The rows that each rank works on in any of these mini-batches, `parts` of the batch's rows."""
+    rows_of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+    for part in parts:
+        plans = plan_all(lengths_B[torch.tensor(part)], len(rows_of_rank), budget, layout)
+        for rows, micro_batches in zip(rows_of_rank, plans, strict=True):
+            rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
+    return [sorted(rows) for rows in rows_of_rank]

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.engine.batching import Layout, ModelInput
 from verl.engine.head import Head, Question, TokenStats, token_stats
 from verl.engine.hf_model import HfModel
-from verl.engine.varlen import use_varlen_attention
+from verl.engine.sequence_parallel import SequenceGroup, require_divisible_heads
+from verl.engine.varlen import NAME, use_varlen_attention, why_not_packed
 from verl.errors import ConfigError
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -26,7 +27,10 @@ class Decoder(nn.Module):
         self.model = model
 
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
-        """[N, H] last hidden states at the positions that predict the selected tokens; a forward pass of its own."""
+        """[N, H] last hidden states at the positions that predict the selected tokens; a forward pass of its own.
+
+        Of a slice they are those of its own tokens [n, H].
+        """
         return self._hidden(inputs)
 
     def _hidden(self, inputs: ModelInput) -> torch.Tensor:
@@ -34,6 +38,8 @@ class Decoder(nn.Module):
         gather the root unit again in the backward.
         """
         rows = {} if inputs.packed is None else inputs.packed.attention_arguments()
+        if inputs.share is not None:
+            rows["sequence"] = inputs.share.group
         output = self.model.base_model(
             input_ids=inputs.ids_BL, position_ids=inputs.position_ids_BL, attention_mask=None, use_cache=False, **rows
         )
@@ -56,10 +62,15 @@ class CausalModel(Decoder):
     def forward(self, inputs: ModelInput, temperature: float, **asked: Any) -> TokenStats:
         """Statistics [N] of the selected tokens; logits are divided by `temperature` first.
 
-        `asked` are further fields of `head.Question`.
+        `asked` are further fields of `head.Question`. Of a slice the head sees the slice's tokens, an anchor's hidden
+        states are of these, and the statistics are gathered.
         """
         question = Question(inputs.label_N, temperature, self.head_chunk_tokens, dtype=self.head_dtype, **asked)
-        return token_stats(self._hidden(inputs), self.head(), question)
+        if inputs.share is None:
+            return token_stats(self._hidden(inputs), self.head(), question)
+        stats = token_stats(self._hidden(inputs), self.head(), question.about(inputs.share.own))
+        gathered: list[Any] = [None if value_n is None else inputs.share.gather(value_n) for value_n in stats]
+        return TokenStats(*gathered)
 
     def head(self) -> Head:
         """The output projection as it is right now (whole while the sharded model is gathered)."""
@@ -91,12 +102,20 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def layout_of(models: Sequence[PreTrainedModel], remove_padding: bool) -> Layout:
+def layout_of(models: Sequence[PreTrainedModel], remove_padding: bool, sequence: SequenceGroup | None = None) -> Layout:
     """How micro-batches of `models` (the first is trained) lie: packed if `remove_padding` and they all can be.
 
-    Lets the models attend within packed rows; a model that cannot is named in a warning, and rows are padded.
+    Lets the models attend within packed rows; a model that cannot is named in a warning, and rows are padded. Where
+    ranks share rows (`sequence`) that is a ConfigError, and so are heads that the ranks cannot share equally.
     """
-    return Layout(remove_padding and use_varlen_attention(models), attention_cost(models[0]))
+    if sequence is None:
+        return Layout(remove_padding and use_varlen_attention(models), attention_cost(models[0]))
+    for model in models:
+        require_divisible_heads(model.config, sequence.size)
+        if (why := why_not_packed(model)) is not None:
+            raise ConfigError(f"ulysses_sequence_parallel_size is {sequence.size}, but {type(model).__name__} {why}")
+        model.set_attn_implementation(NAME)  # flash-attention 2 would not exchange heads
+    return Layout(True, attention_cost(models[0]), sequence)
 
 
 def attention_cost(model: PreTrainedModel) -> float:

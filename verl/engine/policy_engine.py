@@ -17,7 +17,7 @@ from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.config.objective import anchor_is_base
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import ModelInput, RankValues, plan, plan_all, trained_rows
+from verl.engine.batching import Budget, ModelInput, RankValues, plan, trained_rows
 from verl.engine.device import set_threads
 from verl.engine.exchange import exchange, rows_of
 from verl.engine.kl_objective import policy_topk, reads_anchor
@@ -25,7 +25,7 @@ from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
 from verl.engine.lora import adapted_layers
 from verl.engine.merging import iter_full_parameters, merged_tensors
-from verl.engine.mini_batches import mean_of, micro_budget, mini_batches
+from verl.engine.mini_batches import mean_of, micro_budget, mini_batches, rows_of_ranks
 from verl.engine.model import CausalModel, layout_of, weights_of
 from verl.engine.optimizer import Schedule, build_adamw
 from verl.engine.policy_objective import PolicyObjective
@@ -34,6 +34,7 @@ from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
+from verl.engine.sequence_parallel import sequence_group
 from verl.engine.sharding import end_reading, local, reshard, whole
 from verl.engine.token_values import TokenScores, token_values
 from verl.engine.trained import TrainedEngine
@@ -69,7 +70,8 @@ class PolicyEngine(TrainedEngine):
         self.policy = self._load(self.role.model.path, actor.fsdp_config, trained=True)
         self.anchor = self._anchor() if with_anchor else None
         loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
-        self.layout = layout_of(loaded, self.role.model.use_remove_padding)
+        sequence = sequence_group(device, actor.ulysses_sequence_parallel_size)
+        self.layout = layout_of(loaded, self.role.model.use_remove_padding, sequence)
         optim = actor.optim
         optimizer = build_adamw(self.policy.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         temperature = self.role.rollout.temperature
@@ -79,7 +81,7 @@ class PolicyEngine(TrainedEngine):
             self.policy,
             optimizer,
             device,
-            micro_budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size),
+            self._budget(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size),
             actor.grad_clip,
             Path(config.trainer.default_local_dir) / "failures",
             self.layout,
@@ -102,14 +104,14 @@ class PolicyEngine(TrainedEngine):
         """
         model = self.model_of(of)
         settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
-        budget = micro_budget(
+        budget = self._budget(
             settings.log_prob_use_dynamic_bsz,
             settings.log_prob_max_token_len_per_gpu,
             settings.log_prob_micro_batch_size,
         )
         micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE, Part.PARAMETERS if self._is_policy(of) else Part.ANCHOR):
-            found = token_values(model, batch, micro_batches, temperature, self.device, self.layout.packed, top_k)
+            found = token_values(model, batch, micro_batches, temperature, self.device, self.layout, top_k)
             end_reading(self.policy if self._is_policy(of) else model)
         if not all(found[name].isfinite().all() for name in ("log_prob", "entropy")):
             raise NumericalError(f"step {self.step}: the {of}'s log-probs are not finite; its weights have diverged")
@@ -141,6 +143,9 @@ class PolicyEngine(TrainedEngine):
         scores = TokenScores(batch.lengths_B)
         return self._update(batch, parts, scores=scores), scores.of_rank()
 
+    def _budget(self, by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
+        return micro_budget(by_tokens, max_tokens, micro_batch_size, self.layout.ranks_per_row)
+
     def _parts(self, batch: TrainBatch) -> list[list[int]]:
         """The rows of each mini-batch of this step."""
         actor, seed, rows = self.role.actor, self.config.trainer.seed, trained_rows(batch)
@@ -155,7 +160,8 @@ class PolicyEngine(TrainedEngine):
     ) -> dict[str, float]:
         lr, results = self.set_lr_of_step(), []
         if own is not None:
-            own = exchange(own, batch.lengths_B, self._rows_of_ranks(batch, parts), self.device)
+            wanted = rows_of_ranks(batch.lengths_B, parts, self.learner.budget, self.layout)
+            own = exchange(own, batch.lengths_B, wanted, self.device)
         loss = partial(self._loss, batch.lengths_B, own, scores)
         batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
         with self.residence.during(Phase.UPDATE, *self._updated(batch)):
@@ -179,16 +185,6 @@ class PolicyEngine(TrainedEngine):
                 f"several optimizer steps on a batch need tokens['{missing[0]}'] of the policy before the first one: "
                 "call log_probs before the update"
             )
-
-    def _rows_of_ranks(self, batch: TrainBatch, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The rows that each rank works on in any of these mini-batches."""
-        rows_of_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        for part in parts:
-            lengths_B = batch.lengths_B[torch.tensor(part)]
-            plans = plan_all(lengths_B, len(rows_of_ranks), self.learner.budget, self.layout)
-            for rows, micro_batches in zip(rows_of_ranks, plans, strict=True):
-                rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
-        return [sorted(rows) for rows in rows_of_ranks]
 
     def _loss(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from verl.engine.batching import ModelInput, RankValues, flat_positions, model_input
+from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input
 from verl.engine.model import CausalModel
 from verl.engine.reference_policy import ReferencePolicy
 from verl.protocol import TrainBatch
@@ -21,7 +21,7 @@ def token_values(
     micro_batches: Iterable[Sequence[int]],
     temperature: float,
     device: torch.device,
-    packed: bool,
+    layout: Layout,
     top_k: int = 0,
 ) -> dict[str, torch.Tensor]:
     """`log_prob` and `entropy` [T] float32 on the CPU at the loss mask's tokens of `micro_batches`, 0 elsewhere.
@@ -33,7 +33,7 @@ def token_values(
     num_tokens = len(batch.tokens["ids"])
     found = {name: torch.zeros(num_tokens) for name in ("log_prob", "entropy")}
     for rows in micro_batches:
-        inputs = model_input(batch.select(rows), device, packed)
+        inputs = model_input(batch.select(rows), device, layout)
         stats = model(inputs, temperature, top_k=top_k)
         token_N = flat_positions(batch.lengths_B, rows)[inputs.token_N]
         found["log_prob"][token_N] = stats.log_prob_N.float().cpu()

@@ -29,6 +29,7 @@ from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
 from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
+from verl.engine.sequence_parallel import sequence_group
 from verl.engine.sharding import reshard
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
@@ -54,11 +55,15 @@ class ValueEngine(TrainedEngine):
         self.seed = config.trainer.seed
         set_threads(config.actor_rollout_ref.actor.num_threads)
         self.model = load_sharded_critic(self.critic.model, device, self.seed)
-        self.layout = layout_of([self.model.model], self.critic.model.use_remove_padding)
+        sequence = sequence_group(device, self.critic.ulysses_sequence_parallel_size)
+        self.layout = layout_of([self.model.model], self.critic.model.use_remove_padding, sequence)
         optim = self.critic.optim
         optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
         budget = micro_budget(
-            self.critic.use_dynamic_bsz, self.critic.ppo_max_token_len_per_gpu, self.critic.ppo_micro_batch_size
+            self.critic.use_dynamic_bsz,
+            self.critic.ppo_max_token_len_per_gpu,
+            self.critic.ppo_micro_batch_size,
+            self.layout.ranks_per_row,
         )
         failure_dir = Path(config.trainer.default_local_dir) / "failures" / "critic"
         how = self.layout, self.critic.model.fsdp_config.reduce_gradients
@@ -76,13 +81,16 @@ class ValueEngine(TrainedEngine):
         self.model.eval()
         critic = self.critic
         budget = micro_budget(
-            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu,
+            critic.forward_micro_batch_size,
+            self.layout.ranks_per_row,
         )
         value_T = torch.zeros(len(batch.tokens["ids"]))
         micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
         with self.residence.during(Phase.SCORE):
             for rows in micro_batches:
-                inputs = model_input(batch.select(rows), self.device, self.layout.packed)
+                inputs = model_input(batch.select(rows), self.device, self.layout)
                 value_T[flat_positions(batch.lengths_B, rows)[inputs.token_N]] = self.model(inputs).cpu()
             reshard(self.model)
         if not value_T.isfinite().all():

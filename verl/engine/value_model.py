@@ -31,7 +31,8 @@ class ValueModel(Decoder):
         """[N] float32: for each selected token the value of all that comes before it, in units of reward."""
         head = _head(self.model)
         value_N = self._hidden(inputs).float() @ head.weight[0].float()
-        return value_N if head.bias is None else value_N + head.bias.float()
+        value_N = value_N if head.bias is None else value_N + head.bias.float()
+        return value_N if inputs.share is None else inputs.share.gather(value_N)
 
 
 class TokenClassifier(HfModel):

@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl.engine.device import kind_of
+from verl.engine.sequence_parallel import SequenceGroup
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,27 @@ def varlen_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     row_lengths: Sequence[int] | None = None,
+    sequence: SequenceGroup | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, T, heads, D] from `query` [1, heads, T, D], `key` and `value` [1, fewer or as many heads, T, D].
 
     `row_lengths`: tokens of each row, on the host; `cu_seq_lens_q` [rows + 1] int32: where they begin, on the device;
-    `max_length_q`: the longest. Raises ConfigError when the model wants what this attention does not do.
+    `max_length_q`: the longest. With a `sequence` group T is this rank's slice of the rows, which are the group's.
+    Raises ConfigError when the model wants what this attention does not do.
     """
     if row_lengths is None or cu_seq_lens_q is None or max_length_q is None:
         raise ConfigError(f"{type(module).__name__} was not told where its rows begin; set use_remove_padding=False")
     given = others | {"attention_mask": attention_mask}
     if wanted := [name for name in NOT_IMPLEMENTED if given.get(name) is not None]:
         raise ConfigError(f"{type(module).__name__} asks its attention for {wanted[0]}; set use_remove_padding=False")
-    if not _kernel_takes(query):
-        return _row_by_row(query, key, value, row_lengths, scaling, sliding_window), None
-    return _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    if sequence is not None:
+        query, key, value = sequence.scatter_heads(query, key, value)
+    if _kernel_takes(query):
+        output = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        output = _row_by_row(query, key, value, row_lengths, scaling, sliding_window)
+    return output if sequence is None else sequence.gather_heads(output), None
 
 
 AttentionInterface.register(NAME, varlen_attention)

@@ -15,6 +15,7 @@ from verl.errors import ConfigError
 ACTOR = "actor_rollout_ref.actor"
 REFERENCE = "actor_rollout_ref.ref.fsdp_config"
 ROLLOUT = "actor_rollout_ref.rollout"
+ULYSSES = "ulysses_sequence_parallel_size"
 GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=4"]
 REINFORCE = ["algorithm.adv_estimator=reinforce", "algorithm.norm_adv_by_std_in_grpo=false"]
 KL_LOSS = f"{ACTOR}.use_kl_loss=true"
@@ -327,11 +328,16 @@ def test_a_key_without_effect_says_so(key: str) -> None:
     ("overrides", "message"),
     [
         ([*GRPO, f"{ACTOR}.state_masking=false"], f"{ACTOR}.state_masking=False is not available"),
-        ([*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2 is not"),
+        ([*GRPO, f"{ACTOR}.{ULYSSES}=3"], f"{ACTOR}.{ULYSSES}=3 does not divide the 8 workers that train the actor"),
+        (
+            [*GRPO, f"{ACTOR}.{ULYSSES}=2", "actor_rollout_ref.model.use_remove_padding=false"],
+            f"{ACTOR}.{ULYSSES}=2 needs actor_rollout_ref.model.use_remove_padding=True",
+        ),
+        ([*GRPO, f"actor_rollout_ref.ref.{ULYSSES}=2"], f"actor_rollout_ref.ref.{ULYSSES}=2 is not the actor's (1)"),
         ([*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=3"], f"{ACTOR}.fsdp_config.fsdp_size=3 does not divide the 8 workers"),
         (["critic.model.fsdp_config.fsdp_size=16"], "critic.model.fsdp_config.fsdp_size=16 does not divide the 8"),
         ([*GRPO, f"{REFERENCE}.fsdp_size=4"], f"{REFERENCE}.fsdp_size=4 is not the actor's (-1)"),
-        (["critic.ulysses_sequence_parallel_size=2"], "critic.ulysses_sequence_parallel_size=2 is not available"),
+        ([f"critic.{ULYSSES}=16"], f"critic.{ULYSSES}=16 does not divide the 8 workers that train the critic"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
         ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
@@ -355,6 +361,8 @@ def test_what_this_version_does_not_have_is_an_error(overrides: list[str], messa
         [*GRPO, *TOP_K],
         [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8"],
         [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=8", "trainer.nnodes=4"],
+        [*GRPO, f"{ACTOR}.{ULYSSES}=4"],
+        [f"critic.{ULYSSES}=2"],
     ],
 )
 def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:

@@ -296,3 +296,8 @@ def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[
     engine.start_saving_state(folder / "state")
     engine.resumable.saved()
     return results | {"base": json.loads((folder / "state" / "base.json").read_text())}
+
+
+def shared_by(size: int) -> tuple[str, ...]:
+    """That many ranks have the same rows."""
+    return (f"{ACTOR}.ulysses_sequence_parallel_size={size}", "actor_rollout_ref.model.use_remove_padding=true")

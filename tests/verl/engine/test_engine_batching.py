@@ -61,7 +61,7 @@ def test_all_ranks_plan_the_same_number_of_micro_batches(layout: Layout, budget:
 @pytest.mark.parametrize("packed", [False, True])
 def test_selected_hidden_states_are_those_before_the_token(packed: bool) -> None:
     batch = make_batch(5)
-    inputs = model_input(batch, CPU, packed)
+    inputs = model_input(batch, CPU, Layout(packed))
     flat_ids = inputs.ids_BL.flatten()
     previous_T = batch.tokens["ids"].roll(1)
     assert torch.equal(flat_ids[inputs.select_N], previous_T[inputs.token_N])

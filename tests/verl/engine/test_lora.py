@@ -189,7 +189,8 @@ def test_adapters_do_not_depend_on_where_the_base_is_read_from(model_path: str, 
 
 
 @pytest.mark.parametrize(
-    ("workers", "sharding"), [(2, ()), pytest.param(4, engine_workers.IN_PAIRS, marks=pytest.mark.slow)]
+    ("workers", "sharding"),
+    [(2, ()), (2, engine_workers.shared_by(2)), pytest.param(4, engine_workers.IN_PAIRS, marks=pytest.mark.slow)],
 )
 def test_several_workers_give_what_one_does(
     workers: int, sharding: tuple[str, ...], model_path: str, other_model_path: str, tmp_path: Path

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import engine_workers
 import pytest
 import torch
 import value_cases
@@ -294,6 +295,20 @@ def test_two_workers_equal_one(two: tuple[list[dict[str, Any]], Path], critic_pa
         first, second = rank["repeated"]
         assert first == second == pytest.approx(ranks[0]["metrics"][0])
         assert rank["halved"] == 0.5 * first["critic/lr"]
+
+
+def test_two_ranks_that_share_rows_equal_one(critic_path: str, run_dir: Path, tmp_path: Path) -> None:
+    ranks = engine_workers.run(tmp_path, critic_path, "", 2, value_cases.share_rows)
+    for case, (num_rows, _) in value_cases.TWO_WORKER_CASES.items():
+        expected = gradients(value_engine(critic_path, run_dir), value_batch(num_rows))
+        assert all(relative_error(rank["gradients"][case], expected) < 1e-5 for rank in ranks)
+    engine, batch = value_engine(critic_path, run_dir, *value_cases.MINI_BATCHES), value_batch(12)
+    expected_T, metrics = all_values(engine, batch), engine.update(batch)
+    for rank in ranks:
+        rows, tokens = rank["values"]
+        assert rows == list(range(12))
+        torch.testing.assert_close(tokens["value"], expected_T, atol=2e-6, rtol=0)
+        assert rank["metrics"] == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
 def test_two_workers_save_one_model(two: tuple[list[dict[str, Any]], Path], critic_path: str) -> None:

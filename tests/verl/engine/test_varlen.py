@@ -14,7 +14,7 @@ from torch.nn.attention import varlen as library
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine import varlen
-from verl.engine.batching import PackedRows, model_input
+from verl.engine.batching import Layout, PackedRows, model_input
 from verl.engine.model import CausalModel, layout_of
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
@@ -126,8 +126,9 @@ def test_packed_models_agree_with_padded_ones(family: str) -> None:
     model = CausalModel(tiny(family), head_chunk_tokens=None)
     results = []
     for packed in (False, True):
-        assert layout_of([model.model], remove_padding=packed).packed is packed
-        stats = model(model_input(batch, CPU, packed), 1.0)
+        layout = layout_of([model.model], remove_padding=packed)
+        assert layout.packed is packed
+        stats = model(model_input(batch, CPU, layout), 1.0)
         model.zero_grad()
         (stats.log_prob_N * torch.linspace(-1, 1, len(stats.log_prob_N))).sum().backward()
         gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -165,7 +166,7 @@ def test_padded_rows_are_refused_by_a_packed_model() -> None:
     model = CausalModel(tiny("llama"), head_chunk_tokens=None)
     assert layout_of([model.model], remove_padding=True).packed
     with pytest.raises(ConfigError, match="where its rows begin"):
-        model(model_input(make_batch(2), CPU, packed=False), 1.0)
+        model(model_input(make_batch(2), CPU, Layout(packed=False)), 1.0)
 
 
 @pytest.mark.parametrize("name", varlen.NOT_IMPLEMENTED)
@@ -188,6 +189,6 @@ def test_rows_begin_where_the_ones_before_end() -> None:
     rows = PackedRows.of([3, 0, 2], CPU)
     assert rows.lengths == (3, 2) and rows.starts.tolist() == [0, 3, 5] and rows.starts.dtype is torch.int32
     empty = TrainBatch(torch.zeros(0, dtype=torch.int64), {k: v[:0] for k, v in make_batch(1).tokens.items()})
-    filler = model_input(empty, CPU, packed=True)
+    filler = model_input(empty, CPU, Layout(packed=True))
     assert filler.packed is not None and filler.packed.lengths == (1,) and filler.ids_BL.shape == (1, 1)
     assert len(filler.select_N) == 0

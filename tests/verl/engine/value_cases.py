@@ -137,6 +137,21 @@ def evaluate(worker: CriticWorker, path: str, folder: Path) -> dict[str, Any]:
     return results
 
 
+def share_rows(folder: Path, path: str, _: str) -> dict[str, Any]:
+    """Two ranks that have the same rows."""
+    shared = ("critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=true")
+    found = {
+        name: gradients(value_engine(path, folder, *shared, *overrides), value_batch(num_rows))
+        for name, (num_rows, overrides) in TWO_WORKER_CASES.items()
+    }
+    engine = value_engine(path, folder, *shared, *MINI_BATCHES)
+    return {
+        "gradients": found,
+        "values": tuple(engine.values(value_batch(12))),
+        "metrics": engine.update(value_batch(12)),
+    }
+
+
 def run_two_workers(path: str, folder: Path) -> list[dict[str, Any]]:
     """The results of two critic workers, each in a process of its own, which meet where the first one says."""
     host = CriticWorker(value_config(path, folder), 10, 0, 2)  # keeps the port

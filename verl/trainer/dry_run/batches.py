@@ -19,14 +19,21 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Limit:
-    """How much one pass of a rank may hold: `tokens`, or `rows` over all ranks."""
+    """How much one pass of a rank may hold: `tokens`, or `rows` over all ranks.
+
+    Where ranks share rows a group of them counts as one.
+    """
 
     by_tokens: bool
     tokens: int
     rows: int
 
+    def of_ranks(self, number: int) -> Limit:
+        """Of a group of so many."""
+        return replace(self, tokens=self.tokens * number)
+
     def row_lengths(self, window: int, num_ranks: int, most_rows: int) -> list[int]:
-        """Of the largest micro-batch of one rank, which has `most_rows` rows altogether."""
+        """Of the largest micro-batch of one rank (or group), which has `most_rows` rows altogether."""
         if not self.by_tokens:
             return [window] * min(max(1, self.rows // num_ranks), most_rows)
         full, rest = divmod(self.tokens, window)

@@ -80,15 +80,19 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
 def run_role(name: RoleName, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
     """One of them, in some phases alone."""
-    dry = _Dry(config, kind, phases, num_ranks(config, name))
+    settings = config.actor_rollout_ref.actor if name == "actor" else config.critic
+    dry = _Dry(config, kind, phases, num_ranks(config, name), settings.ulysses_sequence_parallel_size)
     return dry.actor() if name == "actor" else dry.critic()
 
 
 class _Dry:
     """One role's process."""
 
-    def __init__(self, config: Config, kind: str, phases: Collection[Phase], num_ranks: int) -> None:
+    def __init__(
+        self, config: Config, kind: str, phases: Collection[Phase], num_ranks: int, ranks_per_row: int
+    ) -> None:
         self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
+        self.ranks_per_row, self.num_groups = ranks_per_row, num_ranks // ranks_per_row
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
         self.in_update = scores_in_update(config)
@@ -181,20 +185,23 @@ class _Dry:
         """Two of the largest micro-batches (or the only one) of a mini-batch, which `settings` then have."""
         rows = largest_mini_batch(trajectories_per_step(self.config), settings.ppo_mini_batch_size)
         lengths = self._lengths(_limit(settings, "ppo"), rows)
-        micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_ranks)))
+        micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_groups)))
         batch = self._batch(lengths, micro_batches)
         self.share_of_mini_batch = min(1.0, int(batch.lengths_B.sum()) / (rows * window_of(self.config)))
         settings.ppo_mini_batch_size, settings.ppo_epochs, settings.shuffle = len(batch), 1, False
         return batch
 
     def _lengths(self, limit: Limit, rows: int | None = None) -> list[int]:
-        """Of one rank's largest micro-batch, when there are `rows` altogether."""
+        """Of the largest micro-batch of the ranks that share it, when there are `rows` altogether."""
         rows = trajectories_per_step(self.config) if rows is None else rows
-        return limit.row_lengths(window_of(self.config), self.num_ranks, -(-rows // self.num_ranks))
+        most_rows = -(-rows // self.num_groups)
+        return limit.of_ranks(self.ranks_per_row).row_lengths(window_of(self.config), self.num_groups, most_rows)
 
     def _batch(self, lengths: list[int], micro_batches: int) -> TrainBatch:
         top_k = policy_topk(self.config.actor_rollout_ref.actor)
-        return largest_batch(lengths, self.num_ranks, micro_batches, top_k, self.config.algorithm.norm_adv_by_batch_std)
+        return largest_batch(
+            lengths, self.num_groups, micro_batches, top_k, self.config.algorithm.norm_adv_by_batch_std
+        )
 
 
 def _sizes(model: Decoder) -> tuple[int, int]:
