@@ -3,6 +3,7 @@
 #   bash scripts/setup.sh          a CPU machine: requirements/cpu.lock
 #   bash scripts/setup.sh --gpu    an NVIDIA machine: requirements/gpu.lock, with a look at the driver, the compiler and
 #                                  Python's headers before and at vLLM and torch after (never run to its end by the tests)
+#   bash scripts/setup.sh --image --gpu    the same where an image is built, which sees neither driver nor GPU
 # PYTHON names the interpreter (default: python3.11, else a python3 that is new enough). Safe to run again: when nothing
 # changed it returns at once, otherwise it installs what is missing.
 #
@@ -18,13 +19,16 @@ stamp=$venv/.installed
 fail() { echo "setup: error: $*" >&2; exit 1; }
 say() { echo "setup: $*"; }
 
-kind=cpu
-case "${1:-}" in
-  "") ;;
-  --gpu) kind=gpu ;;
-  --help | -h) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  *) fail "unknown option '$1'; usage: bash scripts/setup.sh [--gpu]" ;;
-esac
+kind=cpu image=
+for option in "$@"; do
+  case $option in
+    --cpu) kind=cpu ;;
+    --gpu) kind=gpu ;;
+    --image) image=yes ;;
+    --help | -h) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) fail "unknown option '$option'; usage: bash scripts/setup.sh [--cpu | --gpu] [--image]" ;;
+  esac
+done
 lock=requirements/$kind.lock
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -90,7 +94,12 @@ check_libnuma() {
 # What would only show when the first model starts: an old driver as "no GPU", a missing compiler inside Triton.
 min_driver=580 # of CUDA 13, which torch is built with
 check_gpu_machine() { # check_gpu_machine PYTHON
-  local driver include
+  [[ $image ]] || check_driver
+  check_compiler "$1"
+}
+
+check_driver() {
+  local driver
   command -v nvidia-smi >/dev/null ||
     fail "nvidia-smi is missing; install the NVIDIA driver $min_driver or newer (on a CPU machine: bash scripts/setup.sh)"
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || # a line a GPU
@@ -99,6 +108,10 @@ check_gpu_machine() { # check_gpu_machine PYTHON
   [[ ${driver%%.*} =~ ^[0-9]+$ ]] || fail "nvidia-smi names no driver version ('$driver'); see what it says"
   ((${driver%%.*} >= min_driver)) ||
     fail "the NVIDIA driver is $driver, CUDA 13 needs $min_driver or newer; install a newer driver and restart the machine"
+}
+
+check_compiler() { # check_compiler PYTHON
+  local include
   command -v "${CC:-gcc}" >/dev/null || command -v "${CC:-clang}" >/dev/null ||
     fail "no C compiler, which Triton needs when a model runs; install one (Debian, Ubuntu: apt-get install build-essential)"
   include=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -113,6 +126,7 @@ check_vllm() {
 }
 
 check_torch_sees_a_gpu() {
+  if [[ $image ]]; then return; fi
   [[ $("$venv/bin/python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) == True ]] ||
     fail "torch sees no GPU although nvidia-smi does; look at CUDA_VISIBLE_DEVICES ('${CUDA_VISIBLE_DEVICES-not set}')" \
       "and restart the machine if its driver was updated"

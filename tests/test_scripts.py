@@ -349,6 +349,17 @@ def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path, monke
     assert refused.returncode == 1 and "was made for gpu, this asks for cpu" in refused.stderr
 
 
+def test_an_image_is_built_without_a_gpu(gpu_clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_DEVICE", "1")
+    monkeypatch.setenv("CUDA", "False")
+    done = in_clone(gpu_clone, "setup.sh", "--image", "--gpu")
+    assert done.returncode == 0, done.stderr
+    assert " -r requirements/gpu.lock" in [call for call in calls(gpu_clone) if "-m pip install" in call][0]
+    shutil.rmtree(gpu_clone / ".venv")
+    monkeypatch.setenv("INCLUDE", "/nowhere")
+    assert "Python.h is missing" in in_clone(gpu_clone, "setup.sh", "--image", "--gpu").stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -105,11 +105,18 @@ class SearchEnvironment(Environment):
             "query": query,
             "executed": True,
             "document_ids": [_id(document) for document in documents[: observation.num_documents]],
+            "scores": [_score(document) for document in documents[: observation.num_documents]],
             "num_found": len(documents),
             "milliseconds": 1000 * (time.perf_counter() - started),
             "observation": observation.text,
         }
         return Outcome("search", valid=True, done=False, reply=observation.text, event=event)
+
+
+def _score(document: Any) -> float | None:
+    """As the server sent it; None where it sends none, or something else than a number."""
+    score = document.get("score")
+    return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
 
 
 def _id(document: Any) -> str:

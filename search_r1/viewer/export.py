@@ -99,8 +99,8 @@ def _tokens(shown: Row) -> str:
 def _token_spans(tokens: Row) -> Iterator[str]:
     texts = tokens["texts"] or [f"{token} " for token in tokens["ids"]]
     for place, (token, text, mask) in enumerate(zip(tokens["ids"], texts, tokens["mask"], strict=True)):
-        values = "".join(f", {name} {column[place]}" for name, column in tokens["values"].items())
-        about = f"token {place}, id {token}{values}"
+        known = [(name, column[place]) for name, column in tokens["values"].items() if column[place] is not None]
+        about = ", ".join([f"token {place}", f"id {token}", *(f"{name} {value}" for name, value in known)])
         yield f'<span class="token {"trained" if mask else "untrained"}" title="{_text(about)}">{_text(text)}</span>'
 
 

@@ -13,6 +13,7 @@ from search_r1.viewer.explanation import explain
 from search_r1.viewer.reward_rules import components_of, reward_rule
 from search_r1.viewer.run_settings import RunSettings, load_tokenizer
 from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges
+from search_r1.viewer.token_overlays import Values, token_values
 from search_r1.viewer.tokens import token_texts
 from verl.protocol import Source, was_search
 
@@ -22,17 +23,16 @@ FACTS = (
     "step", "group_id", "data_source", "question", "status", "failure", "reward", "reward_components", "num_turns",
     "num_searches", "weight_version", "prompt_text",
 )  # fmt: skip
-_NOT_VALUES = {"ids", "loss_mask"}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """`texts`: None without a tokenizer. `values`: the stored columns with a number a token, by name."""
+    """`texts`: None without a tokenizer. `values`: see `token_overlays`."""
 
     ids: list[int]
     mask: list[bool]
     texts: list[str] | None
-    values: dict[str, list[float]]
+    values: dict[str, Values]
 
 
 def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = True) -> Row:
@@ -105,16 +105,11 @@ def _shown(search: Row, finder: GoldFinder) -> Row:
 
 def _tokens(row: Row, settings: RunSettings) -> Tokens:
     ids = list(row["ids"])
-    values = {
-        name: value
-        for name, value in row.items()
-        if name not in _NOT_VALUES and isinstance(value, list) and len(value) == len(ids) and _numbers(value)
-    }
     texts = None
     if settings.tokenizer_file is not None:
         tokenizer = load_tokenizer(settings.tokenizer_file)
         texts = [text for start, end in _spans(row) for text in token_texts(tokenizer, ids[start:end])]
-    return Tokens(ids, list(row["loss_mask"]), texts, values)
+    return Tokens(ids, list(row["loss_mask"]), texts, token_values(row))
 
 
 def _segments(
@@ -151,7 +146,3 @@ def _events_of_segments(row: Row, events: Sequence[Row]) -> Iterator[Row | None]
 
 def _spans(row: Row) -> list[tuple[int, int]]:
     return list(pairwise(accumulate((segment["num_tokens"] for segment in row["segments"]), initial=0)))
-
-
-def _numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)

@@ -36,6 +36,11 @@ def scores_in_update(config: Config) -> bool:
     return wanted == "update" or (wanted == "auto" and not list(_needs_scores_before(config)))
 
 
+def stores_token_values(config: Config) -> bool:
+    """Whether the stored trajectories of a training step have what the update knew of each token."""
+    return config.trainer.save_trajectories and config.trainer.save_token_values
+
+
 def needs_ref_log_probs(config: Config) -> bool:
     """Whether a batch must carry the anchor's log-probs of the sampled tokens when it comes to the update."""
     return has_kl_in_reward(config) or (_has_sampled_kl_loss(config) and not _reads_ref_in_update(config))

@@ -85,6 +85,9 @@ class TrainerConfig:
         False, "Only kernels that give the same bits for the same input; needs rollout.seed_per_request."
     )
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
+    save_token_values: bool = setting(
+        True, "With the trajectories of a training step: each token's advantage, log-prob under the trainer and KL."
+    )
     save_timeline: bool = setting(
         True, "Write what driver, engines and ranks did when, a file a step in the run folder, for ui.perfetto.dev."
     )

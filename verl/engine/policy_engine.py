@@ -20,7 +20,7 @@ from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import Budget, ModelInput, RankValues, plan, trained_rows
 from verl.engine.device import set_threads
 from verl.engine.exchange import exchange, rows_of
-from verl.engine.kl_objective import policy_topk, reads_anchor
+from verl.engine.kl_objective import reads_anchor
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
 from verl.engine.lora import adapted_layers
@@ -28,7 +28,7 @@ from verl.engine.merging import iter_full_parameters, merged_tensors
 from verl.engine.mini_batches import mean_of, micro_budget, mini_batches, rows_of_ranks
 from verl.engine.model import CausalModel, layout_of, weights_of
 from verl.engine.optimizer import Schedule, build_adamw
-from verl.engine.policy_objective import PolicyObjective
+from verl.engine.policy_objective import PolicyObjective, require_old_policy
 from verl.engine.reference_policy import ReferencePolicy
 from verl.engine.residence import residence
 from verl.engine.restoring import load_saved
@@ -36,7 +36,7 @@ from verl.engine.resumable import Resumable
 from verl.engine.saving import save_model
 from verl.engine.sequence_parallel import sequence_group
 from verl.engine.sharding import end_reading, local, reshard, whole
-from verl.engine.token_values import TokenScores, token_values
+from verl.engine.token_values import POLICY_SCORES, TokenScores, token_values
 from verl.engine.trained import TrainedEngine
 from verl.errors import NumericalError
 from verl.phases import Part, Phase
@@ -129,19 +129,22 @@ class PolicyEngine(TrainedEngine):
         loss or gradient is not finite, ValueError when several optimizer steps lack a column.
         """
         parts = self._parts(batch)
-        if len(parts) > 1:
-            self._require_old_policy(batch, own)
+        require_old_policy(self.role.actor, batch, own, len(parts))
         return self._update(batch, parts, own)
 
-    def update_and_score(self, batch: TrainBatch) -> tuple[dict[str, float], RankValues]:
-        """`update` by one optimizer step, and what its forward pass found: `log_prob` and `entropy` [T] float32 of the
-        trained tokens in this rank's rows, 0 elsewhere. Raises ValueError where there would be more steps.
+    def update_and_score(
+        self, batch: TrainBatch, own: RankValues | None = None, names: Sequence[str] = POLICY_SCORES
+    ) -> tuple[dict[str, float], RankValues]:
+        """`update`, and what its first forward pass over each trained token in this rank's rows found [T] float32, 0
+        elsewhere. `names`: `log_prob` and `entropy`, of an update by one optimizer step; `kl`, the KL in the loss
+        before its weight. Raises ValueError for `log_prob` or `entropy` of several steps, and as `update` does.
         """
         parts = self._parts(batch)
-        if len(parts) > 1:
+        if len(parts) > 1 and set(names) & set(POLICY_SCORES):
             raise ValueError(f"{len(parts)} optimizer steps have no log-probs of one policy: call log_probs and update")
-        scores = TokenScores(batch.lengths_B)
-        return self._update(batch, parts, scores=scores), scores.of_rank()
+        require_old_policy(self.role.actor, batch, own, len(parts))
+        scores = TokenScores(batch.lengths_B, names)
+        return self._update(batch, parts, own, scores), scores.of_rank()
 
     def _budget(self, by_tokens: bool, max_tokens: int, micro_batch_size: int) -> Budget:
         return micro_budget(by_tokens, max_tokens, micro_batch_size, self.layout.ranks_per_row)
@@ -162,10 +165,11 @@ class PolicyEngine(TrainedEngine):
         if own is not None:
             wanted = rows_of_ranks(batch.lengths_B, parts, self.learner.budget, self.layout)
             own = exchange(own, batch.lengths_B, wanted, self.device)
-        loss = partial(self._loss, batch.lengths_B, own, scores)
+        first_epoch = len(parts) // self.role.actor.ppo_epochs
         batch = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
         with self.residence.during(Phase.UPDATE, *self._updated(batch)):
-            for part in parts:
+            for number, part in enumerate(parts):
+                loss = partial(self._loss, batch.lengths_B, own, scores if number < first_epoch else None)
                 means = self.learner.learn(batch.select(part), loss, self.step)
                 if means:
                     results.append(means)
@@ -175,16 +179,6 @@ class PolicyEngine(TrainedEngine):
         if self.role.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.role.actor.kl_loss_coef
         return metrics | {"actor/lr": lr, "actor/num_updates": float(len(results))}
-
-    def _require_old_policy(self, batch: TrainBatch, own: RankValues | None) -> None:
-        """After the first optimizer step the policy does not say any more what it was."""
-        there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())
-        needed = ["old_log_probs"] + ["top_index"] * (policy_topk(self.role.actor) > 0)
-        if missing := [name for name in needed if name not in there]:
-            raise ValueError(
-                f"several optimizer steps on a batch need tokens['{missing[0]}'] of the policy before the first one: "
-                "call log_probs before the update"
-            )
 
     def _loss(
         self,

@@ -16,8 +16,8 @@ from verl.algorithms.likelihood import llds
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
 from verl.engine.anchor_reader import AnchorReader
-from verl.engine.batching import ModelInput, values_at
-from verl.engine.kl_objective import build_kl, old_log_probs
+from verl.engine.batching import ModelInput, RankValues, values_at
+from verl.engine.kl_objective import build_kl, old_log_probs, policy_topk
 from verl.engine.learner import TokenLoss
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
@@ -61,20 +61,36 @@ class PolicyObjective:
             "ppo_kl": old_N - stats.log_prob_N.detach(),
             "entropy_loss": stats.entropy_N.detach(),
         }
+        scores = {"log_prob": stats.log_prob_N.detach(), "entropy": stats.entropy_N.detach()}
         loss_N = policy.loss_T
         if "correction" in batch.tokens:
             loss_N = loss_N * values_at(batch, "correction", inputs)
         if actor.entropy_coeff:
             loss_N = loss_N - actor.entropy_coeff * stats.entropy_N
         if kl is not None:
-            kl_N = kl.answer(stats) / _kl_divisor(batch, inputs)
+            raw_N = kl.answer(stats)
+            scores["kl"] = raw_N.detach()
+            kl_N = raw_N / _kl_divisor(batch, inputs)
             loss_N = loss_N + actor.kl_loss_coef * kl_N
             reports["kl_loss"] = kl_N.detach()
         if actor.llds_coef:
             fallen_N = llds(stats.log_prob_N, old_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
             loss_N = loss_N + actor.llds_coef * fallen_N
             reports["llds_loss"] = fallen_N.detach()
-        return TokenLoss(loss_N, reports, {"log_prob": stats.log_prob_N.detach(), "entropy": stats.entropy_N.detach()})
+        return TokenLoss(loss_N, reports, scores)
+
+
+def require_old_policy(actor: ActorConfig, batch: TrainBatch, own: RankValues | None, num_steps: int) -> None:
+    """After the first of several optimizer steps the policy does not say any more what it was. Raises ValueError."""
+    if num_steps < 2:
+        return
+    there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())
+    needed = ["old_log_probs"] + ["top_index"] * (policy_topk(actor) > 0)
+    if missing := [name for name in needed if name not in there]:
+        raise ValueError(
+            f"several optimizer steps on a batch need tokens['{missing[0]}'] of the policy before the first one: "
+            "call log_probs before the update"
+        )
 
 
 def _kl_divisor(batch: TrainBatch, inputs: ModelInput) -> torch.Tensor | float:

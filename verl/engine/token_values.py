@@ -13,6 +13,8 @@ from verl.engine.model import CausalModel
 from verl.engine.reference_policy import ReferencePolicy
 from verl.protocol import TrainBatch
 
+POLICY_SCORES = ("log_prob", "entropy")
+
 
 @torch.no_grad()
 def token_values(
@@ -49,18 +51,16 @@ class TokenScores:
     host would wait for the device in every micro-batch.
     """
 
-    names = ("log_prob", "entropy")
-
-    def __init__(self, lengths_B: torch.Tensor) -> None:
-        self.lengths_B = lengths_B
+    def __init__(self, lengths_B: torch.Tensor, names: Sequence[str]) -> None:
+        self.lengths_B, self.names = lengths_B, names
         self._parts: list[tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def add(self, rows: list[int], inputs: ModelInput, scores: dict[str, torch.Tensor]) -> None:
         """Of the selected tokens [N] of a micro-batch, which has these `rows` of the batch."""
-        self._parts.append((rows, inputs.token_N, scores))
+        self._parts.append((rows, inputs.token_N, {name: scores[name] for name in self.names}))
 
     def of_rank(self) -> RankValues:
-        """`log_prob` and `entropy` [T] float32 of the rows that were added."""
+        """`names` [T] float32 of the rows that were added."""
         found = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
         for rows, token_N, scores in self._parts:
             index_N = flat_positions(self.lengths_B, rows)[token_N]

@@ -31,7 +31,8 @@ def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> p
     small = pa.schema([field for field in SCHEMA if field.name not in _TOKEN_COLUMNS])
     table = pa.Table.from_pylist([_row(trajectory, step, text) for trajectory in trajectories], schema=small)
     flat = flat_tokens(trajectories)
-    for name, value_T in zip(_TOKEN_COLUMNS, (flat.ids_T, flat.loss_mask_T, flat.log_probs_T), strict=True):
+    columns: tuple[npt.NDArray[Any], ...] = (flat.ids_T, flat.loss_mask_T, flat.log_probs_T)
+    for name, value_T in zip(_TOKEN_COLUMNS, columns, strict=True):
         table = table.append_column(SCHEMA.field(name), _lists(value_T, flat.lengths_B, SCHEMA.field(name).type))
     return table.select(SCHEMA.names)
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from verl.errors import DataError
 from verl.protocol import Trajectory
 from verl.storage import whole_file
+from verl.tracking.token_columns import TokenValues, with_token_values
 from verl.tracking.trajectory_columns import Decode, to_table
 from verl.tracking.trajectory_rows import PARSERS, SCHEMA, from_row
 
@@ -46,16 +47,23 @@ def find_trajectories(run_dir: Path | str, kind: Kind) -> dict[int, Path]:
 
 
 def write_trajectories(
-    run_dir: Path | str, kind: Kind, step: int, trajectories: Sequence[Trajectory], decode: Decode
+    run_dir: Path | str,
+    kind: Kind,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    decode: Decode,
+    values: TokenValues | None = None,
 ) -> Path:
     """Write all trajectories of a step, failed ones included; the file appears whole or not at all.
 
     `decode` turns token ids into text (special tokens kept, so that a reader sees what the model saw). A search is
     an event with a `query` that was not refused (`executed` false); its `document_ids` and `milliseconds` are kept
-    where the environment gave them. Appends nothing: a file of the same step is replaced.
+    where the environment gave them. `values` adds the columns of `token_columns`. Appends nothing: a file of the same
+    step is replaced.
     """
     path = trajectories_path(run_dir, kind, step)
-    write_trajectory_table(path, to_table(trajectories, step, decode))
+    table = to_table(trajectories, step, decode)
+    write_trajectory_table(path, table if values is None else with_token_values(table, values))
     return path
 
 

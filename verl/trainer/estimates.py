@@ -34,7 +34,9 @@ class Estimator:
         self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
     ) -> dict[str, float]:
         """Adds to `batch.tokens` [T]: `advantages`, `old_log_probs` and `entropy` unless the update finds them, and
-        where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `correction`, `keep`. Returns metrics.
+        where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `kl`, `correction`, `keep`.
+
+        Returns metrics.
         """
         values = None if critic is None else critic.begin_values(for_critic(batch, self.config.algorithm))
         if self.actor_config.use_rollout_log_probs:
@@ -83,6 +85,7 @@ class Estimator:
             mean = float(kl_T[mask_T].mean())
             self.kl_weight.update(mean, len(batch))
             metrics = {"critic/kl": mean, "critic/kl_coeff": weight}
+            batch.tokens["kl"] = kl_T
         if not algorithm.apply_kl_after_advantage:
             reward_T = penalised_rewards(reward_T, kl_T, mask_T, weight)
         found = ADVANTAGES[algorithm.adv_estimator](

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.asynchronous import max_staleness
-from verl.config.objective import has_anchor
+from verl.config.objective import has_anchor, stores_token_values
 from verl.data.prompts import PromptSource
 from verl.determinism import seed_everything
 from verl.engine.batching import split_rows
@@ -26,6 +26,7 @@ from verl.startup import phase, tell
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.report import write_report
 from verl.tracking.timing import Timer
+from verl.tracking.token_columns import TokenValues
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.checkpoints import Checkpoints
@@ -44,6 +45,7 @@ from verl.trainer.rollouts_ahead import rollout_source
 from verl.trainer.sampling_state import SamplingState
 from verl.trainer.scoring import Scorer
 from verl.trainer.staleness import staleness_metrics
+from verl.trainer.stored_values import token_values
 from verl.trainer.updates import Updates, anchor_moves
 from verl.trainer.watchdog import Watchdog
 
@@ -168,9 +170,11 @@ class RLTrainer:
             max_prompt_length=config.data.max_start_length,
         )
         metrics |= staleness_metrics(collected.sampled, step, max_staleness(config))
-        metrics |= health_metrics(collected.sampled, self.updates.scored(batch, trained)) | collected.metrics
+        scored = self.updates.scored(batch, trained)
+        metrics |= health_metrics(collected.sampled, scored) | collected.metrics
         with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
-            self._store(collected.sampled, "train", step)
+            values = token_values(collected, trained, scored) if stores_token_values(config) else None
+            self._store(collected.sampled, "train", step, values)
         return collected, trained, metrics | memory_metrics([self.actor, self.critic])
 
     def _sync(self, step: int) -> None:
@@ -274,9 +278,10 @@ class RLTrainer:
         self.performance.write_timeline(step, self.timer)
         self.timer = Timer()
 
-    def _store(self, trajectories: list[Trajectory], split: Kind, step: int) -> None:
+    def _store(self, trajectories: list[Trajectory], split: Kind, step: int, values: TokenValues | None = None) -> None:
         if self.config.trainer.save_trajectories:
-            self.writer.hand_over(partial(write_trajectories, self.run_dir, split, step, trajectories, self._decode))
+            what = (split, step, trajectories, self._decode, values)
+            self.writer.hand_over(partial(write_trajectories, self.run_dir, *what))
 
     def _steps_of_all_epochs(self) -> int:
         return max(1, len(self.train_prompts) // self.config.data.train_batch_size) * self.config.trainer.total_epochs

@@ -120,13 +120,14 @@ class ActorGroup(Role):
         return merged(batch, self.group.call_all("log_probs", share(batch, SCORED), of, top_k))
 
     def update_and_score(
-        self, batch: TrainBatch, beside: Sequence[Call] = ()
+        self, batch: TrainBatch, beside: Sequence[Call], names: Sequence[str]
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """`update` by one optimizer step, and `log_prob` and `entropy` [T] float32 of the policy before it, from the
-        same forward pass; 0 outside the loss mask.
+        """`update`, and what its first forward pass over each token found, [T] float32, 0 outside the loss mask.
+
+        `names`: `log_prob` and `entropy` of the policy before an update by one optimizer step; `kl` in the loss.
         """
         shared = share(batch, self.learns_from, self.learns_from_rows)
-        answers = wait_beside(self.group.begin_all("update_and_score", shared), beside)
+        answers = wait_beside(self.group.begin_all("update_and_score", shared, names), beside)
         return answers[0][0], merged(batch, [found for _, found in answers])
 
     def follow_anchor(self, tau: float) -> None:

@@ -8,12 +8,15 @@ from dataclasses import replace
 import torch
 
 from verl.config import Config
-from verl.config.objective import has_anchor, scores_in_update
+from verl.config.objective import has_anchor, scores_in_update, stores_token_values
+from verl.engine.token_values import POLICY_SCORES
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
 from verl.tracking.timing import Timer
 from verl.trainer.estimates import for_critic
 from verl.trainer.roles import ActorGroup, CriticGroup
+
+TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and the batch
 
 
 class Updates:
@@ -31,8 +34,9 @@ class Updates:
     def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
         """The critic's step and the actor's, then `sync`, which gives the engines the new weights. Returns metrics.
 
-        Where the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`. A critic on
-        GPUs of its own is waited for last, since it works beside all the rest.
+        Where the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`, and where the
+        values of tokens are stored, `kl` [T] of a KL in the loss. A critic on GPUs of its own is waited for last, since
+        it works beside all the rest.
         """
         metrics: dict[str, float] = {}
         beside: list[Call] = []
@@ -66,11 +70,16 @@ class Updates:
         return replace(batch, tokens=tokens)
 
     def _update_actor(self, trained: TrainBatch, beside: Sequence[Call]) -> dict[str, float]:
-        if not scores_in_update(self.config):
+        names = [*(POLICY_SCORES if scores_in_update(self.config) else ()), *(["kl"] if self._keeps_kl else [])]
+        if not names:
             return self.actor.update(trained, beside)
-        metrics, found = self.actor.update_and_score(trained, beside)
-        trained.tokens |= {"log_probs": found["log_prob"], "entropy": found["entropy"]}
+        metrics, found = self.actor.update_and_score(trained, beside, names)
+        trained.tokens |= {TOKENS.get(name, name): value_T for name, value_T in found.items()}
         return metrics
+
+    @property
+    def _keeps_kl(self) -> bool:
+        return stores_token_values(self.config) and self.config.actor_rollout_ref.actor.use_kl_loss
 
     def _follow_anchor(self, step: int, timed: Timer) -> dict[str, float]:
         tau, period = self.config.algorithm.ref_policy_ema_tau, self.config.algorithm.ref_policy_ema_update_period

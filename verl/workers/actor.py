@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
@@ -61,9 +62,10 @@ class ActorWorker(RankWorker):
         return self.engine.update(batch.fetch(), own)
 
     @in_phase(Phase.UPDATE)
-    def update_and_score(self, batch: SharedBatch) -> tuple[dict[str, float], SharedValues]:
-        """Like `update` by one optimizer step, with the log-probs and entropies that its forward pass found."""
-        metrics, found = self.engine.update_and_score(batch.fetch())
+    def update_and_score(self, batch: SharedBatch, names: Sequence[str]) -> tuple[dict[str, float], SharedValues]:
+        """Like `update`, with what its first pass over each token found; see `PolicyEngine.update_and_score`."""
+        own, self.own = self.own, None
+        metrics, found = self.engine.update_and_score(batch.fetch(), own, names)
         return metrics, SharedValues.of(found)
 
     def follow_anchor(self, tau: float) -> None:

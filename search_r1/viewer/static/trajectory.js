@@ -5,7 +5,8 @@ import { ask, download, useData } from "./api.js";
 import { Problem, Runs, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";
 import { go, linkTo, listQuery } from "./state.js";
-import { TEXT, Transcript, overlays } from "./transcript.js";
+import { TEXT, label, overlays } from "./overlay.js";
+import { Transcript } from "./transcript.js";
 
 export function Trajectory({ run, state }) {
   const place = { run: run.name, file: state.file, row: state.row };
@@ -42,7 +43,7 @@ export function Trajectory({ run, state }) {
     <${Searches} searches=${data.searches} />
     <h3>Text</h3>
     <fieldset class="overlays"><legend>Overlay</legend>${kinds.map((name) => html`<label>
-      <input type="radio" name="overlay" value=${name} checked=${overlay === name} onChange=${() => go({ overlay: name }, true)} /> ${name}</label>`)}
+      <input type="radio" name="overlay" value=${name} checked=${overlay === name} onChange=${() => go({ overlay: name }, true)} /> ${label(name)}</label>`)}
     </fieldset>
     ${data.notes.map((note) => html`<p class="note">${note}</p>`)}
     <${Transcript} key=${`${state.file} ${state.row}`} segments=${data.segments} tokens=${data.tokens} overlay=${overlay} />`;

@@ -152,6 +152,15 @@ def test_ids_of_documents_that_were_left_out_are_not_reported(search_url, byte_t
     outcome = step(environment, "<search> Vonmark city mayor river winter </search>")
     assert outcome.event["num_found"] == 3
     assert len(outcome.event["document_ids"]) == outcome.event["observation"].count("Doc ") < 3
+    assert len(outcome.event["scores"]) == len(outcome.event["document_ids"])
+
+
+def test_scores_are_those_of_the_engine(byte_tokenizer):
+    """A score that is no number is none; an engine may give none at all."""
+    found = [{"contents": "A\na", "score": 2.5}, {"contents": "B\nb", "score": "high"}, {"contents": "C\nc"}]
+    engine = type("Engine", (), {"search": lambda self, query: found})()
+    environment = SearchEnvironment(Searcher(engine, topk=3), byte_tokenizer, 200, "Search or answer.")
+    assert step(environment, "<search>q</search>").event["scores"] == [2.5, None, None]
 
 
 def test_invalid_turn_gets_the_feedback(search_url, byte_tokenizer):

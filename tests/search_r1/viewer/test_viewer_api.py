@@ -108,7 +108,8 @@ def test_the_tokens_are_those_of_the_file(ask: Ask, river_run: Path) -> None:
     shown = ask("trajectory", file="train_step_1", row=1)
     tokens = shown["tokens"]
     assert tokens["ids"] == stored["ids"] and tokens["mask"] == stored["loss_mask"]
-    assert tokens["values"] == {"log_probs": stored["log_probs"]}
+    names = ["log_probs", "old_log_probs", "gap", "kl", "advantages", "weight_version"]
+    assert list(tokens["values"]) == names and tokens["values"]["kl"] == stored["kl"]
     assert "".join(tokens["texts"]) == stored["prompt_text"] + stored["response_text"]
     assert all(segment["exact"] for segment in shown["segments"])
 
@@ -171,8 +172,8 @@ def test_passages_with_their_ids(ask: Ask) -> None:
         2.5,
     )
     assert [(one["id"], one["score"], one["title"]) for one in search["passages"]] == [
-        ("17", None, [["Loire", True]]),
-        ("18", None, [["Rhone", False]]),
+        ("17", 12.5, [["Loire", True]]),
+        ("18", 11.5, [["Rhone", False]]),
     ]
 
 

@@ -105,7 +105,7 @@ def test_a_single_file_and_one_without_questions(river_run: Path, tmp_path: Path
 
 def test_a_column_with_a_number_a_token_is_an_overlay(river_run: Path, tmp_path: Path) -> None:
     """As `search_r1.replay log_probs` adds one; numbers that JSON has not are texts."""
-    table = pq.read_table(river_run / "trajectories/train_step_1.parquet").slice(0, 1)
+    table = pq.read_table(river_run / "trajectories/train_step_2.parquet").slice(0, 1)
     values = [-0.5] * len(table["ids"][0])
     values[3] = float("nan")
     pq.write_table(table.append_column("log_probs_under", pa.array([values])), tmp_path / "under.parquet")
@@ -113,7 +113,7 @@ def test_a_column_with_a_number_a_token_is_an_overlay(river_run: Path, tmp_path:
     assert shown.status_code == 404  # a folder of files is no run
     client = client_of(tmp_path / "under.parquet")
     shown = client.get("/api/trajectory", params={"run": "under.parquet", "file": "under", "row": 0})
-    assert list(shown.json()["tokens"]["values"]) == ["log_probs", "log_probs_under"]
+    assert list(shown.json()["tokens"]["values"]) == ["log_probs", "weight_version", "log_probs_under"]
     assert shown.json()["tokens"]["values"]["log_probs_under"] == [
         "nan" if n == 3 else -0.5 for n in range(len(values))
     ]

@@ -66,14 +66,15 @@ def test_a_group_and_one_of_its_samples(page: Page, address: str) -> None:
     kinds = page.locator(".part").evaluate_all("parts => parts.map(part => part.dataset.kind)")
     assert kinds == ["prompt", "think", "search", "information", "think", "answer"]
     expect(page.locator(".part mark")).to_have_text(["Loire", "Loire"])
-    expect(page.locator(".search li").first).to_contain_text("id 17")
+    expect(page.locator(".search li").first).to_contain_text("id 17, score 12.500")
+    expect(page.locator(".search li").nth(1)).to_contain_text("id 18, score 11.500")
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_the_mask_is_that_of_the_file_token_by_token(page: Page, address: str, river_run: Path, row: int) -> None:
     stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[row]
     page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row={row}")
-    page.get_by_label("loss_mask").check()
+    page.get_by_label("loss mask").check()
     expect(page.locator(".token").first).to_be_visible()
     shown = page.locator(".token").evaluate_all(
         "all => all.map(one => [one.dataset.id, one.dataset.mask, one.classList.contains('trained'), one.textContent])"
@@ -89,9 +90,81 @@ def test_the_values_of_a_token(page: Page, address: str, river_run: Path) -> Non
     page.goto(f"{address}/{VIEWS['trajectory']}")
     page.locator(f'[data-token="{place}"]').hover()
     expect(page.locator(".tokenline code")).to_contain_text(f"token {place}, id {stored['ids'][place]},")
-    expect(page.locator(".tokenline code")).to_contain_text(f"trained, log_probs {stored['log_probs'][place]:.4f}")
+    told = f"trained, log-prob (sampler) {stored['log_probs'][place]:.4f}"
+    expect(page.locator(".tokenline code")).to_contain_text(told)
     page.keyboard.press("ArrowRight")
     expect(page.locator(".tokenline code")).to_contain_text(f"token {place + 1},")
+
+
+OVERLAYS = {
+    "log-prob (sampler)": lambda row: [
+        p if trained else None for p, trained in zip(row["log_probs"], row["loss_mask"], strict=True)
+    ],
+    "log-prob (trainer)": lambda row: row["old_log_probs"],
+    "gap (trainer - sampler)": lambda row: [
+        None if old is None else old - p for old, p in zip(row["old_log_probs"], row["log_probs"], strict=True)
+    ],
+    "KL to the anchor": lambda row: row["kl"],
+    "advantage": lambda row: row["advantages"],
+    "weight version": lambda row: [row["weight_version"] if trained else None for trained in row["loss_mask"]],
+}
+SHOWN = "all => all.map(t => [t.dataset.id, t.dataset.value, t.className, getComputedStyle(t).backgroundColor])"
+
+
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_that_of_the_file_token_by_token(
+    page: Page, address: str, river_run: Path, name: str, row: int
+) -> None:
+    """Numbers, and a colour on exactly those that are not 0, by their sign; the larger, the stronger."""
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[row]
+    page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row={row}")
+    page.get_by_label(name).check()
+    expect(page.locator(".legend")).to_contain_text(name)
+    shown = page.locator(".token").evaluate_all(SHOWN)
+    assert [int(token) for token, *_ in shown] == stored["ids"]
+    expected = OVERLAYS[name](stored)
+    assert [float(value) if value else None for _, value, *_ in shown] == pytest.approx(expected, abs=1e-12)
+    steps = [shade_of(classes) for *_, classes, _ in shown]
+    assert [step is None for step in steps] == [value is None for value in expected]
+    known = [(value, step) for value, step in zip(expected, steps, strict=True) if step is not None]
+    assert known and all(step * value >= 0 for value, step in known)
+    ordered = [step for _, step in sorted(known)]
+    assert ordered == sorted(ordered) and ordered != [0] * len(ordered)
+    colours = {shade_of(classes): colour for *_, classes, colour in shown}
+    assert len({colour for step, colour in colours.items() if step}) == len([step for step in colours if step])
+
+
+def shade_of(classes: str) -> int | None:
+    """-6 to 6; None for a token without a number."""
+    if "none" in classes.split():
+        return None
+    found = re.search(r"\b(plus|minus)(\d)", classes)
+    return 0 if found is None else int(found[2]) * (1 if found[1] == "plus" else -1)
+
+
+def test_the_numbers_of_tokens_by_keyboard(page: Page, address: str, river_run: Path) -> None:
+    """Tab reaches one token, the arrow keys the others: each shows its number."""
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[1]
+    page.goto(f"{address}/{TRAJECTORY}&overlay=kl")
+    page.get_by_label("KL to the anchor").focus()
+    page.keyboard.press("Tab")
+    told = page.locator(".tokenline code")
+    for place, value in enumerate(stored["kl"]):
+        expect(told).to_contain_text(f"token {place}, id {stored['ids'][place]},")
+        expect(page.locator("[data-token]:focus")).to_have_attribute("data-token", str(place))
+        text = told.inner_text()
+        assert ("KL to the anchor" in text) == (value is not None)
+        assert value is None or f"KL to the anchor {value:.4f}" in text
+        page.keyboard.press("ArrowRight")
+
+
+def test_a_file_of_an_older_run_has_fewer_overlays(page: Page, address: str) -> None:
+    page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_2&row=1&overlay=kl")
+    expect(page.locator(".overlays label")).to_have_text(["text", "loss mask", "log-prob (sampler)", "weight version"])
+    expect(page.get_by_label("text", exact=True)).to_be_checked()
+    page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row=3&overlay=kl")  # it failed
+    expect(page.locator(".overlays label")).to_have_text(["text", "loss mask", "log-prob (sampler)", "weight version"])
 
 
 def test_two_steps_compared(page: Page, address: str) -> None:
@@ -199,7 +272,7 @@ def test_keys(page: Page, address: str) -> None:
     page.keyboard.press("j")
     expect(page.locator(".facts").first).to_contain_text("train_step_1, row 2")
     page.keyboard.press("o")
-    expect(page.get_by_label("loss_mask")).to_be_checked()
+    expect(page.get_by_label("loss mask")).to_be_checked()
     page.keyboard.press("g")
     expect(page.locator(".sample")).to_have_count(4)
     page.keyboard.press("u")

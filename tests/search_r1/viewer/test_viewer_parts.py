@@ -13,6 +13,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.viewer.advantages import group_advantages
 from search_r1.viewer.run_settings import RunSettings
 from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges
+from search_r1.viewer.token_overlays import token_values
 from search_r1.viewer.tokens import token_texts
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.advantages.inputs import AdvantageInput, AdvantageSettings
@@ -158,3 +159,27 @@ def test_advantages_are_those_of_training(scaled: bool, rewards: list[float]) ->
 def test_no_advantage_where_rewards_do_not_tell(algorithm: dict[str, object]) -> None:
     settings = RunSettings({"algorithm": algorithm}, SEARCH_R1, None, ())
     assert group_advantages([1.0, 0.0], settings) == ([None, None], "")
+
+
+def test_the_weights_of_a_turn_that_was_interrupted() -> None:
+    """By hand: 2 tokens of a prompt, 5 of a turn under version 3 and then 4, 1 of a turn that does not say."""
+    row = {
+        "ids": list(range(8)),
+        "loss_mask": [False] * 2 + [True] * 6,
+        "weight_version": 4,
+        "segments": [
+            {"source": "prompt", "num_tokens": 2, "weight_versions": None},
+            {"source": "policy", "num_tokens": 5, "weight_versions": [
+                {"version": 3, "num_tokens": 2}, {"version": 4, "num_tokens": 3}]},
+            {"source": "policy", "num_tokens": 1},
+        ],
+    }  # fmt: skip
+    assert token_values(row) == {"weight_version": [None, None, 3, 3, 4, 4, 4, 4]}
+
+
+def test_the_gap_is_there_where_both_log_probs_are() -> None:
+    segments = [{"source": "prompt", "num_tokens": 1}, {"source": "policy", "num_tokens": 2}]
+    row = {"ids": [1, 2, 3], "loss_mask": [False, True, True], "segments": segments, "weight_version": 0}
+    found = token_values(row | {"log_probs": [0.0, -1.0, -2.0], "old_log_probs": [None, -1.25, None], "kl": None})
+    assert found["gap"] == [None, -0.25, None] and found["log_probs"] == [None, -1.0, -2.0]
+    assert list(found) == ["log_probs", "old_log_probs", "gap", "weight_version"]

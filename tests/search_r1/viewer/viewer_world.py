@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from e2e_world import free_port
 from fastapi.testclient import TestClient
@@ -21,6 +22,7 @@ from search_r1.search.metrics import Metrics
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.tracking.token_columns import TokenValues
 from verl.tracking.tracker import CONFIG_FILE
 from verl.tracking.trajectory_store import Kind, write_trajectories
 
@@ -104,6 +106,7 @@ class Episodes:
         event = {
             "action": "search", "valid": True, "query": turn.query, "executed": True, "milliseconds": 2.5,
             "document_ids": [one for one, _, _ in turn.passages], "observation": observation,
+            "scores": [12.5 - place for place in range(len(turn.passages))],
         }  # fmt: skip
         return [
             self._policy(f"<think>{turn.thought}</think><search>{turn.query}</search>"),
@@ -161,8 +164,12 @@ def river_step(episodes: Episodes, is_later: bool = False) -> list[Trajectory]:
 
 
 def write_run(folder: Path, episodes: Episodes, config: dict[str, Any] | None = None) -> Path:
-    """Steps 1 and 2 of training, validation after step 2, the tokenizer beside a checkpoint."""
-    write_step(folder, episodes, "train", 1, river_step(episodes))
+    """Steps 1 and 2 of training, validation after step 2, the tokenizer beside a checkpoint.
+
+    Step 2 has no values of tokens beside the sampler's log-probs, like the files of older runs.
+    """
+    first = river_step(episodes)
+    write_step(folder, episodes, "train", 1, first, token_values(first))
     write_step(folder, episodes, "train", 2, river_step(episodes, is_later=True))
     write_step(folder, episodes, "val", 2, river_step(episodes)[:1])
     episodes.tokenizer.save_pretrained(folder / "actor" / "global_step_2")
@@ -171,8 +178,30 @@ def write_run(folder: Path, episodes: Episodes, config: dict[str, Any] | None = 
     return folder
 
 
-def write_step(folder: Path, episodes: Episodes, kind: Kind, step: int, trajectories: Sequence[Trajectory]) -> Path:
-    return write_trajectories(folder, kind, step, trajectories, episodes.tokenizer.decode)
+def token_values(trajectories: Sequence[Trajectory]) -> TokenValues:
+    """Of those that did not fail: numbers of both signs that differ from token to token; no KL at the last token."""
+    rows = [row for row, trajectory in enumerate(trajectories) if trajectory.status is not Status.FAILED]
+    trained = [trajectories[row] for row in rows]
+    mask_T = np.concatenate([trajectory.loss_mask for trajectory in trained])
+    sampled_T = np.concatenate([trajectory.log_probs for trajectory in trained])
+    place_T = np.arange(len(mask_T))
+    columns = {
+        "advantages": (np.sin(place_T / 9), mask_T),
+        "old_log_probs": (sampled_T + 0.01 * np.cos(place_T), mask_T),
+        "kl": ((place_T % 11) / 100 - 0.02, mask_T & (place_T < len(place_T) - 1)),
+    }
+    return TokenValues(rows, np.array([trajectory.num_tokens for trajectory in trained]), columns)
+
+
+def write_step(
+    folder: Path,
+    episodes: Episodes,
+    kind: Kind,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    values: TokenValues | None = None,
+) -> Path:
+    return write_trajectories(folder, kind, step, trajectories, episodes.tokenizer.decode, values)
 
 
 @contextmanager

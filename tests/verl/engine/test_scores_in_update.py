@@ -155,3 +155,32 @@ def test_two_ranks(tmp_path: Path, model_path: str, other_model_path: str) -> No
         assert rank["metrics"] == pytest.approx(rank["expected"], rel=1e-5, abs=1e-6)
     weights: list[dict[str, Any]] = [ranks[0][name] for name in ("weights", "expected_weights")]
     assert relative_error(*weights) < 1e-6
+
+
+@pytest.mark.parametrize("batch_std", [None, 2.0])
+def test_the_kl_of_each_token(batch_std: float | None, model_path: str, other_model_path: str, run_dir: Path) -> None:
+    """The sum over the vocabulary of p (log p - log q), in float64; the scale of the advantages is no part of it."""
+    batch = without_scores(make_batch())
+    if batch_std is not None:
+        batch.rows["adv_batch_std"] = torch.full((len(batch),), batch_std)
+    engine = make_engine(model_path, run_dir, *SMALL, *kl("full_reverse"), anchor_path=other_model_path)
+    log_p_TV, log_q_TV = (
+        log_softmax_rows(full_logits(path, batch)[1], 1.0).detach().double() for path in (model_path, other_model_path)
+    )
+    expected_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1) * batch.tokens["loss_mask"]
+    found = engine.update_and_score(batch, names=("kl",))[1].tokens
+    assert set(found) == {"kl"} and expected_T.max() > 0.1
+    torch.testing.assert_close(found["kl"].double(), expected_T, atol=1e-5, rtol=1e-4)
+
+
+def test_the_kl_of_several_optimizer_steps(model_path: str, other_model_path: str, run_dir: Path) -> None:
+    """Of the first epoch: with one mini-batch an epoch that is the policy before the update."""
+    batch, settings = make_batch(), (*SMALL, *kl("k1"), f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=0.1")
+    engine = make_engine(model_path, run_dir, *settings, anchor_path=other_model_path)
+    batch.tokens.pop("ref_log_probs", None)
+    before = [engine.log_probs(batch, 1.0, of).tokens["log_prob"] for of in ("policy", "anchor")]
+    metrics, (_, found) = engine.update_and_score(batch, names=("kl",))
+    assert metrics["actor/num_updates"] == 2
+    torch.testing.assert_close(found["kl"], before[0] - before[1], atol=1e-5, rtol=1e-5)
+    after = engine.log_probs(batch, 1.0).tokens["log_prob"]
+    assert (after - before[0]).abs().max() > 1e-3  # the second epoch saw another policy

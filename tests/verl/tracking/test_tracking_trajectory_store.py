@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from verl.errors import DataError, StorageError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.tracking.token_columns import TokenValues
 from verl.tracking.trajectory_store import (
     SCHEMA,
     find_trajectories,
@@ -290,3 +291,24 @@ def test_a_file_that_is_not_ours_or_damaged_is_named(two_rows: Path, columns: di
     with pytest.raises(DataError, match=message) as caught:
         load_trajectories(altered(two_rows, **columns))
     assert str(two_rows) in str(caught.value)
+
+
+def test_values_of_tokens(tmp_path: Path) -> None:
+    """By hand: the third and the first trajectory were trained on, in that order. They have 11 tokens each."""
+    number_T, even_T, first_T = np.arange(22.0), np.arange(22) % 2 == 0, np.arange(22) < 11
+    columns = {"advantages": (number_T, even_T), "kl": (np.full(22, 0.5), first_T)}
+    values = TokenValues([2, 0], np.array([11, 11]), columns)
+    path = write_trajectories(tmp_path, "train", 1, [searched(), broken(), searched()], decode, values)
+    rows = read_trajectories(path)
+    assert rows[0]["advantages"] == [None, 12, None, 14, None, 16, None, 18, None, 20, None]
+    assert rows[1]["advantages"] is None and rows[1]["kl"] is None
+    assert rows[2]["advantages"] == [0, None, 2, None, 4, None, 6, None, 8, None, 10]
+    assert rows[0]["kl"] == [None] * 11 and rows[2]["kl"] == [0.5] * 11
+    assert pq.read_schema(path).names == [*SCHEMA.names, "advantages", "kl"]
+    assert load_trajectories(path)[0].log_probs == searched().log_probs
+
+
+def test_no_trajectory_was_trained_on(tmp_path: Path) -> None:
+    values = TokenValues([], np.zeros(0, np.int64), {"kl": (np.zeros(0, np.float32), np.zeros(0, np.bool_))})
+    path = write_trajectories(tmp_path, "train", 1, [broken()], decode, values)
+    assert read_trajectories(path)[0]["kl"] is None

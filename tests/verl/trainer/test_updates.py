@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from verl.config import load_config
-from verl.protocol import TrainBatch
+from verl.protocol import Prompt, Segment, Source, TrainBatch, Trajectory
 from verl.tracking.timing import Timer
+from verl.trainer.collection import Collected
 from verl.trainer.health import health_metrics
+from verl.trainer.stored_values import token_values
 from verl.trainer.updates import Updates
 
 
@@ -21,9 +24,12 @@ class Workers:
     def update(self, batch: TrainBatch, beside: object) -> dict[str, float]:
         return {"actor/way": 0.0}
 
-    def update_and_score(self, batch: TrainBatch, beside: object) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    def update_and_score(
+        self, batch: TrainBatch, beside: object, names: Sequence[str]
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         mask_T = batch.tokens["loss_mask"].float()
-        return {"actor/way": 1.0}, {"log_prob": -2 * mask_T, "entropy": 0.5 * mask_T}
+        found = {"log_prob": -2 * mask_T, "entropy": 0.5 * mask_T, "kl": 0.25 * mask_T}
+        return {"actor/way": 1.0}, {name: found[name] for name in names}
 
 
 def make_batch() -> TrainBatch:
@@ -71,3 +77,43 @@ def test_scores_from_before_the_update() -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=1024", "actor_rollout_ref.actor.use_rollout_log_probs=true"
     )
     assert "old_log_probs" not in rollout.scored(batch, batch).tokens
+
+
+def sampled(group: str) -> Trajectory:
+    ids = (1, 2, 3) if group == "a" else (1, 2)
+    policy = Segment(Source.POLICY, ids[1:], (-1.5,) * (len(ids) - 1))
+    return Trajectory(group, Prompt((1,), "d", {}), [Segment(Source.PROMPT, (1,)), policy], reward=1.0)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_is_stored_of_each_token(on: bool) -> None:
+    """One failed and was not trained on; the second row of the batch was left out of the losses."""
+    updates = make_updates(
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2048",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"trainer.save_token_values={str(on).lower()}",
+    )
+    failed, first, second = Trajectory("c", Prompt((1,), "d", {})), sampled("a"), sampled("b")
+    batch = make_batch()
+    batch.tokens["advantages"] = torch.tensor([0, 0.5, 0.5, 0, -0.5])
+    trained = replace(
+        batch, tokens=batch.tokens | {"loss_mask": batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)}
+    )
+    updates.run(trained, 1, Timer(), lambda: None)
+    collected = Collected([failed, second, first], [first, second], batch)
+    values = token_values(collected, trained, updates.scored(batch, trained))
+    assert list(values.rows) == [2, 1] and values.lengths_B.tolist() == [3, 2]
+    found = {name: value_T[known_T].tolist() for name, (value_T, known_T) in values.columns.items()}
+    assert found == {"advantages": [0.5, 0.5, -0.5], "old_log_probs": [-2, -2]} | ({"kl": [0.25, 0.25]} if on else {})
+
+
+def test_a_kl_in_the_reward_is_of_all_tokens() -> None:
+    """It was computed before anything was left out of the losses."""
+    batch = make_batch()
+    batch.tokens |= {"advantages": torch.zeros(5), "kl": torch.tensor([0.0, 1, 2, 0, 3])}
+    batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
+    trained = replace(batch, tokens=batch.tokens | {"loss_mask": torch.zeros(5, dtype=torch.bool)})
+    first, second = sampled("a"), sampled("b")
+    values = token_values(Collected([first, second], [first, second], batch), trained, batch)
+    kl_T, known_T = values.columns["kl"]
+    assert kl_T[known_T].tolist() == [1, 2, 3]
