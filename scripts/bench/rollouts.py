@@ -10,9 +10,9 @@ on the same prompts and seeds, and have to give the same ids:
     synchronous   the published generation loop of Search-R1, on the same engine: all live trajectories take a turn, and
                   when the last one has, all their queries are one request
     in_process    the same loop with `LLM.generate` of vLLM in this process, which is how TRL samples
-    over_sample   steps with `rollout.over_sample`: half as many prompts more are in progress, a step ends when enough
-                  groups are complete, and the others go on in the next one, with an empty cache as under new weights.
-                  Its ids are its own
+    over_sample   steps with `rollout.over_sample`: more prompts are in progress, a step ends when enough groups are
+                  complete, and the others go on in the next one, with an empty cache as under new weights. Its ids are
+                  its own
 
 `--retriever_ms` puts slow_retriever.py in front of the server. `idle` is the share of time in which the engine has no
 request. Further `key=value` arguments are settings of the run. The last line is JSON, with medians of the rounds.
@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import tempfile
 import time
@@ -53,7 +54,6 @@ from verl.trainer.selection import Selection
 
 ALL_IN_ONE = 1_000_000  # queries a request
 SIDES = ("episodes", "synchronous", "in_process", "over_sample")
-OVER_SAMPLE = 0.5
 
 Batch = Sequence[tuple[Sequence[int], Sampling]]
 
@@ -74,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tail_ms", type=float, default=0.0, help="mean of the exponential part, of each query")
     found.add_argument("--draw", choices=["query", "request"], default="query", help="see slow_retriever.py")
     found.add_argument("--sides", nargs="+", choices=SIDES, default=["episodes", "synchronous"])
+    found.add_argument("--over_sample", type=float, default=0.5, help="prompts beyond the batch, as a share of it")
+    found.add_argument("--max_staleness", type=int, default=1, help="steps for which a group may be carried over")
     found.add_argument("--set", nargs="*", default=[], metavar="key=value", help="settings of the run")
     return found
 
@@ -150,7 +152,7 @@ class Bench:
         if name == "episodes":
             return self.episodes
         if name == "over_sample":
-            return OverSampled(self.config, self.worker).step
+            return OverSampled(self.config, self.worker, self.options.over_sample, self.options.max_staleness).step
         sample_all = self.all_at_once if name == "synchronous" else InProcess(self.config, self.watched).sample_all
         return lambda requests: self.together(requests, sample_all)
 
@@ -253,8 +255,9 @@ class Watched:
 class OverSampled:
     """Steps of as many trajectories as are asked for, with what is carried over between them."""
 
-    def __init__(self, config: Config, worker: RolloutWorker) -> None:
+    def __init__(self, config: Config, worker: RolloutWorker, share: float, max_staleness: int) -> None:
         self._config, self._worker, self._step = config, worker, 0
+        self._share, self._max_staleness = share, max_staleness
         self._carried: list[Group] = []
         data, rollout = config.data, config.actor_rollout_ref.rollout
         self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
@@ -271,9 +274,9 @@ class OverSampled:
                 for group in groups_of([prompt], self._hows, step, next(numbers))
             ]
 
-        # One step is the bound: a group that was carried over is waited for.
-        due, most = list(self._carried), wanted + int(OVER_SAMPLE * wanted)
-        groups = due + draw(most - len(due))
+        most = wanted + math.ceil(self._share * wanted)
+        due = [group for group in self._carried if step - group.step >= self._max_staleness]
+        groups = self._carried + draw(most - len(self._carried))
         selection = Selection(wanted, most, draw, lambda new: [True] * len(new), groups, due)
         await self._play(Draws(self._config, groups, step, selection.feed))
         self._carried = selection.left
