@@ -393,7 +393,7 @@ RULES: list[tuple[str, Rule]] = [
         accepts_options,
     ),
     (
-        r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update|viewer|rollouts)\.py",
+        r"python scripts/bench/(weight_sync|parallel_efficiency|async_rollout|update|viewer|rollouts|step_growth)\.py",
         accepts_options,
     ),
     (

@@ -478,3 +478,20 @@ def test_the_command(gpus: str, status: int, tmp_path: Path, capsys: pytest.Capt
     assert [line.split()[0] for line in printed[4:8]] == ["sample", "score", "update", "sync"]
     assert printed[-1].startswith("ok " if status == 0 else "FAIL")
     assert status == 0 or printed[-1].count("=") == 3
+
+
+def test_ranks_that_share_a_row_have_half_of_it(tmp_path: Path) -> None:
+    """A row beyond the budget goes alone: two ranks do half of its work each, with half of its activations."""
+    model = save_model(tmp_path, TINYWIKI)
+    alone = ["trainer.n_gpus_per_node=2", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64"]
+    shared = [*alone, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+    [lone], [sharing] = (
+        run_roles(load_config("tinywiki", overrides_of(model, *more)), "cpu") for more in (alone, shared)
+    )
+    whole, half = (next(one for one in role.passes if one.name == "update") for role in (lone, sharing))
+    assert half.work.flops == pytest.approx(whole.work.flops / 2, rel=0.02)
+    assert half.peak.allocated < 0.8 * whole.peak.allocated
+    assert half.times == 2 * whole.times  # two ranks with one row at a time, not with one each
+    layers, micro_batches, swaps = 3, 2, 6  # before and behind attention: forward, backward, and the anchor's forward
+    assert half.work.calls["all-to-all"] == layers * micro_batches * swaps and not whole.work.calls["all-to-all"]
+    assert sharing.groups.of("all-to-all") == (2, True)

@@ -45,24 +45,29 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """Who talks to whom: `shard` ranks share a copy of a model, `replicas` of them are there, `per_node` on a node."""
+    """Who talks to whom: `shard` ranks share a copy of a model, `replicas` of them are there, `per_node` on a node;
+    `sequence` ranks share each row.
+    """
 
     shard: int
     replicas: int = 1
     per_node: int = NODE
+    sequence: int = 1
 
     def of(self, collective: str) -> tuple[int, bool]:
         """How many ranks take part in one of that kind, and whether they are all on one node."""
         if collective == "all-reduce" and self.replicas > 1:  # of gradients, between ranks that hold the same shard
             return self.replicas, self.shard * self.replicas <= self.per_node
-        return self.shard, self.shard <= self.per_node
+        size = self.sequence if collective == "all-to-all" else self.shard
+        return size, size <= self.per_node
 
 
 def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
     """Of a role whose `fsdp_config` has that size."""
     ranks = num_ranks(config, role)
     shard = ranks if fsdp_size == -1 else fsdp_size
-    return Groups(shard, ranks // shard, ranks // config.trainer.nnodes)
+    settings = config.actor_rollout_ref.actor if role == "actor" else config.critic
+    return Groups(shard, ranks // shard, ranks // config.trainer.nnodes, settings.ulysses_sequence_parallel_size)
 
 
 def least_seconds(work: Work, gpu: Gpu, groups: Groups, share: float = 1.0) -> float:

@@ -67,9 +67,10 @@ class Work:
 
 
 def kind_of(collective: str) -> str:
-    """all-gather, reduce-scatter, all-reduce, or the operation's own name."""
+    """all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
     plain = collective.replace("_", "").lower()
     kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
+    kinds["alltoall"] = "all-to-all"
     return next((kind for part, kind in kinds.items() if part in plain), collective)
 
 
