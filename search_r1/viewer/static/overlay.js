@@ -77,6 +77,6 @@ function largest(numbers) {
 }
 
 export function Legend({ overlay, swatches }) {
-  return html`<span class="legend" aria-label=${`Colours: ${label(overlay)}`} role="group"><strong>${label(overlay)}</strong>
+  return html`<span class="legend" role="group" aria-label="Legend"><strong>${label(overlay)}</strong>
     ${swatches.map(([shade, text]) => html`<span class=${`swatch ${shade}`}>${text || "\u00a0"}</span>`)}</span>`;
 }

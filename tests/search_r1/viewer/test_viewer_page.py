@@ -21,6 +21,8 @@ TRAJECTORY = "#run=rivers&view=trajectory&file=train_step_1&row=1"
 VIEWS = {
     "list": "#run=rivers&kind=train&step=1",
     "trajectory": f"{TRAJECTORY}&overlay=log_probs",
+    "signs of both kinds": f"{TRAJECTORY}&overlay=advantages",
+    "versions": f"{TRAJECTORY}&overlay=weight_version",
     "group": "#run=rivers&view=group&file=train_step_1&of=g0",
     "compare": "#run=rivers&view=compare&left=train_step_1&right=train_step_2",
     "pair": "#run=rivers&view=compare&left=train_step_1&right=train_step_2&pair=0",
