@@ -1,8 +1,9 @@
-"""The notebooks, executed from the first cell to the last: one makes a small run, the other reads it."""
+"""The notebooks, executed from the first cell to the last: one makes a small run, the others read it."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -44,3 +45,8 @@ def test_the_demo_and_the_analysis_of_its_run(tmp_path: Path, monkeypatch: pytes
     analysis = execute("reward_analysis.ipynb", monkeypatch, tmp_path / "clone" / "notebooks")
     assert "2 steps, 48 trajectories, 0 failed" in analysis
     assert "format reward" in analysis
+    why = execute("why_this_reward.ipynb", monkeypatch, tmp_path / "clone" / "notebooks")
+    assert "because:" in why and re.search(r"id \d+ score \d", why), why
+    assert "furthest from the anchor" in why and "half of what the anchor is" in why
+    found = re.search(r"2 steps; stored and logged KL differ by at most (\S+) nats", why)
+    assert found is not None and float(found[1]) < 1e-6

@@ -8,6 +8,12 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? String(value) : value.toFixed(digits);
 }
 
+// A number of a token: a KL of 1e-6 is not 0.
+export function precise(value) {
+  if (typeof value !== "number") return String(value);
+  return value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(2) : value.toFixed(4);
+}
+
 export function signed(value) {
   return typeof value === "number" && value > 0 ? `+${number(value)}` : number(value);
 }

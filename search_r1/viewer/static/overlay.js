@@ -1,7 +1,7 @@
 // The colour of a token under an overlay, and the legend that says which number is which colour.
 
 import { html } from "./htm-preact.js";
-import { number } from "./format.js";
+import { precise } from "./format.js";
 
 export const TEXT = "text";
 export const MASK = "loss_mask";
@@ -58,8 +58,8 @@ function fromZero(numbers) {
   };
   const sides = [-1, 1].filter((sign) => numbers.some((value) => value * sign > 0));
   const steps = Array.from({ length: STEPS }, (_, place) => place + 1);
-  const below = sides.includes(-1) ? steps.map((step) => [`minus${step}`, step === STEPS ? `${number(-most)} and below` : ""]).reverse() : [];
-  const above = sides.includes(1) ? steps.map((step) => [`plus${step}`, step === STEPS ? `${number(most)} and above` : ""]) : [];
+  const below = sides.includes(-1) ? steps.map((step) => [`minus${step}`, step === STEPS ? `${precise(-most)} and below` : ""]).reverse() : [];
+  const above = sides.includes(1) ? steps.map((step) => [`plus${step}`, step === STEPS ? `${precise(most)} and above` : ""]) : [];
   return { of, swatches: [...below, ["", "0"], ...above] };
 }
 
@@ -77,6 +77,6 @@ function largest(numbers) {
 }
 
 export function Legend({ overlay, swatches }) {
-  return html`<span class="legend" aria-label=${`Colours: ${label(overlay)}`} role="group"><strong>${label(overlay)}</strong>
+  return html`<span class="legend" role="group" aria-label="Legend"><strong>${label(overlay)}</strong>
     ${swatches.map(([shade, text]) => html`<span class=${`swatch ${shade}`}>${text || "\u00a0"}</span>`)}</span>`;
 }

@@ -1,7 +1,7 @@
 // The text of a trajectory: parts by kind, and over its tokens one stored value.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { NAMES, Runs } from "./format.js";
+import { NAMES, Runs, precise } from "./format.js";
 import { useKey } from "./keys.js";
 import { Legend, TEXT, VERSION, label, overlays, scale, valueOf } from "./overlay.js";
 
@@ -69,10 +69,6 @@ function TokenLine({ tokens, at, overlay, swatches }) {
   const about = at === null
     ? "Point at a token, or press Left and Right."
     : [`token ${at}`, `id ${tokens.ids[at]}`, tokens.texts && JSON.stringify(tokens.texts[at]), tokens.mask[at] ? "trained" : "not trained",
-        ...Object.entries(tokens.values).map(([name, values]) => values[at] !== null && `${label(name)} ${exact(values[at], name)}`)].filter(Boolean).join(", ");
+        ...Object.entries(tokens.values).map(([name, values]) => values[at] !== null && `${label(name)} ${name === VERSION ? values[at] : precise(values[at])}`)].filter(Boolean).join(", ");
   return html`<div class="tokenline"><${Legend} overlay=${overlay} swatches=${swatches} /> <code role="status">${about}</code></div>`;
-}
-
-function exact(value, name) {
-  return typeof value !== "number" || name === VERSION ? String(value) : value.toFixed(4);
 }

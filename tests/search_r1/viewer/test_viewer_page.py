@@ -21,6 +21,8 @@ TRAJECTORY = "#run=rivers&view=trajectory&file=train_step_1&row=1"
 VIEWS = {
     "list": "#run=rivers&kind=train&step=1",
     "trajectory": f"{TRAJECTORY}&overlay=log_probs",
+    "signs of both kinds": f"{TRAJECTORY}&overlay=advantages",
+    "versions": f"{TRAJECTORY}&overlay=weight_version",
     "group": "#run=rivers&view=group&file=train_step_1&of=g0",
     "compare": "#run=rivers&view=compare&left=train_step_1&right=train_step_2",
     "pair": "#run=rivers&view=compare&left=train_step_1&right=train_step_2&pair=0",
@@ -155,7 +157,8 @@ def test_the_numbers_of_tokens_by_keyboard(page: Page, address: str, river_run: 
         expect(page.locator("[data-token]:focus")).to_have_attribute("data-token", str(place))
         text = told.inner_text()
         assert ("KL to the anchor" in text) == (value is not None)
-        assert value is None or f"KL to the anchor {value:.4f}" in text
+        if value is not None:
+            assert f"KL to the anchor {'1.50e-6' if 0 < value < 1e-5 else f'{value:.4f}'}," in text
         page.keyboard.press("ArrowRight")
 
 

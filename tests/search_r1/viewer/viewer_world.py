@@ -188,7 +188,7 @@ def token_values(trajectories: Sequence[Trajectory]) -> TokenValues:
     columns = {
         "advantages": (np.sin(place_T / 9), mask_T),
         "old_log_probs": (sampled_T + 0.01 * np.cos(place_T), mask_T),
-        "kl": ((place_T % 11) / 100 - 0.02, mask_T & (place_T < len(place_T) - 1)),
+        "kl": (np.where(place_T % 11 == 3, 1.5e-6, (place_T % 11) / 100 - 0.02), mask_T & (place_T < len(place_T) - 1)),
     }
     return TokenValues(rows, np.array([trajectory.num_tokens for trajectory in trained]), columns)
 
