@@ -46,14 +46,18 @@ def test_curves_of_a_run_and_of_several(page: Page, dashboards: str) -> None:
     page.get_by_text("Compare with (0)").click()
     page.get_by_label("seed1", exact=True).check()
     page.get_by_label("fast", exact=True).check()
-    expect(legend(page, "reward")).to_have_text(["mean, seed0 and 1 more", "mean, fast"])
+    expect(legend(page, "reward")).to_have_text(["critic/score/mean, seed0 and 1 more", "critic/score/mean, fast"])
     expect(page.get_by_text("mean and range of 2 runs")).to_be_visible()
     page.get_by_label("Seeds of one configuration").uncheck()
-    expect(legend(page, "reward")).to_have_text(["mean, seed0", "mean, seed1", "mean, fast"])
+    expect(legend(page, "reward")).to_have_text(
+        ["critic/score/mean, seed0", "critic/score/mean, seed1", "critic/score/mean, fast"]
+    )
     link = page.url
     page.goto("about:blank")
     page.goto(link)  # in another tab
-    expect(legend(page, "reward")).to_have_text(["mean, seed0", "mean, seed1", "mean, fast"])
+    expect(legend(page, "reward")).to_have_text(
+        ["critic/score/mean, seed0", "critic/score/mean, seed1", "critic/score/mean, fast"]
+    )
     expect(page.get_by_label("seed1", exact=True)).to_be_checked()
 
 

@@ -334,7 +334,6 @@ def test_a_key_without_effect_says_so(key: str) -> None:
         (["critic.ulysses_sequence_parallel_size=2"], "critic.ulysses_sequence_parallel_size=2 is not available"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
-        ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
         ([*GRPO, "reward_model.retrieval_score=0.1"], "main_ppo_format"),
     ],
 )
