@@ -96,7 +96,7 @@ function options({ panel, drawn, several, alarms, range, width, zoom }) {
   return {
     width, height: HEIGHT, series: [{ label: "step" }, ...series],
     bands: drawn.bands.map(({ series: pair, place }) => ({ series: pair, fill: shade(place ?? pair[0] - 1) })),
-    scales: { x: { time: false, ...(range && { range: () => range }) }, y: panel.stacked ? { range: (_, __, high) => [0, (high || 1) * 1.05] } : {} },
+    scales: { x: { time: false, ...(range && { range: () => range }) }, y: { range: (_, low, high) => heights(panel, low, high) } },
     axes: [
       { stroke: ink, grid, ticks: grid, size: 34, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 1e5] },
       { stroke: ink, grid, ticks: grid, size: 62, values: (_, all) => all.map(tick) },
@@ -111,6 +111,12 @@ function options({ panel, drawn, several, alarms, range, width, zoom }) {
       setSelect: [(u) => u.select.width > 0 && zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")])],
     },
   };
+}
+
+// Without values, or with nothing but 0, an axis up to 1.
+function heights(panel, low, high) {
+  if (!low && !high) return [0, 1];
+  return panel.stacked ? [0, high * 1.05] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function tickOr(value) {
