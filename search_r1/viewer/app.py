@@ -20,6 +20,7 @@ from search_r1.viewer.pages import Pages
 from verl.errors import VerlError
 
 T = TypeVar("T")
+InTime = Callable[[Request, Callable[[], Awaitable[Any]]], Awaitable[Response]]
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -138,7 +139,25 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
         left, right = (asked.run, asked.file), (asked.other_run, asked.other_file)
         return await in_time(http, lambda: pages.comparison(left, right, asked))
 
+    _add_dashboard(router, pages, in_time)
     return router
+
+
+def _add_dashboard(router: APIRouter, pages: Pages, in_time: InTime) -> None:
+    @router.get("/dashboard")
+    async def dashboard(http: Request, run: Annotated[list[str], Query()], by_seed: bool = True) -> Response:
+        """The curves of one run, or of several."""
+        return await in_time(http, lambda: pages.dashboard(run, by_seed))
+
+    @router.get("/dashboard/version")
+    async def version(http: Request, run: Annotated[list[str], Query()]) -> Response:
+        """Whether there is something new to draw."""
+        return await in_time(http, lambda: pages.dashboard_version(run))
+
+    @router.get("/timeline")
+    async def timeline(http: Request, run: str, step: int) -> Response:
+        """What each process did in a step."""
+        return await in_time(http, lambda: pages.timeline(run, step))
 
 
 def _add_probes(app: FastAPI, state: ServerState, metrics: Metrics) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from search_r1.viewer import queries
+from search_r1.viewer import dashboard, queries
 from search_r1.viewer.advantages import group_advantages
 from search_r1.viewer.database import Cursor, Database
 from search_r1.viewer.filters import Filters
@@ -90,6 +90,18 @@ class Pages:
         _, first, _ = await to_thread(self._open, *left)
         _, second, _ = await to_thread(self._open, *right)
         return await self._ask(partial(queries.compare, left=first, right=second, filters=filters))
+
+    async def dashboard(self, names: Sequence[str], by_seed: bool) -> Row:
+        """The curves of runs."""
+        return await to_thread(lambda: dashboard.dashboard([self._run(name) for name in names], by_seed))
+
+    async def dashboard_version(self, names: Sequence[str]) -> Row:
+        """Changes when one of the runs logs a step."""
+        return {"version": await to_thread(lambda: dashboard.version_of([self._run(name) for name in names]))}
+
+    async def timeline(self, run: str, step: int) -> Row:
+        """What each process did in a step."""
+        return await to_thread(lambda: dashboard.timeline(self._run(run), step))
 
     async def _ask(self, work: Callable[[Cursor], T]) -> T:
         return await self._database.run(work)

@@ -17,6 +17,9 @@ from e2e_world import ENV, ROOT, metrics_by_step, run, run_and_listen, small_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from search_r1.viewer.panels import PANELS, metrics_of
+from verl.tracking.backend import Run
+from verl.tracking.prometheus_backend import LatestMetrics
 from verl.tracking.trajectory_store import read_trajectories
 from verl.trainer.run_folder import archive
 from verl.trainer.run_lock import LOCK
@@ -98,6 +101,25 @@ def test_metrics_of_every_step(run_dir: Path) -> None:
         assert steps[step]["perf/time_per_step"] == steps[step]["timing_s/step"]
         for name in ("engine_idle", "rollout_idle", "driver"):
             assert 0 <= steps[step][f"perf/{name}_share"] < 1, name
+
+
+def test_the_dashboards_draw_what_a_run_logs(run_dir: Path) -> None:
+    """Each panel of the viewer and each query of Grafana has a metric of a real run behind it."""
+    logged = {name: value for row in metrics_by_step(run_dir).values() for name, value in row.items()}
+    without = {panel.key for panel in PANELS if not metrics_of(panel, logged)}
+    assert without == set()
+    exported = {family.name for family in latest(logged).collect()}
+    panels = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    for query in queries:
+        [wanted] = re.findall(r'__name__=~"(.+?)"', query) or re.findall(r"\b(verl_\w+)", query)
+        assert any(re.fullmatch(wanted, name) for name in exported), query
+
+
+def latest(logged: dict[str, float]) -> LatestMetrics:
+    metrics = LatestMetrics(Run("project", "experiment", Path(), {}))
+    metrics.update(logged, 3)
+    return metrics
 
 
 def test_a_timeline_has_what_driver_engine_and_rank_did(run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from verl.config.placement import RoleName, num_ranks
 from verl.config.schema import Config
@@ -30,8 +31,8 @@ def _everywhere(config: Config) -> Iterator[str]:
         yield _not_available("trainer.del_local_ckpt_after_load", True, "leave it at False")
     if config.reward_model.enable:
         yield _not_available("reward_model.enable", True, "use a rule (reward.function)")
-    if "mlflow" in config.trainer.logger:
-        yield _not_available("trainer.logger", "mlflow", "use console, wandb or tensorboard")
+    if "mlflow" in config.trainer.logger and find_spec("mlflow") is None:
+        yield "trainer.logger=mlflow is not installed: .venv/bin/pip install -e '.[mlflow]'"
     for name in ("structure_format_score", "final_format_score", "retrieval_score"):
         value = getattr(config.reward_model, name)
         if value:

@@ -23,6 +23,18 @@ class TrainerConfig:
     project_name: str = setting("search_r1", "Project in the experiment trackers.")
     experiment_name: str = setting("default", "Name of the run in the experiment trackers.")
     logger: list[Logger] = setting(["console", "wandb"], "Where metrics go besides the run folder.")
+    log_trajectories: int = setting(
+        8,
+        "Trajectories that W&B (a table) and TensorBoard (texts) show, every log_trajectories_freq steps (0: none).",
+        ge=0,
+    )
+    log_trajectories_freq: int = setting(10, "Steps between two such samples of trajectories.", ge=1)
+    metrics_port: int | None = setting(
+        None, "Port on which Prometheus finds the metrics of the run at /metrics; null: none.", ge=0, le=65535
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", "Address that metrics_port listens at; 0.0.0.0 for a Prometheus on another machine. No password."
+    )
     nnodes: int = setting(1, "Machines.", ge=1)
     min_nnodes: int | None = setting(
         None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,27 @@ class Backend(Protocol):
 
     def finish(self) -> None:
         """Flush and close."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trajectory as a tracker shows it. `reward` is None for a failed one; `gold` is the reward's ground truth."""
+
+    data_source: str
+    question: str
+    gold: str
+    response: str
+    status: str
+    searches: int
+    reward: float | None
+    components: Mapping[str, float]
+
+
+@runtime_checkable
+class SampleBackend(Protocol):
+    """A back end that shows trajectories beside the metrics."""
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Show `samples` of a step; called before the `log` of the step."""
         ...

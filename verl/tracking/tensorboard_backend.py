@@ -6,14 +6,17 @@ import io
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from verl.storage import append, writing
-from verl.tracking.backend import Run
+from verl.tracking.backend import Run, Sample
 
 
 class TensorboardBackend:
@@ -33,6 +36,22 @@ class TensorboardBackend:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """A text `trajectories/train/N` for each one: its facts, and the response word by word."""
+        values = [
+            Summary.Value(
+                tag=f"trajectories/train/{place}",
+                metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+                tensor=TensorProto(
+                    dtype=DT_STRING,
+                    tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+                    string_val=[_as_markdown(sample).encode("utf-8", "replace")],
+                ),
+            )
+            for place, sample in enumerate(samples)
+        ]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
     def _write(self, event: Event) -> None:
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
@@ -40,3 +59,12 @@ class TensorboardBackend:
 
     def finish(self) -> None:
         """Nothing is left to be written."""
+
+
+def _as_markdown(sample: Sample) -> str:
+    """Texts are indented by four blanks, which TensorBoard shows as they stand."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    facts = f"**reward {reward}** {parts}; {sample.status}, {sample.searches} searches, {sample.data_source}"
+    texts = (sample.question, f"gold: {sample.gold}", sample.response)
+    return "\n\n".join([facts, *("\n".join(f"    {line}" for line in text.splitlines()) for text in texts)])

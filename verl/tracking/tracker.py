@@ -12,12 +12,13 @@ from omegaconf import OmegaConf
 
 from verl.errors import ConfigError
 from verl.storage import whole_file
-from verl.tracking.backend import Backend, Run
+from verl.tracking.backend import Backend, Run, Sample, SampleBackend
 from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.secrets import mask_secrets
 
 BACKENDS = {
     "console": "verl.tracking.console_backend.ConsoleBackend",
+    "mlflow": "verl.tracking.mlflow_backend.MlflowBackend",
     "tensorboard": "verl.tracking.tensorboard_backend.TensorboardBackend",
     "wandb": "verl.tracking.wandb_backend.WandbBackend",
 }
@@ -28,7 +29,8 @@ CONFIG_FILE = "config.yaml"
 class Tracker:
     """Writes `config.yaml` (secrets masked) into `run_dir` and logs to metrics.jsonl plus the named back ends.
 
-    `loggers`: any of console, tensorboard, wandb, jsonl. `total_steps` is for the progress bar. Usable in a `with`.
+    `loggers`: any of console, mlflow, tensorboard, wandb, jsonl. With `trainer.metrics_port` in `config` Prometheus can
+    ask for the metrics as well. `total_steps` is for the progress bar. Usable in a `with`.
 
     Raises ConfigError for a name that is not available, and StorageError, as `log` does, for a file that cannot be
     written.
@@ -52,6 +54,7 @@ class Tracker:
             for name in dict.fromkeys(loggers):
                 if name != "jsonl":
                     self._backends.append(_load(name)(run))
+            self._backends += _prometheus(run)
         except BaseException:
             self.finish()
             raise
@@ -61,6 +64,12 @@ class Tracker:
         numbers = {name: float(value) for name, value in metrics.items()}
         for backend in self._backends:
             backend.log(numbers, step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Show trajectories of a step in the back ends that can; before the `log` of that step."""
+        for backend in self._backends:
+            if samples and isinstance(backend, SampleBackend):
+                backend.log_samples(samples, step)
 
     def finish(self) -> None:
         """Close every back end; safe to call twice."""
@@ -86,10 +95,25 @@ def check_loggers(loggers: Sequence[str]) -> None:
     for name in loggers:
         if name in BACKENDS or name == "jsonl":
             continue
-        reason = "not available" if name == "mlflow" else "unknown"
-        raise ConfigError(f"trainer.logger: '{name}' is {reason}; choose from {', '.join(['jsonl', *BACKENDS])}")
+        raise ConfigError(f"trainer.logger: '{name}' is unknown; choose from {', '.join(['jsonl', *BACKENDS])}")
 
 
 def _load(name: str) -> Any:
     module, _, attribute = BACKENDS[name].rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ConfigError(f"trainer.logger: '{name}' is not installed: .venv/bin/pip install -e '.[{name}]'") from error
+
+
+def _prometheus(run: Run) -> list[Backend]:
+    """Imported only when wanted, and a list so that it is nothing where it is not."""
+    trainer = run.config.get("trainer") or {}
+    port = trainer.get("metrics_port")
+    if port is None:
+        return []
+    from verl.tracking.prometheus_backend import PrometheusBackend
+
+    return [PrometheusBackend(run, trainer["metrics_host"], port)]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 from urllib.parse import urlparse
 
 import wandb
 
-from verl.tracking.backend import Run
+from verl.tracking.backend import Run, Sample
+
+COLUMNS = ("step", "data_source", "question", "gold", "response", "status", "searches", "reward")
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,16 @@ class WandbBackend:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """The table `trajectories/train`, a new one a step, with a column for each component of the reward."""
+        components = list(dict.fromkeys(name for sample in samples for name in sample.components))
+        table = wandb.Table(columns=[*COLUMNS, *components])
+        for sample in samples:
+            table.add_data(
+                step, *(getattr(sample, name) for name in COLUMNS[1:]), *(sample.components.get(c) for c in components)
+            )
+        self._run.log({"trajectories/train": table}, step=step)
 
     def finish(self) -> None:
         """Close the run and end W&B's service process: without that, the file may still be written after the return."""

@@ -41,6 +41,7 @@ class Performance:
         self._spans = engines | ranks
         num_tokens = sum(trajectory.num_tokens for trajectory in sampled)
         metrics = throughput_metrics(num_tokens, timer.seconds["step"], self.num_devices)
+        metrics |= retriever_metrics(sampled, timer.seconds["step"])
         if self.utilisation and (seconds := timer.seconds.get("update_actor")):
             metrics |= self.utilisation.metrics(trained.lengths_B, seconds)
         return metrics | idle_metrics([span for span in timer.spans if span.name == "step"], engines, ranks)
@@ -63,6 +64,23 @@ def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dic
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": seconds,
         "perf/throughput": num_tokens / seconds / num_devices,
+    }
+
+
+def retriever_metrics(sampled: Sequence[Trajectory], seconds: float) -> dict[str, float]:
+    """`perf/retriever/...` of a step that took `seconds`, from the events that say in how many `milliseconds` a search
+    was answered; {} where none does. Retries and the waiting in the retriever's queue are part of that time.
+
+    - `queries_per_s`: searches over the whole step, not over the time in which there were any.
+    - `p50_ms`, `p99_ms`: percentiles by nearest rank, the smallest time that so many percent do not exceed.
+    """
+    events = (event for trajectory in sampled for event in trajectory.events)
+    times = sorted(float(event["milliseconds"]) for event in events if "milliseconds" in event)
+    if not times:
+        return {}
+    ranks = {f"p{percent}_ms": times[-(-percent * len(times) // 100) - 1] for percent in (50, 99)}
+    return {
+        f"perf/retriever/{name}": value for name, value in ({"queries_per_s": len(times) / seconds} | ranks).items()
     }
 
 

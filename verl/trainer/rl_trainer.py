@@ -25,6 +25,7 @@ from verl.stacks import offer_stacks
 from verl.startup import phase, tell
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.report import write_report
+from verl.tracking.samples import samples_to_show
 from verl.tracking.timing import Timer
 from verl.tracking.token_columns import TokenValues
 from verl.tracking.tracker import Tracker
@@ -112,6 +113,7 @@ class RLTrainer:
                     self.checkpoints.save(step)
             if last:
                 metrics |= self._test(step)
+            self.tracker.log_samples(samples_to_show(trainer, collected.sampled, step, self.tokenizer.decode), step)
             self._log(metrics, step)
             if save:
                 self.writer.drain()  # the files of the test, of the last step

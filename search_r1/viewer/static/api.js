@@ -11,7 +11,8 @@ export function setToken(token) {
 }
 
 async function request(path, query, signal) {
-  const kept = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const all = Object.entries(query).flatMap(([name, values]) => [values].flat().map((value) => [name, value]));
+  const kept = all.filter(([, value]) => value !== undefined && value !== null && value !== "");
   const token = sessionStorage.getItem(TOKEN);
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   const reply = await fetch(`/api/${path}?${new URLSearchParams(kept)}`, { headers, signal });

@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "./htm-preact.js";
 import { NeedsToken, ask, setToken } from "./api.js";
 import { Comparison } from "./compare.js";
+import { Dashboard } from "./dashboard.js";
 import { Problem } from "./format.js";
 import { Group } from "./group.js";
 import { Help, useKey } from "./keys.js";
@@ -11,7 +12,7 @@ import { ALL, LATEST, filesOf, go, kindOf, linkTo, stepOf, useHash } from "./sta
 import { Trajectory } from "./trajectory.js";
 
 const POLL_MS = 2000;
-const VIEWS = { list: List, trajectory: Trajectory, group: Group, compare: Comparison };
+const VIEWS = { list: List, trajectory: Trajectory, group: Group, compare: Comparison, dashboard: Dashboard };
 const THEMES = ["auto", "light", "dark"];
 
 // The runs, asked for again and again while the page is seen: files come while a run goes on.
@@ -42,6 +43,7 @@ function App() {
   useKey("?", () => setHelp(!help));
   useKey("c", () => go({ view: "compare", offset: undefined }));
   useKey("l", () => go({ view: "list" }));
+  useKey("d", () => go({ view: "dashboard", offset: undefined }));
   if (error instanceof NeedsToken) return html`<${Login} done=${() => setAttempt(attempt + 1)} />`;
   if (!runs) return error ? html`<${Problem} error=${error} />` : html`<p class="wait" role="status">Loading</p>`;
   const run = runs.find((one) => one.name === state.run) ?? runs[0];
@@ -50,7 +52,7 @@ function App() {
     <${Header} runs=${runs} run=${run} state=${state} openHelp=${() => setHelp(true)} />
     <main>
       ${error && html`<${Problem} error=${error} />`}
-      ${run.files.length
+      ${run.files.length || state.view === "dashboard"
         ? html`<${View} runs=${runs} run=${run} state=${state} />`
         : html`<p class="wait" role="status">No trajectories yet in ${run.path}; they are shown when they come.</p>`}
     </main>
@@ -63,26 +65,28 @@ function Header({ runs, run, state, openHelp }) {
   const steps = filesOf(run, kind).map((file) => file.step);
   const fresh = { view: "list", offset: undefined, file: undefined, row: undefined, group: undefined, at: undefined };
   const shown = state.step === ALL ? ALL : state.step === undefined || state.step === LATEST ? LATEST : String(stepOf(run, state));
+  const draws = state.view === "dashboard";
   return html`<header>
     <h1><a href=${linkTo({ ...fresh })}>Trajectories</a></h1>
-    <label>Run <select name="run" value=${run.name} onChange=${(event) => go({ ...fresh, run: event.target.value, step: undefined })}>
+    <label>Run <select name="run" value=${run.name} onChange=${(event) => go({ ...fresh, view: draws ? "dashboard" : "list", run: event.target.value, step: undefined })}>
       ${runs.map((one) => html`<option value=${one.name}>${one.name}</option>`)}
     </select></label>
-    <label>Kind <select name="kind" value=${kind} onChange=${(event) => go({ ...fresh, kind: event.target.value, step: undefined })}>
+    ${!draws && html`<label>Kind <select name="kind" value=${kind} onChange=${(event) => go({ ...fresh, kind: event.target.value, step: undefined })}>
       ${kinds.map((one) => html`<option value=${one}>${one}</option>`)}
     </select></label>
     <label>Step <select name="step" value=${shown} onChange=${(event) => go({ ...fresh, step: event.target.value })}>
       <option value=${LATEST}>latest (${steps.at(-1)})</option>
       <option value=${ALL}>all</option>
       ${steps.map((step) => html`<option value=${String(step)}>${step}</option>`)}
-    </select></label>
+    </select></label>`}
     <nav aria-label="Views">
       <a href=${linkTo({ view: "list" })} aria-current=${(state.view ?? "list") === "list" ? "page" : undefined}>List</a>
       <a href=${linkTo({ view: "compare", offset: undefined })} aria-current=${state.view === "compare" ? "page" : undefined}>Compare</a>
+      <a href=${linkTo({ view: "dashboard", offset: undefined })} aria-current=${draws ? "page" : undefined}>Dashboard</a>
       <${Theme} />
       <button onClick=${openHelp} title="Keys (?)">Keys</button>
     </nav>
-    <p class="live" role="status">${run.files.length} files, newest step ${Math.max(...run.files.map((file) => file.step))}</p>
+    <p class="live" role="status">${run.files.length} files${run.files.length ? `, newest step ${Math.max(...run.files.map((file) => file.step))}` : ""}</p>
   </header>`;
 }
 

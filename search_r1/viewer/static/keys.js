@@ -10,7 +10,7 @@ const LIST = [
   ["o", "next overlay of the tokens"],
   ["Left, Right", "previous, next token of the overlay"],
   ["e", "save this trajectory as one HTML file"],
-  ["c, l", "compare two steps or runs; the list"],
+  ["c, l, d", "compare two steps or runs; the list; the dashboard"],
   ["/", "go to the search for text"],
   ["t", "theme"],
   ["?", "this list"],

@@ -340,7 +340,6 @@ def test_a_key_without_effect_says_so(key: str) -> None:
         ([f"critic.{ULYSSES}=16"], f"critic.{ULYSSES}=16 does not divide the 8 workers that train the critic"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),
-        ([*GRPO, "trainer.logger=[mlflow]"], "trainer.logger=mlflow is not available"),
         ([*GRPO, "reward_model.retrieval_score=0.1"], "main_ppo_format"),
     ],
 )

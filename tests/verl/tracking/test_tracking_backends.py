@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from e2e_world import ROOT
 from rich.console import Console
 
 from verl.errors import ConfigError
-from verl.tracking.backend import Run
+from verl.tracking.backend import Run, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
 from verl.tracking.tracker import Tracker
 
@@ -82,10 +84,80 @@ def test_an_explicit_wandb_mode_is_respected(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob("wandb/*run-*"))
 
 
-@pytest.mark.parametrize(("name", "said"), [("mlflow", "not available"), ("wandbb", "unknown")])
-def test_other_loggers_are_errors_before_anything_is_written(tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' is {said}.*tensorboard"):
-        Tracker(["console", name], "project", "experiment", tmp_path / "run", {})
+SAMPLES = [
+    Sample("nq", "Which river?", '{"target": ["Loire"]}', "<think>a</think>\n<answer>Loire</answer>", "answered",
+           2, 1.0, {"exact_match": 1.0}),
+    Sample("nq", "Which <b>sea</b>?", "null", "hm \ud800", "failed", 0, None, {}),
+]  # fmt: skip
+
+
+def test_mlflow_has_the_same_names_and_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = {"trainer": {"seed": 3, "many": {f"key{i}": "x" * 7000 for i in range(120)}}, "api_key": "very-secret"}
+    run_tracker(["mlflow"], tmp_path, config)
+    run_tracker(["mlflow"], tmp_path)  # the experiment is there already
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("project")
+    assert experiment is not None
+    newest, run = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert run.info.run_name == "experiment" and run.info.status == newest.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "critic/score/mean")
+    assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5)]
+    assert run.data.params["trainer.seed"] == "3" and len(run.data.params) == 122
+    assert "very-secret" not in str(run.data.params)
+
+
+def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "shared").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run_tracker(["mlflow"], tmp_path / "run")
+    assert list((tmp_path / "shared").glob("*/*/metrics/critic/score/mean"))
+    assert not (tmp_path / "run" / "mlruns").exists()
+
+
+def test_a_back_end_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlflow", "mlflow.entities", "verl.tracking.mlflow_backend"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with pytest.raises(ConfigError, match=r"'mlflow' is not installed: .venv/bin/pip install -e '.\[mlflow\]'"):
+        Tracker(["mlflow"], "project", "experiment", tmp_path / "run", {})
+
+
+def test_trajectories_are_a_table_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracker(["wandb"], "project", "experiment", tmp_path, {}) as tracker:
+        tracker.log_samples(SAMPLES[:1], step=1)
+        tracker.log({"critic/score/mean": 0.25}, step=1)
+        tracker.log_samples([], step=2)
+    [table] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/trajectories/train_*.table.json")
+    stored = json.loads(table.read_text())
+    assert dict(zip(stored["columns"], stored["data"][0], strict=True)) == {
+        "step": 1, "data_source": "nq", "question": "Which river?", "gold": '{"target": ["Loire"]}',
+        "response": "<think>a</think>\n<answer>Loire</answer>", "status": "answered", "searches": 2, "reward": 1.0,
+        "exact_match": 1.0,
+    }  # fmt: skip
+
+
+def test_trajectories_are_texts_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(["tensorboard"], "project", "experiment", tmp_path, {}) as tracker:
+        tracker.log_samples(SAMPLES, step=3)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    texts = [events.Tensors(f"trajectories/train/{place}")[0] for place in (0, 1)]
+    assert [one.step for one in texts] == [3, 3]
+    first, second = (one.tensor_proto.string_val[0].decode() for one in texts)
+    assert first.startswith("**reward 1** exact_match 1; answered, 2 searches, nq\n\n    Which river?")
+    assert first.endswith("    <think>a</think>\n    <answer>Loire</answer>")
+    assert second.startswith("**reward none**") and second.endswith("    hm ?")
+
+
+def test_a_logger_that_is_not_known_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'wandbb' is unknown.*tensorboard"):
+        Tracker(["console", "wandbb"], "project", "experiment", tmp_path / "run", {})
     assert not (tmp_path / "run").exists()
 
 

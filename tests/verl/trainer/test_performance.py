@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from verl.config import Config
+from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.spans import Span
 from verl.trainer.model_shape import ModelShape
-from verl.trainer.performance import Utilisation, idle_metrics, throughput_metrics
+from verl.trainer.performance import Utilisation, idle_metrics, retriever_metrics, throughput_metrics
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -71,3 +73,21 @@ def test_gpus_are_known_by_their_drivers_names(name: str, flops: float) -> None:
     found = Utilisation.of(config, name, 8)
     assert found is not None and found.promised_flops == 8 * flops
     assert found.shape.num_looked_up == 152064 * 3584
+
+
+def test_retriever_metrics_by_hand() -> None:
+    """250 searches that took 1 to 250 ms, in a step of 20 s, beside turns that did not search."""
+    milliseconds = [float(1 + place * 7 % 250) for place in range(250)]  # each once, in no order
+    rows = [
+        Trajectory(
+            "g", Prompt((1,), "s", {}), [], Status.ANSWERED,
+            events=[{"action": "search", "milliseconds": ms} for ms in milliseconds[place::5]] + [{"action": "answer"}],
+        )
+        for place in range(5)
+    ]  # fmt: skip
+    assert retriever_metrics(rows, 20.0) == {
+        "perf/retriever/queries_per_s": 12.5,
+        "perf/retriever/p50_ms": 125.0,
+        "perf/retriever/p99_ms": 248.0,  # 99% of 250 are 247.5
+    }
+    assert retriever_metrics([replace(rows[0], events=[{"action": "answer"}])], 20.0) == {}

@@ -1,0 +1,190 @@
+"""What the dashboard draws: the metrics of runs, those of one configuration together, and the timeline of a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from search_r1.viewer.panels import ALARM, GUARD, PANELS, Panel, kind_of, metrics_of
+from search_r1.viewer.runs import Run
+from verl.errors import DataError
+from verl.tracking.changed_settings import changed_settings
+from verl.tracking.jsonl_backend import FILE_NAME
+from verl.tracking.run_data import RunData, load_run
+from verl.tracking.timeline import FOLDER
+
+Row = dict[str, Any]
+
+SEEDS = frozenset({"trainer.seed", "data.seed"})
+"""Runs that differ in nothing else that may change what is learned are seeds of one configuration."""
+_TIMELINE = re.compile(r"step_(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run with its metrics; those of a run without a step are empty."""
+
+    run: Run
+    data: RunData
+
+
+def version_of(runs: Sequence[Run]) -> str:
+    """Changes whenever a run logs a step or writes a timeline."""
+    stamps = [_stamp(run.folder / name) for run in runs for name in (FILE_NAME, FOLDER)]
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+
+
+def dashboard(runs: Sequence[Run], by_seed: bool) -> Row:
+    """Panels with their series. With `by_seed` the runs of one configuration are one series, with its range as a band.
+
+    Raises DataError for metrics that cannot be read.
+    """
+    measured = [Measured(run, _metrics(run)) for run in runs]
+    groups = _configurations(measured) if by_seed else [[one] for one in measured]
+    return {
+        "version": version_of(runs),
+        "runs": [_summary(one) for one in measured],
+        "groups": [{"label": _label(group), "runs": [one.run.name for one in group]} for group in groups],
+        "panels": [panel for panel in (_drawn(panel, groups) for panel in PANELS) if panel["series"]],
+        "alarms": [alarm for one in measured for alarm in alarms_of(one)],
+    }
+
+
+def timeline(run: Run, step: int) -> Row:
+    """Rows of spans, in seconds from the first one on; `depth` counts the spans of the row that a span lies in.
+
+    Raises DataError if the run has none of this step.
+    """
+    path = run.folder / FOLDER / f"step_{step}.json"
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing: the run was made with trainer.save_timeline=False, or moved") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the timeline of a step ({error!r}); remove it") from error
+    names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    spans = sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["tid"], one["ts"], -one["dur"]))
+    rows = [{"name": names[tid], "spans": _nested(list(row))} for tid, row in groupby(spans, lambda one: one["tid"])]
+    ends = [one["start"] + one["seconds"] for row in rows for one in row["spans"]]
+    return {"run": run.name, "step": step, "seconds": max(ends, default=0.0), "rows": rows}
+
+
+def alarms_of(one: Measured) -> list[Row]:
+    """The steps in which the collapse guard gave an alarm, with the conditions that held then."""
+    found = []
+    for step, row in one.data.metrics.items():
+        if row.get(ALARM):
+            held = {name.removeprefix(GUARD): int(row[name]) for name in row if name.startswith(GUARD) and row[name]}
+            found.append(
+                {"run": one.run.name, "step": step, "conditions": {k: v for k, v in held.items() if k != "alarm"}}
+            )
+    return found
+
+
+def _nested(spans: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Spans in order of their start; an inner one begins before the outer one ends."""
+    open_ends: list[float] = []
+    found = []
+    for span in spans:
+        start, seconds = span["ts"] / 1e6, span["dur"] / 1e6
+        while open_ends and open_ends[-1] <= start:
+            open_ends.pop()
+        found.append({"name": span["name"], "start": start, "seconds": seconds, "depth": len(open_ends)})
+        open_ends.append(start + seconds)
+    return found
+
+
+def _drawn(panel: Panel, groups: Sequence[Sequence[Measured]]) -> Row:
+    series = [one for group in groups for one in _series(panel, group)]
+    return {"key": panel.key, "title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "series": series}
+
+
+def _series(panel: Panel, group: Sequence[Measured]) -> Iterable[Row]:
+    names = dict.fromkeys(name for one in group for row in one.data.metrics.values() for name in row)
+    for metric in metrics_of(panel, names):
+        curves = [one.data.curve(metric) for one in group]
+        steps = sorted({step for curve in curves for step in curve})
+        if not steps:
+            continue
+        values = [[curve[step] for curve in curves if step in curve] for step in steps]
+        band = len(group) > 1
+        yield {
+            "metric": metric,
+            "label": panel.label(metric),
+            "group": _label(group),
+            "run": group[0].run.name,
+            "kind": kind_of(metric),
+            "steps": steps,
+            "mean": [fmean(seeds) for seeds in values],
+            "low": [min(seeds) for seeds in values] if band else None,
+            "high": [max(seeds) for seeds in values] if band else None,
+            "num_runs": [len(seeds) for seeds in values],
+        }
+
+
+def _configurations(measured: Sequence[Measured]) -> list[list[Measured]]:
+    groups: list[list[Measured]] = []
+    for one in measured:
+        home = next((group for group in groups if _differ_by_seed(group[0].data.config, one.data.config)), None)
+        if home is None:
+            groups.append([one])
+        else:
+            home.append(one)
+    return groups
+
+
+def _differ_by_seed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if not one or not other:  # a run whose configuration is not known stays alone
+        return False
+    return all(change.harmless or change.key in SEEDS for change in changed_settings(one, other))
+
+
+def _label(group: Sequence[Measured]) -> str:
+    first = group[0].run.name
+    return first if len(group) == 1 else f"{first} and {len(group) - 1} more"
+
+
+def _summary(one: Measured) -> Row:
+    steps = list(one.data.metrics)
+    return {
+        "name": one.run.name,
+        "last_step": steps[-1] if steps else None,
+        "total_steps": one.data.setting("trainer.total_training_steps"),
+        "timelines": _timelines(one.run),
+    }
+
+
+def _timelines(run: Run) -> list[int]:
+    folder = run.folder / FOLDER
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for found in map(_TIMELINE.fullmatch, names) if found)
+
+
+def _metrics(run: Run) -> RunData:
+    path = run.folder / FILE_NAME
+    stamp = _stamp(path)
+    if not run.path.is_dir() or stamp is None or not stamp[1]:
+        return RunData(run.folder, {}, {})
+    return _loaded(run.folder, stamp)
+
+
+@lru_cache(maxsize=64)
+def _loaded(folder: Path, stamp: tuple[int, int]) -> RunData:
+    """Read once for every `stamp` of the file."""
+    return load_run(folder)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

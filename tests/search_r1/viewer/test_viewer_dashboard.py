@@ -1,0 +1,133 @@
+"""What the dashboard is told: curves, seeds, alarms, timelines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboard_world import score, settings, trained_run
+from viewer_world import Episodes, client_of
+
+from search_r1.viewer.panels import PANELS, metrics_of
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> Path:
+    """Two seeds of one configuration, and a run with another learning rate."""
+    folder = tmp_path_factory.mktemp("dashboards")
+    for seed in (0, 1):
+        trained_run(folder / f"seed{seed}", episodes, seed)
+    trained_run(folder / "fast", episodes, 0, config=settings(0, actor_rollout_ref={"actor": {"optim": {"lr": 1e-3}}}))
+    return folder
+
+
+def asked(folder: Path, *names: str, **more: Any) -> dict[str, Any]:
+    reply = client_of(folder).get("/api/dashboard", params={"run": list(names), **more})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def series(found: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return next(panel for panel in found["panels"] if panel["key"] == key)["series"]
+
+
+def test_a_curve_is_what_was_logged(runs: Path) -> None:
+    found = asked(runs, "seed0")
+    [reward] = series(found, "reward")
+    assert reward["steps"] == list(range(1, 13)) and reward["low"] is None
+    assert reward["mean"] == [score(step, 0) for step in range(1, 10)] + [0.05] * 3
+    [by_set] = [one for one in series(found, "val_exact_match") if one["metric"] == "val/reward/rivers/exact_match"]
+    assert by_set["label"] == "val rivers" and by_set["kind"] == "val" and by_set["steps"] == [4, 8, 12]
+    assert {one["label"] for one in series(found, "phases")} == {
+        "gen",
+        "update_actor",
+        "weight_sync",
+    }  # without the whole
+    assert found["runs"][0]["last_step"] == 12 and found["runs"][0]["timelines"] == list(range(1, 13))
+
+
+def test_seeds_of_a_configuration_are_one_curve_with_its_range(runs: Path) -> None:
+    found = asked(runs, "seed0", "seed1", "fast")
+    assert [group["runs"] for group in found["groups"]] == [["seed0", "seed1"], ["fast"]]
+    both, alone = series(found, "reward")
+    values = [score(2, 0), score(2, 1)]
+    assert both["mean"][1] == pytest.approx(sum(values) / 2)
+    assert (both["low"][1], both["high"][1], both["num_runs"][1]) == (min(values), max(values), 2)
+    assert alone["group"] == "fast" and alone["low"] is None
+    apart = asked(runs, "seed0", "seed1", "fast", by_seed=False)
+    assert [one["group"] for one in series(apart, "reward")] == ["seed0", "seed1", "fast"]
+
+
+def test_a_seed_that_has_got_further_is_not_cut(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs, tmp_path / "runs")
+    metrics = tmp_path / "runs/seed1/metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    [both] = series(asked(tmp_path / "runs", "seed0", "seed1"), "reward")
+    assert both["num_runs"] == [2] * 5 + [1] * 7
+    assert both["low"][5] == both["mean"][5] == both["high"][5] == score(6, 0)
+
+
+def test_alarms_are_those_of_the_guard(runs: Path) -> None:
+    """min_reward is broken from step 10 on, and an alarm after two steps in a row."""
+    assert asked(runs, "seed0")["alarms"] == [{"run": "seed0", "step": 11, "conditions": {"min_reward": 2}}]
+
+
+def test_spans_of_a_timeline_lie_in_each_other(runs: Path) -> None:
+    found = client_of(runs).get("/api/timeline", params={"run": "seed0", "step": 2}).json()
+    assert found["seconds"] == 4.0 and [row["name"] for row in found["rows"]] == ["driver", "engine 0", "actor 0"]
+    driver, engine, _ = (
+        [(s["name"], s["start"], s["seconds"], s["depth"]) for s in row["spans"]] for row in found["rows"]
+    )
+    assert driver == [("step", 0.0, 4.0, 0), ("gen", 0.0, 2.0, 1), ("update_actor", 2.0, 1.5, 1)]
+    assert engine == [("rollouts", 0.5, 1.5, 0), ("generate", 0.5, 0.5, 1), ("generate", 1.25, 0.75, 1)]
+
+
+def test_a_step_changes_the_version(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "seed0", tmp_path / "live")
+    client = client_of(tmp_path / "live")
+    version = lambda: client.get("/api/dashboard/version", params={"run": "live"}).json()["version"]  # noqa: E731
+    before = version()
+    assert version() == before
+    with (tmp_path / "live/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 13, "critic/score/mean": 0.75}) + "\n")
+    assert version() != before
+    assert series(asked(tmp_path / "live", "live"), "reward")[0]["mean"][-1] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "said"),
+    [
+        ("dashboard", {"run": "gone"}, "there is no run 'gone'"),
+        ("timeline", {"run": "seed0", "step": 99}, "step_99.json is missing"),
+    ],
+)
+def test_what_is_not_there(runs: Path, path: str, params: dict[str, Any], said: str) -> None:
+    reply = client_of(runs).get(f"/api/{path}", params=params)
+    assert reply.status_code == 404 and said in reply.json()["detail"]
+
+
+def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "seed0", tmp_path / "hurt")
+    (tmp_path / "hurt/timeline/step_1.json").write_text('{"traceEvents": [')
+    with (tmp_path / "hurt/metrics.jsonl").open("a") as file:
+        file.write("no JSON\n\n")
+    client = client_of(tmp_path / "hurt")
+    assert "step_1.json is not the timeline" in client.get("/api/timeline?run=hurt&step=1").json()["detail"]
+    assert "metrics.jsonl, line 13: not JSON" in client.get("/api/dashboard?run=hurt").json()["detail"]
+
+
+def test_a_run_without_a_step_has_no_panels(tmp_path: Path, episodes: Episodes) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/config.yaml").write_text("trainer: {seed: 0}\n")
+    (tmp_path / "new/metrics.jsonl").touch()
+    found = asked(tmp_path / "new", "new")
+    assert found["panels"] == [] and found["runs"][0]["last_step"] is None
+
+
+def test_no_metric_is_in_two_panels(runs: Path) -> None:
+    names = {name for line in (runs / "seed0/metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    drawn = [name for panel in PANELS for name in metrics_of(panel, sorted(names))]
+    assert len(drawn) == len(set(drawn)) > 20

@@ -1,0 +1,99 @@
+"""`/metrics` of a run, asked over HTTP, and the Grafana dashboard that draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_world import ROOT, free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+from verl.errors import ConfigError
+from verl.tracking.backend import Run
+from verl.tracking.prometheus_backend import PrometheusBackend
+from verl.tracking.tracker import Tracker
+
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[PrometheusBackend]:
+    made = PrometheusBackend(Run("project", 'name "1"', tmp_path, {}), "127.0.0.1", 0)
+    yield made
+    made.finish()
+
+
+def asked(port: int) -> dict[tuple[str, str], float]:
+    """Values by name and label `metric`."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    samples = [one for family in families for one in family.samples if one.name.startswith("verl_")]
+    assert all(one.labels["experiment"] == 'name "1"' and one.labels["project"] == "project" for one in samples)
+    return {(one.name, one.labels.get("metric", "")): one.value for one in samples}
+
+
+def test_the_latest_values_are_served(backend: PrometheusBackend) -> None:
+    assert asked(backend.port) == {("verl_step", ""): 0, ("verl_last_logged_seconds", ""): 0}
+    backend.log({"critic/score/mean": 0.25, "val/test_score/nq-open": 0.5, "val/test_score/nq.open": 0.75}, 7)
+    backend.log({"critic/score/mean": 0.5, "actor/grad_norm": float("nan")}, 8)
+    found = asked(backend.port)
+    assert found.pop(("verl_last_logged_seconds", "")) > 1.7e9
+    assert str(found.pop(("verl_actor_grad_norm", "actor/grad_norm"))) == "nan"
+    assert found == {
+        ("verl_step", ""): 8,
+        ("verl_critic_score_mean", "critic/score/mean"): 0.5,
+        ("verl_val_test_score_nq_open", "val/test_score/nq-open"): 0.5,  # of the last validation
+        ("verl_val_test_score_nq_open", "val/test_score/nq.open"): 0.75,
+    }
+
+
+def test_the_tracker_serves_while_the_run_goes_on(tmp_path: Path) -> None:
+    port = free_port()
+    config = {"trainer": {"metrics_port": port, "metrics_host": "127.0.0.1"}}
+    with Tracker([], "project", 'name "1"', tmp_path, config) as tracker:
+        tracker.log({"critic/score/mean": 0.5}, 3)
+        assert asked(port)["verl_critic_score_mean", "critic/score/mean"] == 0.5
+    with pytest.raises(OSError):
+        asked(port)
+
+
+def test_nothing_is_served_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prometheus_client.start_http_server", None)
+    for trainer in ({}, {"metrics_port": None, "metrics_host": "127.0.0.1"}):
+        Tracker([], "project", "experiment", tmp_path, {"trainer": trainer}).finish()
+
+
+def test_a_port_that_is_taken_is_an_error_with_advice(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"trainer.metrics_port={port} .*choose another port"):
+            Tracker([], "p", "e", tmp_path, {"trainer": {"metrics_port": port, "metrics_host": "127.0.0.1"}})
+
+
+def test_the_dashboard_has_what_grafana_needs_to_load_it() -> None:
+    """The fields of https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/."""
+    assert {"uid", "title", "schemaVersion", "panels", "templating", "time"} <= DASHBOARD.keys()
+    variables = {one["name"]: one["type"] for one in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "experiment": "query"}
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels) > 10
+    for panel in panels:
+        assert panel["type"] in ("stat", "timeseries")
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
+        for one in (panel, *panel["targets"]):
+            assert one["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        used = set(re.findall(r"\$\{?(\w+)", json.dumps(panel)))
+        assert used <= set(variables)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        apart = (one["x"] + one["w"] <= other["x"], other["x"] + other["w"] <= one["x"])
+        assert any(apart) or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
