@@ -114,10 +114,10 @@ def recall(
     """Share of Flat's three best rows that the index finds."""
     import faiss
 
-    from search_r1.search.encoder import Encoder, EncoderOptions
-    from search_r1.search.faiss_index import FaissIndex, read_index
-    from search_r1.search.flat import MatrixIndex
-    from search_r1.search.vectors import VectorFile
+    from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+    from search_r1.search.dense.exact_index import MatrixIndex
+    from search_r1.search.dense.faiss_index import FaissIndex, read_index
+    from search_r1.search.dense.vectors import VectorFile
 
     queries = Encoder(EncoderOptions("minilm", arguments.model)).encode_queries(questions[:_SAMPLE])
     rows = vectors.stat().st_size // 4 // queries.shape[1]

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from search_r1.search.errors import OnlineError, ServerError
+from search_r1.errors import OnlineError, ServerError
 
 if TYPE_CHECKING:
     from search_r1.search.online import OnlineSource

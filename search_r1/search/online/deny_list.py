@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from search_r1.search.errors import OnlineError
+from search_r1.errors import OnlineError
 
 # Where the question sets of this project are published.
 BENCHMARK_PAGES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from search_r1.search.online.deny_list import DenyList
-from search_r1.search.online.provider import Result
+from search_r1.search.online.providers import Result
 from search_r1.search.sanitize import strip_agent_tags
-from search_r1.search.source import Found
+from search_r1.search.server.source_interface import Found
 
 
 def to_documents(results: list[Result], source: str, deny: DenyList) -> list[Found]:

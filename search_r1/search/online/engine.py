@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from search_r1.search.address import without_credentials
-from search_r1.search.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
-from search_r1.search.online.api_key import ApiKey
+from search_r1.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
+from search_r1.http.address import without_credentials
+from search_r1.http.api_key import ApiKey
+from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
 from search_r1.search.online.memory_cache import MemoryCache
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.provider import Fields, Provider, Result
+from search_r1.search.online.providers import Fields, Provider, Result
 from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.response_cache import RequestKey, ResponseCache, request_key
 from search_r1.search.online.transport import Patience, Transport, shown
 from search_r1.search.online.usage import Usage
-from search_r1.search.source import Answer, Found, Outcome, decode_answers, encode_answer, version_of
+from search_r1.search.server.source_interface import Answer, Found, Outcome, decode_answers, encode_answer, version_of
 
 _LOG = logging.getLogger(__name__)
 _LEAST_RESULTS = 10  # costs the same as fewer; one answer serves every smaller k, also with denied pages left out

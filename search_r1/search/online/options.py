@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from search_r1.search.errors import OnlineError
+from search_r1.errors import OnlineError
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
 
 CacheMode = Literal["off", "memory", "record", "replay"]

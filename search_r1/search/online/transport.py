@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from search_r1.search.backoff import backoff_s
-from search_r1.search.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
-from search_r1.search.online.api_key import ApiKey
+from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.http.api_key import ApiKey
+from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import retry_after_s
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.provider import Fields, Provider
-from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.turns import Turns
+from search_r1.search.online.providers import Fields, Provider
+from search_r1.search.online.rate_limit import RateLimit, Turns
 from search_r1.search.online.usage import Usage
-from search_r1.search.reply import retry_after_s
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _MAX_BODY_BYTES = 16 << 20

@@ -17,8 +17,9 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 
-from search_r1.search.app import AppOptions, create_app
-from search_r1.search.server_process import serve
+from search_r1.http.process import serve
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
 from search_r1.search.workers.remote_source import About, RemoteMetrics, RemoteSource
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported

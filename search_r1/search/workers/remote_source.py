@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from search_r1.search.errors import ServiceUnavailable
-from search_r1.search.metrics import Metrics
-from search_r1.search.source import Found, Outcome, decode_answers
+from search_r1.errors import ServiceUnavailable
+from search_r1.http.metrics import Metrics
+from search_r1.search.server.source_interface import Found, Outcome, decode_answers
 from search_r1.search.workers.link import Link
 from search_r1.search.workers.messages import (
     ASK,

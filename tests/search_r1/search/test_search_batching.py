@@ -12,9 +12,9 @@ import pytest
 import requests
 from search_scheduling import GatedRetriever, Stage, scores, staged, wait_until
 
+from search_r1.errors import ServiceUnavailable
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import ServiceUnavailable
-from search_r1.search.service import RetrievalService, ServiceOptions
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
 Ask = Callable[..., "Future[requests.Response]"]
 

@@ -9,10 +9,10 @@ import bm25s
 import numpy as np
 import pytest
 
-from search_r1.search.analyzer import terms
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.errors import CorpusError, IndexMismatchError
+from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import CorpusError, IndexMismatchError
 
 
 def _corpus(folder: Path, *texts: str) -> Corpus:

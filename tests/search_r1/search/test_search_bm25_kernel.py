@@ -12,11 +12,12 @@ import bm25s
 import numpy as np
 import pytest
 
-from search_r1.search import bm25_kernel, postings
-from search_r1.search.analyzer import terms
-from search_r1.search.bm25_build import build_index
+from search_r1.search.bm25 import kernel as bm25_kernel
+from search_r1.search.bm25 import postings
+from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.build import build_index
+from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
-from search_r1.search.postings import Postings
 from search_r1.search.retriever import Hit
 
 _ROWS, _COLUMNS = 400, 30

@@ -14,10 +14,10 @@ import pytest
 from e2e_world import free_port
 from fastapi import FastAPI, Request, Response
 
-from search_r1.search import routing
+from search_r1.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
+from search_r1.http.error_replies import retry_after_s
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
-from search_r1.search.reply import retry_after_s
+from search_r1.search.client import replicas as routing
 
 
 class Peer:

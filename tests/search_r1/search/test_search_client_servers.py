@@ -16,10 +16,10 @@ import uvicorn
 from e2e_world import free_port
 from fastapi import FastAPI, Request, Response
 
-from search_r1.search import routing
+from search_r1.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
-from search_r1.search.routing import Router
+from search_r1.search.client import replicas as routing
+from search_r1.search.client.replicas import Router
 
 
 class Peer:

@@ -9,9 +9,9 @@ import logging
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from search_r1.errors import RetrieverError
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverError
-from search_r1.search.http_source import HttpSource
+from search_r1.search.mcp.remote_server import HttpSource
 
 SECRET = "hunter2"
 

@@ -14,18 +14,20 @@ import torch
 from search_encoders import encoder, save_bert, save_dpr
 from transformers import DPRContextEncoder, DPRQuestionEncoder
 
-from search_r1.search import dense, index_builder
-from search_r1.search.backends import BackendOptions, load_retriever
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.search import index_builder
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.dense import DenseRetriever
-from search_r1.search.errors import IndexMismatchError, ServerError
-from search_r1.search.faiss_index import FaissIndex
-from search_r1.search.flat import MatrixIndex
+from search_r1.search.dense import retriever as dense
+from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.faiss_index import FaissIndex
+from search_r1.search.dense.retriever import DenseRetriever
+from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.hybrid import HybridRetriever, fuse
 from search_r1.search.manifest import manifest_path
 from search_r1.search.retriever import Hit
-from search_r1.search.vectors import VectorFile
+from search_r1.search.retriever_loading import load_retriever
+from search_r1.search.retriever_options import RetrieverOptions
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def _build(model: Path, corpus: Path, folder: Path, *more: str, method: str = "e
 
 
 def _load(index: Path, corpus: Corpus, model: Path, family: str = "e5", **options: object) -> DenseRetriever:
-    backend = BackendOptions(family, str(index), str(model), **options)  # type: ignore[arg-type]
+    backend = RetrieverOptions(family, str(index), str(model), **options)  # type: ignore[arg-type]
     return DenseRetriever.load(index, corpus, backend)
 
 
@@ -197,7 +199,7 @@ def test_pooling_chosen_at_build_time_is_used_for_queries(model_dir: Path, corpu
 def test_published_index_without_a_manifest_is_served_but_its_size_is_checked(
     model_dir: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    from search_r1.search.service import RetrievalService
+    from search_r1.search.server.retrieval_service import RetrievalService
 
     assert _build(model_dir, corpus_file, tmp_path) == 0
     index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
@@ -230,10 +232,10 @@ def test_a_flat_index_is_shared_out_over_all_visible_gpus(
         asked.append(devices)
         return MatrixIndex(vectors, ["cpu"] * len(devices), num_threads=num_threads)
 
-    monkeypatch.setattr("search_r1.search.dense.MatrixIndex", on_cpu)
+    monkeypatch.setattr("search_r1.search.dense.retriever.MatrixIndex", on_cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    index = dense._open(tmp_path / "e5_Flat.index", 5, 32, BackendOptions("e5", "", "", gpu=True))
+    index = dense._open(tmp_path / "e5_Flat.index", 5, 32, RetrieverOptions("e5", "", "", gpu=True))
     assert asked == [[f"cuda:{index}" for index in range(8)]] and len(index) == 5
 
 
@@ -251,7 +253,7 @@ def test_fusion_is_the_sum_of_reciprocal_ranks() -> None:
 def test_hybrid_fuses_bm25_and_a_dense_index(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
     assert _build(model_dir, corpus_file, tmp_path) == 0
     corpus, index = Corpus(corpus_file), str(tmp_path / "e5_Flat.index")
-    options = BackendOptions("hybrid", index, str(model_dir), dense_name="e5")
+    options = RetrieverOptions("hybrid", index, str(model_dir), dense_name="e5")
     hybrid = load_retriever(options, corpus)
     dense, sparse = load_retriever(replace(options, name="e5", dense_name=None), corpus), Bm25Retriever.build(corpus)
     queries = ["river of tarsia", "singer", "zebra"]
@@ -273,11 +275,11 @@ def test_backends_that_lack_something_say_so(corpus_file: Path, tmp_path: Path) 
     with pytest.raises(IndexMismatchError, match="two or more"):
         HybridRetriever(parts[:1])
     with pytest.raises(ServerError, match="needs --dense_name"):
-        load_retriever(BackendOptions("hybrid"), corpus)
+        load_retriever(RetrieverOptions("hybrid"), corpus)
     with pytest.raises(ServerError, match="needs --index_path and --retriever_model"):
-        load_retriever(BackendOptions("e5"), corpus)
+        load_retriever(RetrieverOptions("e5"), corpus)
     with pytest.raises(ServerError, match="'torch' is not one of auto, faiss, matrix"):
-        load_retriever(BackendOptions("e5", engine="torch"), corpus)
+        load_retriever(RetrieverOptions("e5", engine="torch"), corpus)
 
 
 def test_built_index_answers_over_http(model_dir: Path, corpus_file: Path, tmp_path: Path, serve) -> None:

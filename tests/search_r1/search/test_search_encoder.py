@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_bert, save_dpr, save_qwen3
 from transformers import AutoModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
-from search_r1.search.encoder_model import load_weights, weights_digest
-from search_r1.search.encoder_spec import FAMILIES, EncoderSpec, local_json, resolve_spec
-from search_r1.search.errors import EncoderError
-from search_r1.search.length_batches import length_batches
-from search_r1.search.precision import cpu_has_bf16, resolve_precision
+from search_r1.errors import EncoderError
+from search_r1.search.dense.encoding.length_batches import length_batches
+from search_r1.search.dense.encoding.model import load_weights, weights_digest
+from search_r1.search.dense.encoding.precision import cpu_has_bf16, resolve_precision
+from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, local_json, resolve_spec
 
 _CPU = torch.device("cpu")
 _TEXTS = [" ".join(WORDS[i % 15 : i % 15 + 1 + i % 5]) for i in range(300)]

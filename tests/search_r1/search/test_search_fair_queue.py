@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_r1.search.fair_queue import FairQueue, Request, Ticket
+from search_r1.search.server.fair_queue import FairQueue, Request, Ticket
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from search_r1.search.errors import IndexMismatchError
-from search_r1.search.faiss_index import flat_vectors
-from search_r1.search.flat import MatrixIndex
+from search_r1.errors import IndexMismatchError
+from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.faiss_index import flat_vectors
+from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.retriever import Hit
-from search_r1.search.vectors import VectorFile
 
 
 def _file(folder: Path, vectors: np.ndarray) -> VectorFile:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from search_r1.search.flat import MatrixIndex
-from search_r1.search.vectors import VectorFile
+from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.vectors import VectorFile
 
 ULP = 2.0**-7  # of bfloat16 at 1, where it keeps 8 bits; rounding errs by at most half of it
 NEARLY = 0.99

@@ -16,7 +16,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import status_code_conformance
 
-from search_r1.search.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest
+from search_r1.search.server.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest
 
 _MODELS: dict[str, type[RetrieveRequest | FlashRagRequest | FlashRagBatchRequest]] = {
     "retrieve": RetrieveRequest,

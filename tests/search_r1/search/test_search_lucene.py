@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.search import java
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.errors import CorpusError, IndexMismatchError, ServerError
+from search_r1.search.bm25 import java
+from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.bm25.lucene import LuceneRetriever, RowsById, is_lucene_index
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import CorpusError, IndexMismatchError, ServerError
-from search_r1.search.lucene import LuceneRetriever, RowsById, is_lucene_index
 
 _INSTALLED = importlib.util.find_spec("pyserini") is not None
 
@@ -117,7 +117,7 @@ def lucene(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
     corpus = _corpus(folder, *((f"p{5 - row}", text) for row, text in enumerate(texts)))
     arguments = "--collection JsonCollection --generator DefaultLuceneDocumentGenerator --storeRaw --threads 1"
     run = "runpy.run_module('pyserini.index.lucene', run_name='__main__')"
-    script = f"import runpy, search_r1.search.java as java; java.use_java(java.find_java()); {run}"
+    script = f"import runpy, search_r1.search.bm25.java as java; java.use_java(java.find_java()); {run}"
     (folder / "input").mkdir()
     (folder / "input" / "corpus.jsonl").write_bytes(corpus.path.read_bytes())
     command = [sys.executable, "-c", script, *arguments.split(), "--input", str(folder / "input")]

@@ -22,13 +22,15 @@ import uvicorn
 from e2e_world import free_port
 from search_scheduling import PATIENCE_S, GatedRetriever, Stage, wait_until
 
+from search_r1.http.process import DrainingServer
 from search_r1.llm_agent.observations import format_passage
-from search_r1.search import mcp_tool, retrieval_server
-from search_r1.search.app import AppOptions, create_app
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search import retrieval_server
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.server_process import DrainingServer
-from search_r1.search.service import RetrievalService, ServiceOptions
+from search_r1.search.mcp import tool as mcp_tool
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
 _INSTALLED = importlib.util.find_spec("mcp") is not None
 needs_mcp = pytest.mark.skipif(not _INSTALLED, reason="the package mcp is not installed (extra retrieval-mcp)")

@@ -20,8 +20,8 @@ from fastapi import FastAPI, Request, Response
 from search_engines import Engine
 from search_scheduling import Stage, staged, wait_until
 
+from search_r1.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 
 _STAGE = Path(__file__).with_name("workers_stage.py")
 _GOOD = [f"q {number}" for number in range(63)]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 
-from search_r1.search.errors import OnlineError, ReplayMissError
+from search_r1.errors import OnlineError, ReplayMissError
+from search_r1.http.response_cache import ResponseCache, request_key
 from search_r1.search.online import OnlineOptions, load_online
-from search_r1.search.online.response_cache import ResponseCache, request_key
 
 KEY = "a-key-of-the-tests"
 
@@ -148,7 +148,7 @@ def test_files_that_are_no_cache_are_refused_and_left_alone(tmp_path: Path) -> N
 
 WRITER = """
 import sys
-from search_r1.search.online.response_cache import ResponseCache, request_key
+from search_r1.http.response_cache import ResponseCache, request_key
 cache = ResponseCache(sys.argv[1], 1e9, 1e9)
 for number in range(20):
     cache.put(request_key("serper", {"q": f"{sys.argv[2]}-{number}"}), sys.argv[2], False)

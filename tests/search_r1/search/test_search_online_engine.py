@@ -15,10 +15,10 @@ from e2e_world import free_port
 from fastapi import Response
 from search_engines import SHAPES, Engine
 
-from search_r1.search.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.http.error_replies import retry_after_s
 from search_r1.search.online import PROVIDERS, OnlineOptions, OnlineSource, load_online
 from search_r1.search.online import transport as transport_module
-from search_r1.search.reply import retry_after_s
 
 KEY = "k3y/with+signs=AbCdEf"
 VARIABLES = ("SERPER_API_KEY", "SERPAPI_API_KEY", "GOOGLE_API_KEY", "BRAVE_API_KEY", "TAVILY_API_KEY")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from search_r1.search.errors import OnlineError
+from search_r1.errors import OnlineError
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online.deny_list import BENCHMARK_PAGES, DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
-from search_r1.search.online.provider import Result
+from search_r1.search.online.providers import Result
 from search_r1.search.online.rate_limit import RateLimit
 
 NOTHING_DENIED = DenyList(())

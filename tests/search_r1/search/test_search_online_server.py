@@ -15,10 +15,10 @@ from e2e_world import free_port
 from fastapi import Response
 from search_engines import Engine
 
+from search_r1.errors import RetrieverRejected
+from search_r1.http.metrics import Metrics
 from search_r1.search import retrieval_server
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverRejected
-from search_r1.search.metrics import Metrics
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online_arguments import ENGINES
 
@@ -190,7 +190,7 @@ def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(end) 
 
 def test_an_engine_loads_nothing_heavy_and_a_local_server_no_httpx(server_environment: dict[str, str]) -> None:
     code = (
-        "import sys; from search_r1.search import retrieval_server as server; from search_r1.search.metrics import *; "
+        "import sys; from search_r1.search import retrieval_server as server; from search_r1.http.metrics import *; "
         "import search_r1.search.serp_search_server, search_r1.search.google_search_server; "
         "assert 'httpx' not in sys.modules, 'httpx'; "
         "server.load_source(server.parse_arguments(['--retriever_name', 'brave']), Metrics()); "

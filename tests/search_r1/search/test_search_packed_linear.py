@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from search_r1.search.packed_linear import PackedLinear, pack_linear_layers
-from search_r1.search.precision import cpu_has_bf16
+from search_r1.search.dense.encoding.packed_linear import PackedLinear, pack_linear_layers
+from search_r1.search.dense.encoding.precision import cpu_has_bf16
 
 pytestmark = pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bfloat16, so encoders run in float32")
 

@@ -15,12 +15,13 @@ import pytest
 import requests
 from search_encoders import encoder, save_bert
 
-from search_r1.search import index_builder, qdrant_backend, retrieval_server
+from search_r1.errors import EncoderError, IndexMismatchError, ServerError
+from search_r1.search import index_builder, retrieval_server
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import EncoderError, IndexMismatchError, ServerError
-from search_r1.search.qdrant_backend import QdrantRetriever, connect, store_vectors
+from search_r1.search.dense import qdrant as qdrant_backend
+from search_r1.search.dense.qdrant import QdrantRetriever, connect, store_vectors
+from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.retriever import Hit
-from search_r1.search.vectors import VectorFile
 
 _INSTALLED = importlib.util.find_spec("qdrant_client") is not None
 needs_qdrant = pytest.mark.skipif(not _INSTALLED, reason="qdrant-client is not installed (extra retrieval-qdrant)")

@@ -21,18 +21,17 @@ from search_encoders import save_bert
 from search_scheduling import PATIENCE_S, wait_until
 from transformers import AutoModelForSequenceClassification
 
+from search_r1.errors import EncoderError, SearchFailed
+from search_r1.http.metrics import Metrics
 from search_r1.search import rerank_server, retrieval_rerank_server
-from search_r1.search.app import AppOptions, create_app_of
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
-from search_r1.search.cross_encoder import CrossEncoder, CrossEncoderOptions, Pair
-from search_r1.search.errors import EncoderError, SearchFailed
-from search_r1.search.metrics import Metrics
-from search_r1.search.rerank_routes import rerank_router, reranked_router
-from search_r1.search.reranked import RerankedSource
-from search_r1.search.reranker import Reranker, RerankLimits
-from search_r1.search.service import RetrievalService
+from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions, Pair
+from search_r1.search.rerank.reranker import RerankedSource, Reranker, RerankLimits
+from search_r1.search.rerank.routes import rerank_router, reranked_router
+from search_r1.search.server.app import AppOptions, create_app_of
+from search_r1.search.server.retrieval_service import RetrievalService
 
 _PASSAGES = {
     "Morn (city)": "Morn is a city in the country of Tarsia.",

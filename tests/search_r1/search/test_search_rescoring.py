@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_r1.search.rescoring import BestRows
-from search_r1.search.vectors import VectorFile
+from search_r1.search.dense.rescoring import BestRows
+from search_r1.search.dense.vectors import VectorFile
 
 ROWS = 64
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from search_cross_encoders import save_cross_encoder
 
 import search_r1.serve.__main__ as chat_server
+from search_r1.http.metrics import Metrics
 from search_r1.search import (
     google_search_server,
     rerank_server,
@@ -20,17 +21,16 @@ from search_r1.search import (
     retrieval_server,
     serp_search_server,
 )
-from search_r1.search.app import AppOptions, create_app, create_app_of
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.cross_encoder import CrossEncoder, CrossEncoderOptions
-from search_r1.search.metrics import Metrics
 from search_r1.search.online import OnlineOptions, load_online
-from search_r1.search.rerank_routes import rerank_router, reranked_router
-from search_r1.search.reranked import RerankedSource
-from search_r1.search.reranker import Reranker
-from search_r1.search.service import RetrievalService
-from search_r1.search.wire import MAX_BODY_BYTES
+from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions
+from search_r1.search.rerank.reranker import RerankedSource, Reranker
+from search_r1.search.rerank.routes import rerank_router, reranked_router
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions, create_app_of
+from search_r1.search.server.retrieval_service import RetrievalService
+from search_r1.search.server.wire import MAX_BODY_BYTES
 
 _TOKEN = "s3cret-t0ken"
 _BEARER = {"Authorization": f"Bearer {_TOKEN}"}

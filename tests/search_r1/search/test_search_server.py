@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 
 _QUERIES = ["the river of Morn", "capital of Tarsia", "東京"]

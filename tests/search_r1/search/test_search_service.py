@@ -22,14 +22,15 @@ from e2e_world import free_port
 from fastapi import FastAPI
 from search_scheduling import PATIENCE_S, GatedRetriever, scores, staged, wait_until
 
-from search_r1.search import deadline
-from search_r1.search.app import AppOptions, create_app
-from search_r1.search.bm25 import Bm25Retriever
-from search_r1.search.cache import AnswerCache
+from search_r1.http import deadline
+from search_r1.http.process import DrainingServer
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.server_process import DrainingServer
-from search_r1.search.service import RetrievalService, ServiceOptions
-from search_r1.search.source import EncodedHit
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.cache import AnswerCache
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
+from search_r1.search.server.source_interface import EncodedHit
 
 _ROOT = Path(__file__).resolve().parents[3]
 _TOKEN = "s3cret-t0ken"

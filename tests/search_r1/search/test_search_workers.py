@@ -23,10 +23,10 @@ import requests
 from e2e_world import free_port
 from search_scheduling import PATIENCE_S, wait_until
 
-from search_r1.search import errors
-from search_r1.search.errors import OnlineBusy, SearchError, SearchFailed, ServerError, ServiceUnavailable
-from search_r1.search.server_process import bind
-from search_r1.search.source import EncodedHit
+from search_r1 import errors
+from search_r1.errors import OnlineBusy, SearchError, SearchFailed, ServerError, ServiceUnavailable
+from search_r1.http.process import bind
+from search_r1.search.server.source_interface import EncodedHit
 from search_r1.search.workers.link import Link
 from search_r1.search.workers.messages import (
     ASK,
