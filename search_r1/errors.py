@@ -14,7 +14,7 @@ class IndexMismatchError(SearchError):
 
 
 class TargetTakenError(SearchError):
-    """Where something is to be written lies what no builder of this service wrote; it is never replaced."""
+    """The target exists and was not written by an index builder of this service; it is never replaced."""
 
 
 class EncoderError(SearchError):
@@ -30,7 +30,7 @@ class RetrieverError(SearchError):
 
 
 class RetrieverAddressError(RetrieverError, ValueError):
-    """What was given as the address of a server is none."""
+    """The address of a server is not a valid URL."""
 
 
 class RetrieverUnavailable(RetrieverError):
@@ -38,13 +38,13 @@ class RetrieverUnavailable(RetrieverError):
 
 
 class RetrieverRejected(RetrieverError):
-    """The server refused the request with HTTP `status` (a 4xx); asking again would not help."""
+    """The server refused the request with HTTP `status` (a 4xx); a retry would not help."""
 
     status: int = 0
 
 
 class RetrieverQueryFailed(RetrieverError):
-    """The server works, but fails at this query each time it is asked."""
+    """The server works, but fails on this query every time."""
 
 
 class RetrieverReplyError(RetrieverError):
@@ -64,11 +64,11 @@ class OnlineUnavailable(OnlineError):
 
 
 class OnlineBusy(OnlineUnavailable):
-    """The query was not asked, or not again: its turn comes later than its client waits."""
+    """The query was not sent, or not sent again: the rate limit would delay it beyond its client's timeout."""
 
 
 class OnlineRejected(OnlineError):
-    """The online engine refused the request (a wrong key, a used-up account); asking again would not help."""
+    """The online engine refused the request (a wrong key, a used-up account); a retry would not help."""
 
 
 class OnlineReplyError(OnlineError):
@@ -80,7 +80,7 @@ class ReplayMissError(OnlineError):
 
 
 class SearchFailed(SearchError):
-    """A query that the retriever or the corpus could not answer; the others of its batch are not concerned."""
+    """The retriever or the corpus failed on this query; the other queries of its batch are unaffected."""
 
 
 class ServiceUnavailable(SearchError):

@@ -1,4 +1,4 @@
-"""Answer recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
+"""AnswerTokens recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
 
     .venv/bin/python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl \\
       hotpotqa/dev.jsonl --work indexes/quality --model MODEL --output quality.json
@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.data.corpus.answer_matching import Answer, answer_tokens
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.coverage import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
-from search_r1.data.corpus.gold_questions import Question, read_questions
+from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
 from search_r1.errors import SearchError, ServerError
 from search_r1.search import index_builder
 from search_r1.search.bm25 import java
@@ -145,11 +145,11 @@ def build_lucene(corpus: Corpus, folder: Path) -> None:
 class Sets:
     """Questions by set, and the answers that the corpus holds."""
 
-    questions: dict[str, list[Question]]
-    found: set[Answer]
+    questions: dict[str, list[GoldQuestion]]
+    found: set[AnswerTokens]
 
     @property
-    def pooled(self) -> list[Question]:
+    def pooled(self) -> list[GoldQuestion]:
         return [question for group in self.questions.values() for question in group]
 
     def rows(self, ranks: Sequence[Rank]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Answer recall of the retrievers over a corpus.")
+    parser = argparse.ArgumentParser(description="AnswerTokens recall of the retrievers over a corpus.")
     parser.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--questions", required=True, nargs="+", type=Path, help="files in the format of FlashRAG")
     parser.add_argument("--work", required=True, type=Path, help="folder of the indexes, kept for the next run")

@@ -1,4 +1,4 @@
-"""How the address of a service is shown."""
+"""Addresses of services: checked, and shown without passwords."""
 
 from __future__ import annotations
 

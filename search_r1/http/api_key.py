@@ -33,7 +33,7 @@ class ApiKey:
         return self._text
 
     def mask(self, text: str) -> str:
-        """`text` without the key, plain or as it stands in a URL."""
+        """`text` with the key masked, also where it is URL-encoded."""
         for form in {self._text, quote(self._text, safe=""), quote(self._text), quote_plus(self._text)}:
             text = text.replace(form, _MASK)
         return text

@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt."""
+"""Exponential backoff with jitter."""
 
 from __future__ import annotations
 

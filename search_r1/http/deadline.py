@@ -1,4 +1,4 @@
-"""A request has a time to be answered in and a client that may leave: past either, its work is cancelled."""
+"""The deadline of a request: its work is cancelled when the time is over or the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class DeadlineExpired(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for the reply any more."""
+    """The client disconnected before the reply."""
 
 
 class Bodies:
-    """The bytes of all bodies held, so that many large uploads at once cannot fill the memory."""
+    """Counts the bytes of all request bodies in memory, so that many large uploads at once cannot exhaust it."""
 
     total = 0
 
@@ -109,7 +109,7 @@ async def _body(http: Request, bodies: Bodies) -> bytes:
 
 
 async def _watch(http: Request, clock: asyncio.Timeout) -> None:
-    """Ring the clock when the client leaves."""
+    """Expire the timeout when the client disconnects."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     clock.reschedule(0.0)

@@ -1,4 +1,4 @@
-"""What every request passes first: the bearer token, the stop of the server, the count of what runs."""
+"""Middleware around every request: the bearer token, the refusals while the server drains, the metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gate:
         refusal: Callable[[int, str], Any] = lambda _, message: {"detail": message},
         open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
-        """Without a `token` everyone may ask. It is never logged.
+        """Without a `token` every client is served. It is never logged.
 
         `refusal(status, message)` is the JSON of a refusal. `open_paths` need no token.
         """

@@ -38,7 +38,7 @@ class StageMetrics:
 
 
 class Metrics:
-    """A registry of its own, so that two servers in one process do not mix. `server` begins the names of its metrics.
+    """Each instance has its own registry, so that two servers in one process do not mix. `server` prefixes the names.
 
     With `PROMETHEUS_MULTIPROC_DIR` in the environment prometheus_client keeps the values in files of that folder.
     """

@@ -99,7 +99,7 @@ def draining_server(app: FastAPI) -> DrainingServer:
 
 
 def settle_process() -> None:
-    """Set the interpreter up for an event loop beside busy threads, once everything is loaded."""
+    """Tune the interpreter for an event loop beside busy threads, once everything is loaded."""
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()  # what is loaded stays: no later collection walks through it

@@ -57,7 +57,7 @@ class EndpointDown(RewardUnavailable):
 
 
 class _Trouble(_WithStatus):
-    """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
+    """An attempt failed in a way that a retry may cure; `pause_s` is the value of Retry-After."""
 
 
 class _Rubbish(Exception):

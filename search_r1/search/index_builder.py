@@ -77,7 +77,7 @@ def build(arguments: argparse.Namespace) -> str:
     folder = Path(arguments.save_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.retrieval_method == "bm25":
-        Bm25Retriever.check_folder(folder / "bm25")  # better known before the long work
+        Bm25Retriever.check_folder(folder / "bm25")  # fail before the long work, not after it
         Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
         return str(folder / "bm25")
     prepare_libraries(arguments.num_threads)

@@ -1,4 +1,4 @@
-"""What numerical libraries read from the environment, once, when they are loaded."""
+"""Environment variables that numerical libraries read once, when they are loaded."""
 
 from __future__ import annotations
 

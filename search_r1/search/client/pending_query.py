@@ -1,4 +1,4 @@
-"""A query on its way through the client: who waits for it, and how it has fared."""
+"""A query that the client has not answered yet: its future, its deadline, its failures so far."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ import time
 
 from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 from search_r1.http.backoff import backoff_s
-from search_r1.search.client.replicas import Server
+from search_r1.search.client.replicas import Replica
 from search_r1.search.client.reply import Passages, QueryFailure
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 FAILED = 500  # the status of a server that cannot answer a query, or any
-_MOST_FAILURES = 5  # of one query alone, while others are answered
+_MOST_FAILURES = 5  # of one query in a request of its own, while other queries are answered
 
 
-class OpenQuestion:
-    """A query and those who wait for it: `deadline` (monotonic seconds) is the latest of theirs."""
+class PendingQuery:
+    """A query and the future of its callers: `deadline` (monotonic seconds) is the latest of theirs."""
 
     def __init__(self, query: str, loop: asyncio.AbstractEventLoop, num_answered: int) -> None:
         """`num_answered` counts the queries that the client has seen answered so far."""
         self.query = query
         self.deadline = 0.0
         self.answer: asyncio.Future[Passages] = loop.create_future()
-        # an error nobody waits for any more is not worth a warning at exit
+        # no warning at exit about an error that no caller awaits any more
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         self._num_answered_before = num_answered
         self._num_failures = self._num_pauses = 0
-        self._accused: set[Server] = set()
+        self._accused: set[Replica] = set()
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def end(self, outcome: Passages | Exception) -> None:
-        """Give those who wait what they wait for."""
+        """Set the result or the exception of the future."""
         if isinstance(outcome, Exception):
             self.answer.set_exception(outcome)
         else:
             self.answer.set_result(outcome)
 
-    def accuses(self, server: Server) -> bool:
+    def accuses(self, server: Replica) -> bool:
         """Whether its failure at `server` is a sign that the server is sick: the first one may be."""
         is_first = server not in self._accused
         self._accused.add(server)
         return is_first
 
     def failed_alone(self, num_answered: int, message: str) -> None:
-        """It had a request of its own, and HTTP 500.
+        """The server answered HTTP 500 to a request with this query alone.
 
         Raises `RetrieverQueryFailed` when that happened several times while others were answered: the server works,
         but not for this query.
@@ -58,7 +58,7 @@ class OpenQuestion:
             raise RetrieverQueryFailed(f"{times}; last: {message}")
 
     def pause_after(self, failure: QueryFailure, num_answered: int, retriever: str) -> float:
-        """Seconds until it is asked again. Raises a `RetrieverError` if that is never."""
+        """Seconds until the next attempt. Raises a `RetrieverError` when there is none."""
         message = f"retriever {retriever}: HTTP {failure.status}: {failure.detail}"
         if failure.status < FAILED:
             rejected = RetrieverRejected(f"{message}; the query is refused")

@@ -1,8 +1,8 @@
 """The asynchronous client of the retrieval server.
 
-Searches made at about the same time travel in one request, a query in flight is asked once however many wait for it,
-and passing trouble is retried, on another server when there are several. What comes back is passages or a typed error,
-never an error in the shape of a result.
+Searches made at about the same time travel in one request, a query in flight is sent once however many callers wait for
+it, and temporary failures are retried, on another server when there are several. What comes back is passages or a typed
+error, never an error in the shape of a result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from search_r1.errors import (
 )
 from search_r1.http.address import check_addresses, without_credentials
 from search_r1.http.backoff import backoff_s
-from search_r1.search.client.exchange import Reply, Trouble, post
-from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, OpenQuestion
-from search_r1.search.client.replicas import Router, Server
+from search_r1.search.client.exchange import Reply, TemporaryFailure, post
+from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery
+from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.client.reply import Passages, QueryFailure
 
 _LOG = logging.getLogger(__name__)
@@ -83,13 +83,13 @@ class RetrievalClient:
         `RetrieverReplyError` (an answer that is none).
         """
         self._attach()
-        question = self._question(query.encode("utf-8", "replace").decode())
-        question.deadline = max(question.deadline, time.monotonic() + self._deadline_s)
+        pending = self._pending_query(query.encode("utf-8", "replace").decode())
+        pending.deadline = max(pending.deadline, time.monotonic() + self._deadline_s)
         try:
-            # shielded: one who gives up leaves the question to the others
-            passages = await asyncio.wait_for(asyncio.shield(question.answer), self._deadline_s + _SLACK_S)
+            # shielded: a caller that gives up does not cancel the query of the others
+            passages = await asyncio.wait_for(asyncio.shield(pending.answer), self._deadline_s + _SLACK_S)
         except TimeoutError as error:
-            raise self._unavailable(f"no answer in {self._deadline_s:.1f} s; last: {self._last_trouble}") from error
+            raise self._unavailable(f"no answer in {self._deadline_s:.1f} s; last: {self._last_failure}") from error
         return [dict(passage) for passage in passages]
 
     async def check(self) -> None:
@@ -98,10 +98,10 @@ class RetrievalClient:
         Raises `RetrieverUnavailable`, which names the URL and what to do, for any failure.
         """
         self._attach()
-        question = OpenQuestion("health check", asyncio.get_running_loop(), self._num_answered)
-        question.deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
+        pending = PendingQuery("health check", asyncio.get_running_loop(), self._num_answered)
+        pending.deadline = time.monotonic() + min(_CHECK_DEADLINE_S, self._deadline_s)
         try:
-            outcomes = await self._ask([question])
+            outcomes = await self._ask([pending])
         except (RetrieverRejected, RetrieverReplyError, RetrieverQueryFailed) as error:
             if isinstance(error, RetrieverRejected) and error.status == 404:
                 what = "a server answers there, but not at this path; the address ends in /retrieve"
@@ -113,29 +113,29 @@ class RetrievalClient:
 
     async def close(self) -> None:
         """Close the connections; searches that wait raise `RetrieverUnavailable`. The client may be used again."""
-        session, batches, questions = self._session, list(self._batches), list(self._open.values())
+        session, batches, pending_queries = self._session, list(self._batches), list(self._open.values())
         if self._timer is not None:
             self._timer.cancel()
         self._forget()
         for batch in batches:
             batch.cancel()
         await asyncio.gather(*batches, return_exceptions=True)
-        for question in questions:
-            if not question.answer.done():
-                question.answer.set_exception(self._unavailable("the client was closed"))
+        for pending in pending_queries:
+            if not pending.answer.done():
+                pending.answer.set_exception(self._unavailable("the client was closed"))
         if session is not None:
             await session.close()
 
     def _forget(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._open: dict[str, OpenQuestion] = {}
-        self._waiting: list[OpenQuestion] = []
+        self._open: dict[str, PendingQuery] = {}
+        self._waiting: list[PendingQuery] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._last_trouble = "none"
+        self._last_failure = "none"
         self._num_answered = 0
-        self._router = Router(self.urls)
+        self._replicas = ReplicaPool(self.urls)
 
     def _attach(self) -> None:
         """Belong to the running loop. A loop that was closed took its connections with it."""
@@ -148,18 +148,18 @@ class RetrievalClient:
         self._loop = loop
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S))
 
-    def _question(self, query: str) -> OpenQuestion:
+    def _pending_query(self, query: str) -> PendingQuery:
         """The open question with this query, or a new one that leaves with the next batch."""
         if query in self._open:
             return self._open[query]
         assert self._loop is not None
-        question = self._open[query] = OpenQuestion(query, self._loop, self._num_answered)
-        self._waiting.append(question)
+        pending = self._open[query] = PendingQuery(query, self._loop, self._num_answered)
+        self._waiting.append(pending)
         if len(self._waiting) >= self._list_size:
             self._send()
         elif self._timer is None:
             self._timer = self._loop.call_later(_GATHER_S, self._send)
-        return question
+        return pending
 
     def _send(self) -> None:
         if self._timer is not None:
@@ -171,115 +171,117 @@ class RetrievalClient:
             self._batches.add(task)
             task.add_done_callback(self._batches.discard)
 
-    async def _answer(self, batch: list[OpenQuestion]) -> None:
-        """Settle every question of the batch as soon as its own outcome is known.
+    async def _answer(self, batch: list[PendingQuery]) -> None:
+        """Resolve every query of the batch as soon as its own outcome is known.
 
         What may be the fault of one query of several is found by halving: a bad query fails nobody else.
         """
         try:
             while batch:
                 batch = await self._settle(batch, await self._ask(batch))
-        except Exception as error:  # whatever it is belongs to those who wait
+        except Exception as error:  # the callers get it, whatever it is
             if len(batch) > 1 and _may_be_one_query(error):
                 half = len(batch) // 2
                 await asyncio.gather(self._answer(batch[:half]), self._answer(batch[half:]))
                 return
-            for question in batch:
-                self._end(question, error)
+            for pending in batch:
+                self._end(pending, error)
 
-    async def _settle(self, batch: list[OpenQuestion], outcomes: list[Passages | QueryFailure]) -> list[OpenQuestion]:
-        """Those to ask again, after the pause that they need; the others have an answer or an error."""
-        pauses: dict[OpenQuestion, float] = {}
-        for question, outcome in zip(batch, outcomes, strict=True):
+    async def _settle(self, batch: list[PendingQuery], outcomes: list[Passages | QueryFailure]) -> list[PendingQuery]:
+        """The queries to send again, after the pause that they need; the others have a result or an error."""
+        pauses: dict[PendingQuery, float] = {}
+        for pending, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, list):
                 self._num_answered += 1
-                self._end(question, outcome)
+                self._end(pending, outcome)
                 continue
-            self._last_trouble = f"HTTP {outcome.status}: {outcome.detail}"
+            self._last_failure = f"HTTP {outcome.status}: {outcome.detail}"
             try:
-                pauses[question] = question.pause_after(outcome, self._num_answered, self.name)
+                pauses[pending] = pending.pause_after(outcome, self._num_answered, self.name)
             except RetrieverError as error:
-                self._end(question, error)
+                self._end(pending, error)
         if pauses:
             await asyncio.sleep(max(pauses.values()))
         return list(pauses)
 
-    def _end(self, question: OpenQuestion, outcome: Passages | Exception) -> None:
-        self._open.pop(question.query, None)
-        question.end(outcome)
+    def _end(self, pending: PendingQuery, outcome: Passages | Exception) -> None:
+        self._open.pop(pending.query, None)
+        pending.end(outcome)
 
-    async def _ask(self, batch: list[OpenQuestion]) -> list[Passages | QueryFailure]:
+    async def _ask(self, batch: list[PendingQuery]) -> list[Passages | QueryFailure]:
         """Attempt until it works or the deadline (which may move while we wait) would pass.
 
         A server that failed is not asked again before the others were, and then after a pause. Raises
         `RetrieverQueryFailed` when one query may be to blame.
         """
         start, attempts, rounds = time.monotonic(), 0, 0
-        troubles: dict[Server, Trouble] = {}
+        failures: dict[Replica, TemporaryFailure] = {}
         while True:
-            left_s = max(question.left_s() for question in batch)
-            server = self._router.choose(avoid=troubles) if not attempts or left_s > 0 else None
+            left_s = max(pending.left_s() for pending in batch)
+            server = self._replicas.choose(avoid=failures) if not attempts or left_s > 0 else None
             if server is not None:
                 attempts += 1
                 try:
                     return await self._attempt(server, batch, left_s)
-                except Trouble as trouble:
-                    self._last_trouble = str(trouble)
-                    troubles[server] = trouble
+                except TemporaryFailure as failure:
+                    self._last_failure = str(failure)
+                    failures[server] = failure
                     continue
-            if any(trouble.failed for trouble in troubles.values()):
+            if any(failure.failed for failure in failures.values()):
                 self._blame(batch)
-            rest_s = self._router.rest_s()
+            rest_s = self._replicas.rest_s()
             if left_s <= max(rest_s, _LAST_PAUSE_S):
                 elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
-                raise self._unavailable(f"{elapsed}; last: {self._last_trouble}")
+                raise self._unavailable(f"{elapsed}; last: {self._last_failure}")
             rounds += 1
-            pause_s = self._router.wait_s() or backoff_s(rounds, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            pause_s = self._replicas.wait_s() or backoff_s(rounds, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(max(rest_s, min(pause_s, left_s / 2)))
-            troubles.clear()
+            failures.clear()
 
-    def _blame(self, batch: list[OpenQuestion]) -> None:
+    def _blame(self, batch: list[PendingQuery]) -> None:
         """After HTTP 500. Raises `RetrieverQueryFailed` for a list, to halve it, and for a query that is at fault."""
         if len(batch) > 1:
-            raise RetrieverQueryFailed(self._last_trouble)
-        batch[0].failed_alone(self._num_answered, self._last_trouble)
+            raise RetrieverQueryFailed(self._last_failure)
+        batch[0].failed_alone(self._num_answered, self._last_failure)
 
-    async def _attempt(self, server: Server, batch: list[OpenQuestion], left_s: float) -> list[Passages | QueryFailure]:
+    async def _attempt(
+        self, server: Replica, batch: list[PendingQuery], left_s: float
+    ) -> list[Passages | QueryFailure]:
         """One request to one server, and what it says about the server's health."""
         timeout_s = min(self._timeout_s, max(left_s, 0.001))
         is_probe = server.begin()
         try:
             assert self._session is not None
-            queries = [question.query for question in batch]
+            queries = [pending.query for pending in batch]
             reply = await post(self._session, server, queries, self.topk, timeout_s, self._headers)
-        except Trouble as trouble:
-            if trouble.pause_s:
-                server.rests(trouble.pause_s)
-            elif trouble.explained and trouble.failed:
-                server.works()  # an application's error is not a question of its health
-            elif self._is_held_against(server, batch, trouble, timeout_s, is_probe):
-                server.fails(is_probe)
+        except TemporaryFailure as failure:
+            if failure.pause_s:
+                server.pause(failure.pause_s)
+            elif failure.explained and failure.failed:
+                server.record_success()  # an error that the application reports says nothing of its health
+            elif self._is_held_against(server, batch, failure, timeout_s, is_probe):
+                server.record_failure(is_probe)
             raise
         except RetrieverError:
-            server.works()  # nor is what it refuses or mistakes
+            server.record_success()  # a refusal or a bad reply does not either
             raise
         finally:
             server.end(is_probe)
-        server.works()
+        server.record_success()
         self._learn(server, reply)
         return reply.outcomes
 
     def _is_held_against(
-        self, server: Server, batch: list[OpenQuestion], trouble: Trouble, timeout_s: float, is_probe: bool
+        self, server: Replica, batch: list[PendingQuery], failure: TemporaryFailure, timeout_s: float, is_probe: bool
     ) -> bool:
         """Whether this is a sign of a sick server: of a bad query only the first time, and of a list not yet."""
-        if isinstance(trouble.__cause__, TimeoutError):
+        if isinstance(failure.__cause__, TimeoutError):
             return timeout_s >= self._fair_s
-        if not trouble.failed:
+        if not failure.failed:
             return True
         return is_probe or (len(batch) == 1 and batch[0].accuses(server))
 
-    def _learn(self, server: Server, reply: Reply) -> None:
+    def _learn(self, server: Replica, reply: Reply) -> None:
         """What the server says of itself: what index it has, and how long lists should be."""
         self._list_size = min(self._max_batch, reply.batch_size or self._max_batch)
         version = reply.index_version
@@ -300,6 +302,6 @@ class RetrievalClient:
 
 
 def _may_be_one_query(error: Exception) -> bool:
-    """Whether the others of its batch could be answered."""
+    """Whether one query may be to blame, so that the others of the batch can be answered."""
     refused = isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY
     return refused or isinstance(error, RetrieverReplyError | RetrieverQueryFailed)

@@ -24,7 +24,7 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     """Encode `corpus` as `index_builder` was asked to, and say where the index is. Raises a `SearchError`."""
     if not arguments.model_path:
         raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
-    # a database that is not there, and a target that is taken, are better known before the corpus is encoded
+    # fail before the corpus is encoded when the database is down or the target is taken
     client = connect(arguments.qdrant_location) if arguments.qdrant_location else None
     _check_targets(arguments, client, folder)
     encoder = Encoder(_encoder_options(arguments, arguments.model_path))
@@ -59,7 +59,7 @@ def _embedding_file(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def _keep_or_discard(path: Path, save: bool) -> None:
-    """Vectors that an earlier run was asked to keep are kept."""
+    """Remove the vectors, unless this run or an earlier one was started with `--save_embedding`."""
     fields = read_manifest(manifest_path(path)) or {}
     if save:
         write_manifest(manifest_path(path), fields | {"kept": True})

@@ -74,7 +74,7 @@ def rows_done(path: Path, fields: dict[str, Any]) -> int:
 
 
 def discard(path: Path) -> None:
-    """Remove the vectors and their manifest, which goes last: without it they would be a stranger's."""
+    """Remove the vectors, then their manifest: without it they would count as not written by this program."""
     path.unlink(missing_ok=True)
     manifest_path(path).unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.dense.encoding.precision import cpu_has_bf16
-from search_r1.search.dense.encoding.worker_threads import Lanes
+from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 from search_r1.search.dense.rescoring import BestRows
 from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
 from search_r1.search.retriever import Hit
@@ -53,7 +53,7 @@ class Part:
         return self.matrix_RD.device
 
 
-class MatrixIndex:
+class ExactIndex:
     """All vectors in bfloat16, their rows shared out over devices; their float32 values stay in the file.
 
     A row of the best k is among the best k of its device, so each device is asked as if it were alone.
@@ -82,10 +82,12 @@ class MatrixIndex:
         self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
         self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
         self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
-        self._lanes = Lanes(1 if on_gpu else num_threads)
+        self._threads = WorkerThreads(1 if on_gpu else num_threads)
         # memory of their own: fresh pages for every product would take as long as the product
         num_scores = 0 if on_gpu else self._max_scores + _GROUP * _QUERIES
-        self._scores = [[torch.empty(num_scores, dtype=self._dtype) for _ in places] for _ in range(self._lanes.number)]
+        self._scores = [
+            [torch.empty(num_scores, dtype=self._dtype) for _ in places] for _ in range(self._threads.number)
+        ]
         self._center_D = _sample_mean(vectors)
         self._max_norm = self._max_offset = self._max_error = 0.0  # of x, y and y - y~
         self._parts = self._load(places)
@@ -101,8 +103,8 @@ class MatrixIndex:
         hits: list[list[Hit]] = []
         for start in range(0, len(queries_BD), _QUERIES):
             batch_BD = queries_BD[start : start + _QUERIES]
-            parts = np.array_split(batch_BD, max(1, min(self._lanes.number, len(batch_BD) // _QUERIES_A_THREAD)))
-            for found in self._lanes.map(
+            parts = np.array_split(batch_BD, max(1, min(self._threads.number, len(batch_BD) // _QUERIES_A_THREAD)))
+            for found in self._threads.map(
                 lambda part: self._search(*part, k), list(zip(parts, self._scores, strict=False))
             ):
                 hits += found

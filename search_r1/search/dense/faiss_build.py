@@ -77,7 +77,7 @@ def _progress(vectors: VectorFile) -> Iterator[tuple[int, np.ndarray]]:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """A name beside `target` that becomes `target` at the end: nobody ever sees half a file."""
+    """A temporary file beside `target`, renamed to it at the end: no reader ever sees half a file."""
     staging = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield staging

@@ -49,7 +49,7 @@ class FaissIndex:
 
 
 def _hits(scores: np.ndarray, rows: np.ndarray) -> list[Hit]:
-    """FAISS fills up with row -1 when it found fewer than k: those are no hits."""
+    """FAISS pads with row -1 when it finds fewer than k rows; they are dropped."""
     found = [Hit(int(row), float(score)) for score, row in zip(scores, rows, strict=True) if row >= 0]
     return sorted(found, key=lambda hit: (-hit.score, hit.row))
 

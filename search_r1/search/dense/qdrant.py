@@ -100,7 +100,7 @@ def connect(location: str) -> Any:
         place = {"location": location}
     try:
         client = client_class(**place)
-        client.get_collections()  # nothing is asked before
+        client.get_collections()  # the constructor does not connect
     except Exception as error:  # see `search`
         raise ServerError(
             without_credentials(f"cannot open Qdrant at {location}: {error}; is the database running?")
@@ -147,7 +147,7 @@ def check_collection(client: Any, collection: str) -> None:
 
 
 def read_fields(client: Any, collection: str) -> dict[str, Any]:
-    """What `store_vectors` was told, and `num_rows`. Raises `IndexMismatchError` when there is no such collection."""
+    """The fields that `store_vectors` stored, and `num_rows`. Raises `IndexMismatchError` without such a collection."""
     found = _metadata(client, collection)
     if found is None or not found.keys() >= _EVERY_COLLECTION:
         raise IndexMismatchError(

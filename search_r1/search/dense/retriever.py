@@ -16,7 +16,7 @@ from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoder_check import check_fit, encoder_fields, query_encoder
 from search_r1.search.dense.encoding.encoder import Encoder
-from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path, read_manifest
@@ -38,7 +38,7 @@ class VectorIndex(Protocol):
 
 
 class DenseRetriever:
-    """Encodes queries and asks an index; `fingerprint` is what the answers depend on."""
+    """Encodes queries and searches an index; `fingerprint` is a digest of everything that the result depends on."""
 
     def __init__(self, name: str, index: VectorIndex, encoder: Encoder, fingerprint: str = "") -> None:
         """Raises `IndexMismatchError` when index and encoder do not fit each other."""
@@ -93,7 +93,7 @@ def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> Vec
     if options.engine != "faiss":
         vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
         if vectors is not None:
-            return MatrixIndex(vectors, _matrix_devices(options), num_threads=options.num_threads)
+            return ExactIndex(vectors, _devices(options), num_threads=options.num_threads)
         if options.engine == "matrix":
             raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
     faiss.omp_set_num_threads(options.num_threads)
@@ -101,7 +101,7 @@ def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> Vec
     return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
 
 
-def _matrix_devices(options: RetrieverOptions) -> list[str]:
+def _devices(options: RetrieverOptions) -> list[str]:
     if not options.gpu:
         return ["cpu"]
     if not torch.cuda.is_available():

@@ -29,7 +29,7 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
     Every request stands alone and is answered by JSON: no stream is left open when the server stops, and any of
     several servers may answer. A request whose client leaves is cancelled as on the other routes.
     """
-    # Host is not checked: the server answers to whatever name it is reached by. Origin is, below.
+    # Host is not checked: the server may be reached by any name. Origin is checked below.
     manager = sdk_module("mcp.server.streamable_http_manager").StreamableHTTPSessionManager(
         search_server(source, options, metrics),
         json_response=True,
@@ -54,7 +54,7 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
 
 
 def _refuse_foreign_page(origin: str | None) -> None:
-    """A browser says which page asks: one of another site may have given its name this machine's address."""
+    """Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine."""
     if origin is not None and urlsplit(origin).hostname not in _OWN_PAGES:
         raise HTTPException(403, "a web page of another site may not use this tool")
 

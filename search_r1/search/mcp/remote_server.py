@@ -6,7 +6,7 @@ import asyncio
 
 from search_r1.http.address import check_addresses, without_credentials
 from search_r1.search.client import RetrievalClient
-from search_r1.search.server.source_interface import Found
+from search_r1.search.server.source_interface import ScoredPassage
 
 
 class HttpSource:
@@ -22,7 +22,7 @@ class HttpSource:
         self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
         self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`. Raises `RetrieverError`."""
         if k not in self._clients:
             self._clients[k] = RetrievalClient(self._url, topk=k, deadline_s=self._timeout_s)

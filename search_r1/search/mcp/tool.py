@@ -23,11 +23,11 @@ from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnav
 from search_r1.http.metrics import Metrics
 from search_r1.search.mcp.remote_server import HttpSource
 from search_r1.search.server.routes import SearchOptions
-from search_r1.search.server.source_interface import Found, Source
+from search_r1.search.server.source_interface import ScoredPassage, Source
 from search_r1.search.server.wire import MAX_TOPK, Queries, explain
 
 _LOG = logging.getLogger(__name__)
-logging.getLogger("mcp").setLevel(logging.WARNING)  # the SDK tells of every request
+logging.getLogger("mcp").setLevel(logging.WARNING)  # the SDK logs every request
 _DESCRIPTION = "Search a text collection. Gives the best passages for each query, best first."
 _NOTHING = "No passages were found."
 
@@ -115,14 +115,14 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
     return SearchResult(results=[QueryResult(query=query, passages=list(map(_passage, hits))) for query, hits in pairs])
 
 
-def _passage(found: Found) -> FoundPassage:
+def _passage(found: ScoredPassage) -> FoundPassage:
     row, score = found
     title = row["contents"].partition("\n")[0].strip().strip('"')
     return FoundPassage(id=row["id"], title=title, contents=row["contents"], score=score)
 
 
 def format_result(result: SearchResult) -> str:
-    """What a model reads: documents as the search agent of this project sees them, a line `---` between queries."""
+    """The text for a model: documents as the search agent of this project sees them, a line `---` between queries."""
     return "\n---\n".join(_format(found.passages) or _NOTHING for found in result.results)
 
 

@@ -1,4 +1,4 @@
-"""Pages that must not be found: those that hold a benchmark's own questions and answers."""
+"""Pages that are never served: those that hold a benchmark's own questions and answers."""
 
 from __future__ import annotations
 

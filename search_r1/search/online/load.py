@@ -12,7 +12,7 @@ from search_r1.search.online.providers import PROVIDERS, Provider
 
 
 def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource:
-    """The engine `name` (a key of `PROVIDERS`), ready to search; nothing is asked yet.
+    """The engine `name` (a key of `PROVIDERS`), ready to search; no request is sent yet.
 
     Raises `OnlineError` for an unknown name, a wrong setting, a missing API key (`replay` needs none) or a response
     cache that cannot be used.

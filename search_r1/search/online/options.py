@@ -44,7 +44,7 @@ class OnlineOptions:
     max_attempts: int = 4
     """HTTP attempts for one query."""
     deny: tuple[str, ...] = BENCHMARK_PAGES
-    """Domains and URL patterns whose pages are never found."""
+    """Domains and URL patterns whose pages are never served."""
     deny_file: str | None = None
     """More of them, one a line."""
     price_per_1000: float = 0.0

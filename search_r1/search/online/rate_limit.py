@@ -22,7 +22,7 @@ class RateLimit:
         self._next = clock() - self._saved_s  # when the token after the last one taken is due
 
     def due_s(self, num_before: int = 0) -> float:
-        """Seconds until a token is due for one before whom `num_before` others take theirs."""
+        """Seconds until a token is due for a request with `num_before` others ahead of it."""
         now = self._clock()
         return max(0.0, max(self._next, now - self._saved_s) + num_before * self._interval_s - now)
 
@@ -31,33 +31,36 @@ class RateLimit:
         self._next = max(self._next, self._clock() - self._saved_s) + self._interval_s
 
     def pause(self, seconds: float) -> None:
-        """No token is due for `seconds` from now: the engine asked for it."""
+        """No token is due for `seconds` from now, as the engine's Retry-After says."""
         self._next = max(self._next, self._clock() + seconds)
 
 
-class Turns:
-    """Used from one event loop. One who is cancelled leaves the line and costs no token."""
+class RequestQueue:
+    """First come, first served, at the engine's rate and concurrency. Used from one event loop.
+
+    A cancelled request leaves the queue and costs no token.
+    """
 
     def __init__(self, rate: RateLimit, concurrency: int) -> None:
         self._rate = rate
         self._concurrency = concurrency
-        self._line = asyncio.Lock()  # it lets the others in, in the order in which they came
+        self._line = asyncio.Lock()  # keeps the order of arrival
         self._slots = asyncio.Semaphore(concurrency)
         self._waiting = self._running = 0
         self._answer_s = _FIRST_GUESS_S
 
     def expected_s(self) -> float:
-        """Seconds until the turn of one who comes now, as far as is known."""
+        """Estimated seconds until a request that arrives now would be sent."""
         rounds_before = (self._waiting + self._running) // self._concurrency
         return max(self._rate.due_s(self._waiting), rounds_before * self._answer_s)
 
     def paused_s(self) -> float:
-        """Seconds until the next turn of anyone, by the rate alone."""
+        """Seconds until the next request may be sent, by the rate alone."""
         return self._rate.due_s()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and have it."""
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it."""
         self._waiting += 1
         try:
             await self._wait()

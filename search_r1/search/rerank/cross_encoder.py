@@ -16,7 +16,7 @@ from search_r1.search.dense.encoding.length_batches import batch_cost, length_ba
 from search_r1.search.dense.encoding.model import json_reader, load_cross_encoder, load_tokenizer, weights_digest
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
 from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
-from search_r1.search.dense.encoding.worker_threads import Lanes
+from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("classifier", "score")  # names of the last layers in transformers
@@ -76,7 +76,7 @@ class CrossEncoder:
         self._batch_size = options.batch_size
         self._model = _with_exact_head(model.to(self.device, dtype).eval())
         pack_linear_layers(self._model)
-        self._lanes = Lanes(options.num_threads if self.device.type == "cpu" else 1)
+        self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
         _LOG.info("cross-encoder %s on %s in %s, %d tokens", self.name, self.device, self.precision, self.max_length)
 
     def score(self, pairs: Sequence[Pair]) -> np.ndarray:
@@ -92,7 +92,7 @@ class CrossEncoder:
         lengths = [len(row) for row in tokens["input_ids"]]
         batches = length_batches(lengths, *batch_cost(self.device), self._batch_size)[::-1]
         parts = [{name: [rows[i] for i in batch] for name, rows in tokens.items()} for batch in batches]
-        for batch, scores in zip(batches, self._lanes.map(self._score_batch, parts), strict=True):
+        for batch, scores in zip(batches, self._threads.map(self._score_batch, parts), strict=True):
             scores_B[batch] = scores
         return scores_B
 

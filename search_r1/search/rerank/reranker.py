@@ -18,16 +18,16 @@ from search_r1.search.server.failure_isolation import attempt_each
 from search_r1.search.server.source_interface import (
     EncodedHit,
     EncodedSearch,
-    Found,
     NeedsWarmUp,
     Outcome,
+    ScoredPassage,
     Source,
-    decode_answers,
+    decode_hits,
     encoded_search,
     version_of,
 )
 
-_SCORES_A_PAIR = 1  # stands for the k of a search: all pairs may share a batch
+_SCORES_A_PAIR = 1  # in place of the k of a search: all pairs may share a batch
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RerankLimits(BatchLimits):
 
 
 class Reranker:
-    """Call it from one event loop; a thread of its own runs the model."""
+    """Call it from one event loop; a separate thread runs the model."""
 
     num_passages: int | None = None
     batch_size: int | None = None
@@ -77,7 +77,7 @@ class Reranker:
             raise score
 
     def close(self) -> None:
-        """Let the running batch end and fail whoever waits."""
+        """Let the running batch finish; requests that wait fail."""
         self._batcher.close()
 
     async def _scores(self, pairs: list[Pair]) -> dict[Pair, float | SearchError]:
@@ -98,7 +98,7 @@ class Reranker:
         self._cache.put(*pair, score)
 
     def _run(self, pairs: list[Pair], _: int) -> list[float | SearchError]:
-        """A score or the error of each pair, whatever the others do."""
+        """The score or the error of each pair; one that fails does not affect the others."""
         found = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, f"the reranker {self.name}")
         return [self._checked(score) for score in found]
 
@@ -136,9 +136,9 @@ class RerankedSource:
         self._find = encoded_search(source)
         self._num_candidates = num_candidates
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`."""
-        return decode_answers(await self.search_encoded(queries, k))
+        return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`."""
@@ -164,7 +164,7 @@ class RerankedSource:
         await self._reranker.warm_up()
 
     async def close(self) -> None:
-        """Let both end what runs and fail whoever waits."""
+        """Let both finish their running batch; requests that wait fail."""
         closing = self._source.close()
         if inspect.isawaitable(closing):
             await closing

@@ -21,7 +21,7 @@ from search_r1.search.server.routes import (
     schema_of,
     search_routes,
 )
-from search_r1.search.server.source_interface import Answer, EncodedSearch, answers_of
+from search_r1.search.server.source_interface import EncodedHits, EncodedSearch, hits_or_raise
 from search_r1.search.server.wire import (
     MAX_QUERIES,
     MAX_TOPK,
@@ -77,7 +77,7 @@ class RerankRequest(KnownFields):
         """Documents a query; `default` when the request does not say."""
         return self.rerank_topk or self.topk or default
 
-    def reply(self, answers: list[Answer]) -> bytes:
+    def reply(self, answers: list[EncodedHits]) -> bytes:
         """The JSON of the reply."""
         return result(answers, self.return_scores)
 
@@ -123,7 +123,7 @@ def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
         async def work(body: bytes) -> bytes:
             request = parse(RerankRequest, body)
             outcomes = await reranker.rerank(request.queries, request.documents, request.limit(options.topk))
-            return request.reply(answers_of(outcomes))
+            return request.reply(hits_or_raise(outcomes))
 
         return json_response(await answer_in_time(http, options.timeout_s, work), headers)
 

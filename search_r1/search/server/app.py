@@ -127,4 +127,4 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:
         metrics.gone.inc()
-        return Response(status_code=499)  # nobody reads it; the metrics do
+        return Response(status_code=499)  # the client is gone; the status is for the metrics

@@ -20,7 +20,7 @@ _LONGEST_RETRY_S = 30
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Sizes count queries. `max_wait_ms`: how long the first query of an idle server waits for company."""
+    """Sizes count queries. `max_wait_ms`: how long the first query of an idle server waits for others."""
 
     max_batch: int = 256
     max_wait_ms: float = 1.0
@@ -37,7 +37,7 @@ class Batcher(Generic[Query, Result]):
         limits: BatchLimits,
         metrics: StageMetrics,
     ) -> None:
-        """`run(queries, k)` gives a result or an error for each; `keep(query, k, result)` is told every result."""
+        """`run(queries, k)` gives a result or an error for each; `keep(query, k, result)` gets every result."""
         self._run = run
         self._keep = keep
         self._limits = limits
@@ -70,7 +70,7 @@ class Batcher(Generic[Query, Result]):
         return [cast(Result | SearchError, ticket.outcome) for ticket in request.tickets]
 
     def close(self) -> None:
-        """Let the running batch end and fail whoever waits."""
+        """Let the running batch finish; requests that wait fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -135,7 +135,7 @@ class Batcher(Generic[Query, Result]):
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed; no request waits any more
                 self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _fail_open(self) -> None:

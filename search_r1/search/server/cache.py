@@ -6,30 +6,30 @@ from hashlib import blake2b
 
 from cachetools import LRUCache
 
-from search_r1.search.server.source_interface import Answer
+from search_r1.search.server.source_interface import EncodedHits
 
 _ENTRY_BYTES = 400  # the key's tuple, the answer's tuple and the bookkeeping of both
 _SCORE_BYTES = 300  # a digest, a float and their bookkeeping
 _HIT_BYTES = 150  # a named tuple, a float and the header of a bytes object
 
 
-class AnswerCache:
+class HitsCache:
     """The least recently used answers go first. The key holds all that an answer depends on."""
 
     def __init__(self, max_bytes: int, fingerprint: str) -> None:
-        """`fingerprint` stands for the index, the encoder and their parameters. 0 bytes: nothing is kept."""
+        """`fingerprint` identifies the index, the encoder and their parameters. 0 bytes: no cache."""
         self._fingerprint = fingerprint
-        self._answers: LRUCache[tuple[str, int, str], Answer] = LRUCache(max_bytes, getsizeof=_size)
+        self._answers: LRUCache[tuple[str, int, str], EncodedHits] = LRUCache(max_bytes, getsizeof=_size)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in use, estimated."""
         return int(self._answers.currsize)
 
-    def get(self, query: str, k: int) -> Answer | None:
+    def get(self, query: str, k: int) -> EncodedHits | None:
         return self._answers.get((query, k, self._fingerprint))
 
-    def put(self, query: str, k: int, answer: Answer) -> None:
+    def put(self, query: str, k: int, answer: EncodedHits) -> None:
         """An answer larger than the whole cache is not kept."""
         if _size(answer) + 4 * len(query) <= self._answers.maxsize:
             self._answers[query, k, self._fingerprint] = answer
@@ -60,5 +60,5 @@ def _key(query: str, passage: str) -> bytes:
     return blake2b(f"{len(query)} {query}{passage}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _size(answer: Answer) -> int:
+def _size(answer: EncodedHits) -> int:
     return _ENTRY_BYTES + sum(_HIT_BYTES + len(hit.document) for hit in answer)

@@ -14,7 +14,7 @@ from search_r1.errors import (
     ServiceUnavailable,
 )
 
-EACH_HEADER = b"x-query-errors"  # with the value "each": whoever asks reads the errors of single queries
+EACH_HEADER = b"x-query-errors"  # with the value "each": the client reads the errors of single queries
 _PASSING = (ServiceUnavailable, OnlineUnavailable)
 _FINAL = (OnlineRejected, OnlineReplyError, ReplayMissError)
 
@@ -27,7 +27,7 @@ def status_of(error: SearchError) -> int:
 
 
 def retry_after_s(error: SearchError) -> float | None:
-    """When the same may be asked again; None where nothing is said."""
+    """Seconds until a retry may help; None where that is not known."""
     return error.retry_after_s if isinstance(error, _PASSING) else None
 
 

@@ -1,4 +1,4 @@
-"""Work done for many at once, where the failure of one must not be the failure of all."""
+"""Batched work in which one bad item must not fail the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def attempt(work: Callable[[], T], who: str) -> T | SearchError:
-    """The result or the error of `work`; whatever is raised must not end the thread that runs it."""
+    """The result or the error of `work`: no exception may end the thread that runs it."""
     try:
         return work()
     except SearchError as error:
@@ -26,7 +26,7 @@ def attempt(work: Callable[[], T], who: str) -> T | SearchError:
 
 
 def attempt_each(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
-    """The result or the error of each item. A batch that fails is halved until the items to blame stand alone."""
+    """The result or the error of each item. A batch that fails is split in halves until the failing items are alone."""
     found = attempt(partial(_complete, work, items, who), who)
     if isinstance(found, list):
         return found

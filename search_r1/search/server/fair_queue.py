@@ -73,7 +73,7 @@ class FairQueue(Generic[Query, Result]):
         self._turns.setdefault(request)
 
     def drop(self, request: Request[Query, Result]) -> list[Ticket[Query, Result]]:
-        """Forget `request`. Returns the tickets that nobody waits for any more; they are not queued either."""
+        """Remove `request`. Returns the tickets that no request waits for any more, which leave the queue too."""
         orphans = []
         for ticket in request.waiting:
             del ticket.requests[request]

@@ -11,16 +11,16 @@ from search_r1.http.metrics import Metrics
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit, Retriever
 from search_r1.search.server.batching import Batcher, BatchLimits
-from search_r1.search.server.cache import AnswerCache
+from search_r1.search.server.cache import HitsCache
 from search_r1.search.server.failure_isolation import attempt, attempt_each
 from search_r1.search.server.source_interface import (
-    Answer,
     EncodedHit,
-    Found,
+    EncodedHits,
     Outcome,
-    answers_of,
-    decode_answers,
+    ScoredPassage,
+    decode_hits,
     encode,
+    hits_or_raise,
     version_of,
 )
 
@@ -64,17 +64,17 @@ class RetrievalService:
         self.num_passages: int | None = len(corpus)
         fingerprint = getattr(retriever, "fingerprint", retriever.name)
         self.version = version_of(fingerprint, corpus.digest, corpus.checksum)
-        self._cache = AnswerCache(int(options.cache_mib * 2**20), fingerprint)
+        self._cache = HitsCache(int(options.cache_mib * 2**20), fingerprint)
         self._counts = self.metrics.search
         self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
-        self._batcher: Batcher[str, Answer] = Batcher(self._run, self._cache.put, options, self._counts)
+        self._batcher: Batcher[str, EncodedHits] = Batcher(self._run, self._cache.put, options, self._counts)
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`."""
-        return decode_answers(await self.search_encoded(queries, k))
+        return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
-        """See `EncodedSearch`. One who waits no longer is cancelled, whatever `wait_s`."""
+        """See `EncodedSearch`. `wait_s` is not used: the caller cancels the call at its deadline."""
         plain = [" ".join(query.split()) for query in queries]
         found: dict[str, Outcome | None] = {query: self._known(query, k) for query in plain}
         missing = [query for query, answer in found.items() if answer is None]
@@ -86,13 +86,13 @@ class RetrievalService:
     async def warm_up(self) -> None:
         """Run one query through the index: words of the first row, which find something. Raises `SearchError`."""
         words = str(self.corpus[0]["contents"]).split()[:_WARM_UP_WORDS]
-        answers_of(await self._batcher.ask([" ".join(words)], 1))
+        hits_or_raise(await self._batcher.ask([" ".join(words)], 1))
 
     def close(self) -> None:
-        """Let the running batch end and fail whoever waits."""
+        """Let the running batch finish; requests that wait fail."""
         self._batcher.close()
 
-    def _known(self, query: str, k: int) -> Answer | None:
+    def _known(self, query: str, k: int) -> EncodedHits | None:
         if not query:
             return ()
         answer = self._cache.get(query, k)
@@ -101,12 +101,12 @@ class RetrievalService:
         return answer
 
     def _run(self, queries: list[str], k: int) -> list[Outcome]:
-        """An answer or the error of each query, whatever the others do."""
+        """The hits or the error of each query; one that fails does not affect the others."""
         who = f"the {self.name} retriever"
         found = attempt_each(partial(self.retriever.search, k=min(k, len(self.retriever))), queries, who)
         return [hits if isinstance(hits, SearchError) else attempt(partial(self._fetch, hits), who) for hits in found]
 
-    def _fetch(self, hits: list[Hit]) -> Answer:
+    def _fetch(self, hits: list[Hit]) -> EncodedHits:
         for hit in hits:
             if not math.isfinite(hit.score):
                 raise SearchFailed(f"the {self.name} retriever scored row {hit.row} with {hit.score}")

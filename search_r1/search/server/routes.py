@@ -16,7 +16,14 @@ from search_r1.http.deadline import allowed_s, answer_in_time
 from search_r1.http.gate import FAILED_QUERIES
 from search_r1.http.raw_route import RawRoute, json_response, schema_of
 from search_r1.search.server.error_fields import EACH_HEADER
-from search_r1.search.server.source_interface import EncodedSearch, Outcome, Served, Source, answers_of, encoded_search
+from search_r1.search.server.source_interface import (
+    EncodedSearch,
+    Outcome,
+    Served,
+    Source,
+    encoded_search,
+    hits_or_raise,
+)
 from search_r1.search.server.wire import FlashRagBatchRequest, FlashRagRequest, RetrieveRequest, SearchRequest, explain
 
 _LOG = logging.getLogger(__name__)
@@ -109,9 +116,9 @@ def parse(model: type[Model], body: bytes) -> Model:
 
 
 def _reply(http: Request, request: SearchRequest, outcomes: Sequence[Outcome]) -> bytes:
-    """The errors of single queries are part of the reply for one who asks for them. Otherwise raises the first one."""
+    """The reply, with the errors of single queries if the client asked for them. Otherwise raises the first one."""
     if not (_wants_each(http) and isinstance(request, RetrieveRequest)):
-        return request.reply(answers_of(outcomes))
+        return request.reply(hits_or_raise(outcomes))
     failed = [outcome for outcome in outcomes if isinstance(outcome, SearchError)]
     http.scope[FAILED_QUERIES] = len(failed)
     if failed:

@@ -1,4 +1,4 @@
-"""What the HTTP side asks: a local index, an online engine, or another source behind a reranker.
+"""The interface that the HTTP side searches: a local index, an online engine, or either behind a reranker.
 
 A source that keeps its documents as JSON offers them as such, so that a reply is put together without encoding them
 again; `encoded_search` asks every source in the same way.
@@ -18,7 +18,7 @@ from search_r1.errors import SearchError
 
 _encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
 
-Found = tuple[dict[str, Any], float]  # a passage (always with `id` and `contents`) and its score
+ScoredPassage = tuple[dict[str, Any], float]  # a passage (always with `id` and `contents`) and its score
 
 
 class EncodedHit(NamedTuple):
@@ -28,12 +28,12 @@ class EncodedHit(NamedTuple):
     score: float
 
 
-Answer = tuple[EncodedHit, ...]  # the hits of one query, best first
-Outcome = Answer | SearchError  # what became of one query: one that fails fails alone
+EncodedHits = tuple[EncodedHit, ...]  # the hits of one query, best first
+Outcome = EncodedHits | SearchError  # what became of one query: one that fails fails alone
 
 
 class EncodedSearch(Protocol):
-    """How a source that keeps its documents as JSON is asked."""
+    """The search of a source whose documents are already JSON."""
 
     async def __call__(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """What became of each query, in their order; answers as `Source.search` gives them.
@@ -45,10 +45,10 @@ class EncodedSearch(Protocol):
 
 
 class Served(Protocol):
-    """What a server stands for. It is called from one event loop."""
+    """What a server serves. It is called from one event loop."""
 
     name: str
-    num_passages: int | None  # None: not known, as of a search engine
+    num_passages: int | None  # None: not known (an online engine)
     version: str  # changes with whatever changes the answers: the corpus, the index, the encoder, the engine's fields
     batch_size: int | None  # queries that a request should have at most, None for any number
 
@@ -60,7 +60,7 @@ class Served(Protocol):
 class Source(Served, Protocol):
     """Answers queries. A call that is cancelled gives its place in a queue back."""
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """At most `k` passages a query, in the queries' order, best first. A blank query finds nothing.
 
         Raises `ServiceUnavailable` when the queue is full, or another `SearchError`; the first one of a query.
@@ -93,14 +93,14 @@ def encoded_search(source: Source) -> EncodedSearch:
 
     async def search(queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         found = await source.search(queries, k)
-        return [encode_answer(passages) for passages in found]
+        return [encode_hits(passages) for passages in found]
 
     return search
 
 
-def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
-    """The answers, for one who needs all. Raises the first error."""
-    answers: list[Answer] = []
+def hits_or_raise(outcomes: Sequence[Outcome]) -> list[EncodedHits]:
+    """The hits of all queries. Raises the first error."""
+    answers: list[EncodedHits] = []
     for outcome in outcomes:
         if isinstance(outcome, SearchError):
             raise outcome
@@ -108,12 +108,12 @@ def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
     return answers
 
 
-def decode_answers(outcomes: Sequence[Outcome]) -> list[list[Found]]:
+def decode_hits(outcomes: Sequence[Outcome]) -> list[list[ScoredPassage]]:
     """The answers as `Source.search` gives them. Raises the first error."""
-    return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in answers_of(outcomes)]
+    return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in hits_or_raise(outcomes)]
 
 
-def encode_answer(passages: Sequence[Found]) -> Answer:
+def encode_hits(passages: Sequence[ScoredPassage]) -> EncodedHits:
     """The passages of one query with their documents as JSON."""
     return tuple(EncodedHit(encode(passage), score) for passage, score in passages)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from search_r1.errors import SearchError
 from search_r1.http.deadline import MAX_BODY_BYTES
 from search_r1.search.server.error_fields import failure
-from search_r1.search.server.source_interface import Answer, EncodedHit, Outcome
+from search_r1.search.server.source_interface import EncodedHit, EncodedHits, Outcome
 
 MAX_QUERIES = 4096  # the published trainer sends all trajectories of a step in one request (512 prompts x 5)
 MAX_QUERY_CHARS = 32_768
@@ -35,13 +35,13 @@ class SearchRequest(Protocol):
         """Passages a query; `default` when the request does not say."""
         ...
 
-    def reply(self, answers: list[Answer]) -> bytes:
+    def reply(self, answers: list[EncodedHits]) -> bytes:
         """The JSON of the reply."""
         ...
 
 
 class KnownFields(BaseModel):
-    """A request without unknown fields: one that were ignored would be believed in, as "top_k" for "topk"."""
+    """A request without unknown fields: a misspelt one, such as "top_k", would otherwise be ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -85,7 +85,7 @@ class FlashRagRequest(KnownFields):
     def limit(self, default: int) -> int:
         return self.top_n
 
-    def reply(self, answers: list[Answer]) -> bytes:
+    def reply(self, answers: list[EncodedHits]) -> bytes:
         (answer,) = answers
         return _array([_documents(answer), _scores(answer)]) if self.return_score else _documents(answer)
 
@@ -103,7 +103,7 @@ class FlashRagBatchRequest(KnownFields):
     def limit(self, default: int) -> int:
         return self.top_n
 
-    def reply(self, answers: list[Answer]) -> bytes:
+    def reply(self, answers: list[EncodedHits]) -> bytes:
         documents = _array(map(_documents, answers))
         return _array([documents, _array(map(_scores, answers))]) if self.return_score else documents
 
@@ -121,7 +121,7 @@ def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
 
 
 def explain(error: ValidationError, known: Collection[str] = ()) -> str:
-    """One line a problem, without echoing what the request asks; `known` are the fields that it may have."""
+    """One line a problem, without repeating the request's content; `known` are the valid fields."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(_problem(item["loc"], item["type"], item["msg"], known) for item in problems[:5])
 
@@ -138,15 +138,15 @@ def _array(items: Iterable[bytes]) -> bytes:
     return b"[%b]" % b", ".join(items)
 
 
-def _documents(answer: Answer) -> bytes:
+def _documents(answer: EncodedHits) -> bytes:
     return _array(hit.document for hit in answer)
 
 
-def _scores(answer: Answer) -> bytes:
+def _scores(answer: EncodedHits) -> bytes:
     return _array(_number(hit) for hit in answer)
 
 
-def _scored(answer: Answer) -> bytes:
+def _scored(answer: EncodedHits) -> bytes:
     return _array(b'{"document": %b, "score": %b}' % (hit.document, _number(hit)) for hit in answer)
 
 

@@ -1,4 +1,4 @@
-"""A front end: the HTTP side of a service whose index is in another process.
+"""A front end: the HTTP side of a server whose index is in another process.
 
     .venv/bin/python -m search_r1.search.workers.front_end CONNECTION LISTENER < settings.json
 

@@ -34,7 +34,7 @@ class Offer:
 
 
 class OwnerLink:
-    """Answers one front end. What it asked is cancelled when it cancels it or goes away."""
+    """Serves one front end. Its searches are cancelled when it cancels them or disconnects."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

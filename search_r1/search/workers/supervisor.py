@@ -1,4 +1,4 @@
-"""The owner process: it searches for its front ends, starts them, starts dead ones again and ends with the last one."""
+"""The owner process: it searches for its front ends, starts them, restarts dead ones and ends with the last one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
 from search_r1.search.dense.encoding.pooling import pool
 from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
 from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
-from search_r1.search.dense.encoding.worker_threads import Lanes
+from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Encoder:
         self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self._end = _token_id(self._tokenizer, self.spec.end_token)
         self._model = model.to(self.device, dtype).eval()
-        self._lanes = Lanes(options.num_threads if self.device.type == "cpu" else 1)
+        self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
         if pack_linear_layers(self._model):
             self._model.set_attn_implementation("eager")  # for short texts the fastest of a CPU
         _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)
@@ -100,10 +100,10 @@ class Encoder:
         return [row or [self._tokenizer.pad_token_id] for row in ids]
 
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
-        """Texts of like length share a batch: padding is work for nothing."""
+        """Texts of similar length share a batch, for little padding."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
         batches = length_batches([len(row) for row in ids], *batch_cost(self.device))[::-1]
-        encoded = self._lanes.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
+        encoded = self._threads.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
         for batch, vectors in zip(batches, encoded, strict=True):
             vectors_BD[batch] = vectors
         return vectors_BD

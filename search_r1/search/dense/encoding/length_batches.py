@@ -1,4 +1,4 @@
-"""Texts of like length share a forward pass: padding is work for nothing."""
+"""Batches of texts of similar length, for little padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CPU_OVERHEAD, _GPU_OVERHEAD = 64, 2048
 
 
 def batch_cost(device: torch.device) -> tuple[int, int]:
-    """Tokens of a forward pass beyond which `device` gains nothing, and what a pass costs beside them, in tokens."""
+    """The most useful tokens of a forward pass on `device`, and the fixed cost of a pass, in tokens."""
     return (_GPU_TOKENS, _GPU_OVERHEAD) if device.type == "cuda" else (_CPU_TOKENS, _CPU_OVERHEAD)
 
 

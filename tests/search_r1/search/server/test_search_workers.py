@@ -42,8 +42,8 @@ from search_r1.search.workers.messages import (
 from search_r1.search.workers.owner_link import Offer, OwnerLink
 from search_r1.search.workers.shared_address import SharedAddress
 
-_ROOT = Path(__file__).resolve().parents[3]
-_STAGE = Path(__file__).with_name("workers_stage.py")
+_ROOT = Path(__file__).resolve().parents[4]
+_STAGE = Path(__file__).parents[1] / "workers_stage.py"
 _CLI = ("-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25", "--topk", "2")
 
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 from search_r1.errors import RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
 from search_r1.search.client import replicas as routing
-from search_r1.search.client.replicas import Router
+from search_r1.search.client.replicas import ReplicaPool
 
 
 class Peer:
@@ -237,22 +237,22 @@ class Clock:
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> tuple[Router, Clock]:
+def one(monkeypatch: pytest.MonkeyPatch) -> tuple[ReplicaPool, Clock]:
     """A router of one server, a clock, and no jitter."""
     monkeypatch.setattr(routing.random, "uniform", lambda low, high: 1.0)
     clock = Clock()
-    return Router(["http://a"], clock), clock
+    return ReplicaPool(["http://a"], clock), clock
 
 
-def _fail(router: Router) -> None:
+def _fail(router: ReplicaPool) -> None:
     server = router.choose()
     assert server is not None
     is_probe = server.begin()
-    server.fails(is_probe)
+    server.record_failure(is_probe)
     server.end(is_probe)
 
 
-def test_the_breaker_opens_after_three_failures_and_its_pause_doubles(one: tuple[Router, Clock]) -> None:
+def test_the_breaker_opens_after_three_failures_and_its_pause_doubles(one: tuple[ReplicaPool, Clock]) -> None:
     router, clock = one
     for _ in range(3):
         assert router.wait_s() == 0
@@ -263,33 +263,33 @@ def test_the_breaker_opens_after_three_failures_and_its_pause_doubles(one: tuple
         _fail(router)  # the probe
 
 
-def test_a_success_between_failures_keeps_the_breaker_closed(one: tuple[Router, Clock]) -> None:
+def test_a_success_between_failures_keeps_the_breaker_closed(one: tuple[ReplicaPool, Clock]) -> None:
     router, _ = one
     for _ in range(3):
         _fail(router)
         _fail(router)
-        router.servers[0].works()
-        assert router.choose() is router.servers[0]
+        router.replicas[0].record_success()
+        assert router.choose() is router.replicas[0]
 
 
-def test_one_probe_at_a_time_and_its_outcome_decides(one: tuple[Router, Clock]) -> None:
+def test_one_probe_at_a_time_and_its_outcome_decides(one: tuple[ReplicaPool, Clock]) -> None:
     router, clock = one
-    [server] = router.servers
+    [server] = router.replicas
     early = [server.begin() for _ in range(5)]
     assert early == [False] * 5
     for is_probe in early[:4]:  # four failures of requests that left together: one pause, of the first length
-        server.fails(is_probe)
+        server.record_failure(is_probe)
         server.end(is_probe)
     assert router.wait_s() == 0.5
     clock.now += 0.5
     assert router.choose() is server and server.begin()
     assert router.choose() is None and router.wait_s() == 0.1
-    server.fails(early[4])  # a late one says nothing about the probe
+    server.record_failure(early[4])  # a late one says nothing about the probe
     server.end(early[4])
     assert router.choose() is None
     server.end(True)  # cancelled: the next request is the probe
     assert router.choose() is server and server.begin()
-    server.works()
+    server.record_success()
     server.end(True)
     assert router.choose() is server and not server.begin() and server.running == 1
     _fail(router)
@@ -297,11 +297,11 @@ def test_one_probe_at_a_time_and_its_outcome_decides(one: tuple[Router, Clock]) 
     assert router.wait_s() == 0
 
 
-def test_a_server_that_rests_is_alive(one: tuple[Router, Clock]) -> None:
+def test_a_server_that_rests_is_alive(one: tuple[ReplicaPool, Clock]) -> None:
     router, clock = one
     _fail(router)
     _fail(router)
-    router.servers[0].rests(7.0)
+    router.replicas[0].pause(7.0)
     assert router.choose() is None and router.wait_s() == router.rest_s() == 7.0
     clock.now += 7.0
     _fail(router)

@@ -23,7 +23,7 @@ from search_scheduling import Stage, staged, wait_until
 from search_r1.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
 
-_STAGE = Path(__file__).with_name("workers_stage.py")
+_STAGE = Path(__file__).parents[1] / "workers_stage.py"
 _GOOD = [f"q {number}" for number in range(63)]
 
 
@@ -121,7 +121,7 @@ def test_front_ends_pass_the_errors_of_single_queries_on(start_stage: Callable[.
 
 @pytest.mark.parametrize(
     "failure",
-    [Response("Internal Server Error", 500), Response('{"detail": "CUDA error"}', 500)],
+    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
     ids=["text", "json"],
 )
 def test_a_foreign_server_that_fails_the_list_is_asked_for_halves(run_app, failure: Response) -> None:
@@ -136,7 +136,7 @@ def test_a_foreign_server_that_fails_the_list_is_asked_for_halves(run_app, failu
 
 @pytest.mark.parametrize(
     "failure",
-    [Response("Internal Server Error", 500), Response('{"detail": "CUDA error"}', 500)],
+    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
     ids=["text", "json"],
 )
 def test_a_query_that_always_fails_does_not_open_the_circuit(
@@ -165,7 +165,7 @@ def test_a_query_that_always_fails_does_not_open_the_circuit(
 
 
 def test_a_query_that_fails_for_a_while_is_answered_then(run_app) -> None:
-    peer = PublishedServer(Response("Internal Server Error", 500))
+    peer = PublishedServer(Response("Internal Replica Error", 500))
     timer = threading.Timer(0.5, setattr, (peer, "poison", False))
     timer.start()
     outcomes, _ = _search(run_app(peer.app), ["poison"])

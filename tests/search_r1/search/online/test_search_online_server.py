@@ -22,7 +22,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online_arguments import ENGINES
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 KEY = "k3y-AbCdEf-123"
 
 

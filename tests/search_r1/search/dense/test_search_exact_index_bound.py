@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.vectors import VectorFile
 
 ULP = 2.0**-7  # of bfloat16 at 1, where it keeps 8 bits; rounding errs by at most half of it
@@ -34,7 +34,7 @@ def _found(folder: Path, best: np.ndarray, other: np.ndarray, query: np.ndarray)
     assert exact.argmax() == 0 and coarse[1] > coarse[0]
     path = folder / "vectors.memmap"
     vectors.tofile(path)
-    index = MatrixIndex(VectorFile(path, *vectors.shape), dtype=torch.bfloat16)
+    index = ExactIndex(VectorFile(path, *vectors.shape), dtype=torch.bfloat16)
     (hits,) = index.search(query[None], 1)
     return hits[0].row
 
@@ -87,7 +87,7 @@ def test_no_row_is_lost_wherever_the_vectors_lie(tmp_path: Path, scale: float, o
     path = tmp_path / "vectors.memmap"
     vectors.tofile(path)
     # in pieces of the matrix, so that the best so far count as well
-    index = MatrixIndex(VectorFile(path, 6000, D), dtype=torch.bfloat16, max_scores=50_000)
+    index = ExactIndex(VectorFile(path, 6000, D), dtype=torch.bfloat16, max_scores=50_000)
     found = index.search(queries, 5)
     scores_BR = (queries.astype(np.float64) @ vectors.astype(np.float64).T).astype(np.float32)
     for scores_R, hits in zip(scores_BR, found, strict=True):
@@ -106,7 +106,7 @@ def test_two_crowds_far_apart(tmp_path: Path) -> None:
     queries = np.concatenate([vectors[[1, 0]], (common + 0.02 * rng.standard_normal((40, D))).astype(np.float32)])
     path = tmp_path / "vectors.memmap"
     vectors.tofile(path)
-    index = MatrixIndex(VectorFile(path, *vectors.shape), dtype=torch.bfloat16, num_threads=2)
+    index = ExactIndex(VectorFile(path, *vectors.shape), dtype=torch.bfloat16, num_threads=2)
     found = index.search(queries, 120)
     for query, hits in zip(queries, found, strict=True):
         scores_R = (vectors.astype(np.float64) * query.astype(np.float64)).sum(axis=1).astype(np.float32)

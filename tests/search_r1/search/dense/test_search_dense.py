@@ -19,7 +19,7 @@ from search_r1.search import index_builder
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import retriever as dense
-from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex
 from search_r1.search.dense.retriever import DenseRetriever
 from search_r1.search.dense.vectors import VectorFile
@@ -63,7 +63,7 @@ def test_hits_are_the_exact_inner_products(model_dir: Path, corpus_file: Path, t
     vectors.tofile(tmp_path / "v.memmap")
     flat = faiss.IndexFlatIP(32)
     flat.add(vectors)
-    index = FaissIndex(flat) if engine == "faiss" else MatrixIndex(VectorFile(tmp_path / "v.memmap", 5, 32))
+    index = FaissIndex(flat) if engine == "faiss" else ExactIndex(VectorFile(tmp_path / "v.memmap", 5, 32))
     retriever = DenseRetriever("e5", index, loaded)
     queries = ["river morn", "capital of tarsia", "singer"] * 30  # more than one batch
     exact = loaded.encode_queries(queries) @ vectors.T
@@ -228,11 +228,11 @@ def test_a_flat_index_is_shared_out_over_all_visible_gpus(
     assert _build(model_dir, corpus_file, tmp_path) == 0
     asked = []
 
-    def on_cpu(vectors: VectorFile, devices: list[str], num_threads: int) -> MatrixIndex:
+    def on_cpu(vectors: VectorFile, devices: list[str], num_threads: int) -> ExactIndex:
         asked.append(devices)
-        return MatrixIndex(vectors, ["cpu"] * len(devices), num_threads=num_threads)
+        return ExactIndex(vectors, ["cpu"] * len(devices), num_threads=num_threads)
 
-    monkeypatch.setattr("search_r1.search.dense.retriever.MatrixIndex", on_cpu)
+    monkeypatch.setattr("search_r1.search.dense.retriever.ExactIndex", on_cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     index = dense._open(tmp_path / "e5_Flat.index", 5, 32, RetrieverOptions("e5", "", "", gpu=True))

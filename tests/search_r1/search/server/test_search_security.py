@@ -72,7 +72,7 @@ def test_so_do_the_published_programs_over_online_engines(name: str, monkeypatch
 
 
 def test_the_retrieval_script_and_the_benchmarks_listen_here_too() -> None:
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     assert "HOST=${HOST:-127.0.0.1}\n" in (root / "retrieval_launch.sh").read_text()
     for path in (
         *root.glob("*.sh"),

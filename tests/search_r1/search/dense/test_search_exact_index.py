@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from search_r1.errors import IndexMismatchError
-from search_r1.search.dense.exact_index import MatrixIndex
+from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import flat_vectors
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.retriever import Hit
@@ -40,7 +40,7 @@ def _crowded(rows: int, dim: int, seed: int = 0, scale: float = 0.02) -> np.ndar
 def test_the_best_rows_are_those_of_float64(tmp_path: Path, rows: int, k: int, dtype: torch.dtype) -> None:
     vectors = _crowded(rows, 48)
     queries = _crowded(12, 48, seed=0, scale=0.05)
-    found = MatrixIndex(_file(tmp_path, vectors), dtype=dtype).search(queries, k)
+    found = ExactIndex(_file(tmp_path, vectors), dtype=dtype).search(queries, k)
     for query, hits in zip(queries, found, strict=True):
         assert hits == _exact(vectors, query, k)
 
@@ -60,7 +60,7 @@ def test_vectors_of_any_length(tmp_path: Path, scale: float) -> None:
     vectors = (scale * lengths * rng.standard_normal((3000, 200))).astype(np.float32)
     queries = (rng.standard_normal((7, 200)) - 0.5).astype(np.float32)
     queries[3] = 0.0
-    found = MatrixIndex(_file(tmp_path, vectors)).search(queries, 4)
+    found = ExactIndex(_file(tmp_path, vectors)).search(queries, 4)
     for query, hits in zip(queries, found, strict=True):
         expected = _exact(vectors, query, 4)
         assert [hit.row for hit in hits] == [hit.row for hit in expected]
@@ -76,7 +76,7 @@ def test_rows_shared_out_over_devices_give_the_same_answer(
     """Several times the CPU in place of several GPUs: each has its own rows, and nothing is held twice."""
     vectors, queries = _crowded(rows, 48), _crowded(40, 48, scale=0.05)
     devices = ["cpu"] * num_devices
-    index = MatrixIndex(_file(tmp_path, vectors), devices, max_scores=max_scores, num_threads=2)
+    index = ExactIndex(_file(tmp_path, vectors), devices, max_scores=max_scores, num_threads=2)
     assert sum(len(part.matrix_RD) for part in index._parts) == rows == len(index)
     assert max(len(part.matrix_RD) for part in index._parts) == -(-rows // num_devices)
     for query, hits in zip(queries, index.search(queries, 7), strict=True):
@@ -86,18 +86,18 @@ def test_rows_shared_out_over_devices_give_the_same_answer(
 def test_all_devices_work_before_the_first_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     for name in ("_coarse", "_candidates"):
-        real = getattr(MatrixIndex, name)
+        real = getattr(ExactIndex, name)
         monkeypatch.setattr(
-            MatrixIndex, name, lambda *arguments, n=name, real=real: (order.append(n), real(*arguments))[1]
+            ExactIndex, name, lambda *arguments, n=name, real=real: (order.append(n), real(*arguments))[1]
         )
-    MatrixIndex(_file(tmp_path, _crowded(300, 16)), ["cpu"] * 3).search(_crowded(4, 16), 2)
+    ExactIndex(_file(tmp_path, _crowded(300, 16)), ["cpu"] * 3).search(_crowded(4, 16), 2)
     assert order == ["_coarse"] * 3 + ["_candidates"] * 3
 
 
 def test_scores_that_are_all_negative(tmp_path: Path) -> None:
     vectors = _crowded(500, 32)
     queries = -_crowded(5, 32, scale=0.05)
-    for query, hits in zip(queries, MatrixIndex(_file(tmp_path, vectors)).search(queries, 5), strict=True):
+    for query, hits in zip(queries, ExactIndex(_file(tmp_path, vectors)).search(queries, 5), strict=True):
         assert hits == _exact(vectors, query, 5)
 
 
@@ -109,23 +109,23 @@ def test_scores_that_cancel_out(tmp_path: Path) -> None:
     vectors -= np.outer(vectors @ query / (query @ query), query)
     vectors += np.outer(rng.uniform(0.0, 1e-4, 3000), query)
     vectors, query = vectors.astype(np.float32), query.astype(np.float32)
-    (hits,) = MatrixIndex(_file(tmp_path, vectors)).search(query[None], 3)
+    (hits,) = ExactIndex(_file(tmp_path, vectors)).search(query[None], 3)
     assert [hit.row for hit in hits] == [hit.row for hit in _exact(vectors, query, 3)]
 
 
 def test_small_chunks_many_queries_and_threads_change_nothing(tmp_path: Path) -> None:
     vectors, queries = _crowded(1500, 40), _crowded(300, 40, scale=0.05)
     file = _file(tmp_path, vectors)
-    whole = MatrixIndex(file).search(queries, 6)
+    whole = ExactIndex(file).search(queries, 6)
     for max_scores in (1, 20_000, 100_000):
         for num_threads in (1, 3):
-            assert MatrixIndex(file, max_scores=max_scores, num_threads=num_threads).search(queries, 6) == whole
+            assert ExactIndex(file, max_scores=max_scores, num_threads=num_threads).search(queries, 6) == whole
     assert whole == [_exact(vectors, query, 6) for query in queries]
 
 
 def test_a_result_is_the_same_alone_and_in_any_batch(tmp_path: Path) -> None:
     """Bit for bit: rows and scores."""
-    index = MatrixIndex(_file(tmp_path, _crowded(4000, 96)))
+    index = ExactIndex(_file(tmp_path, _crowded(4000, 96)))
     queries = _crowded(257, 96, scale=0.05)
     together = index.search(queries, 3)
     alone = [index.search(query[None], 3)[0] for query in queries[:40]]
@@ -137,7 +137,7 @@ def test_a_result_is_the_same_alone_and_in_any_batch(tmp_path: Path) -> None:
 def test_equal_scores_come_in_row_order(tmp_path: Path) -> None:
     few = _crowded(4, 32)
     vectors = np.concatenate([few] * 300)[np.random.default_rng(3).permutation(1200)]
-    found = MatrixIndex(_file(tmp_path, vectors), max_scores=20_000).search(few, 10)
+    found = ExactIndex(_file(tmp_path, vectors), max_scores=20_000).search(few, 10)
     for query, hits in zip(few, found, strict=True):
         copies = np.flatnonzero((vectors == query).all(1))[:10]
         assert [hit.row for hit in hits] == copies.tolist()
@@ -145,7 +145,7 @@ def test_equal_scores_come_in_row_order(tmp_path: Path) -> None:
 
 
 def test_rows_and_queries_may_be_none(tmp_path: Path) -> None:
-    index = MatrixIndex(_file(tmp_path, _crowded(5, 8)))
+    index = ExactIndex(_file(tmp_path, _crowded(5, 8)))
     assert index.search(np.empty((0, 8), dtype=np.float32), 3) == []
     assert index.search(_crowded(2, 8), 0) == [[], []]
 
@@ -169,14 +169,14 @@ def test_a_vector_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         vectors = _crowded(40, 8)
         vectors[17, 3] = value
         with pytest.raises(IndexMismatchError, match="row 17 has NaN or Inf"):
-            MatrixIndex(_file(tmp_path, vectors))
+            ExactIndex(_file(tmp_path, vectors))
 
 
 def test_a_file_of_another_size_is_refused_and_one_cut_short_is_an_error(tmp_path: Path) -> None:
     file = _file(tmp_path, _crowded(10, 8))
     with pytest.raises(IndexMismatchError, match="320 bytes, not the 352 of 11 float32 vectors of 8"):
         VectorFile(file.path, 11, 8)
-    index = MatrixIndex(file)
+    index = ExactIndex(file)
     with file.path.open("r+b") as opened:
         opened.truncate(16)
     with pytest.raises(IndexMismatchError, match="cut short"):
@@ -187,4 +187,4 @@ def test_a_file_of_another_size_is_refused_and_one_cut_short_is_an_error(tmp_pat
 def test_a_gpu_gives_the_same_bits(tmp_path: Path) -> None:
     vectors, queries = _crowded(4000, 96), _crowded(100, 96, scale=0.05)
     file = _file(tmp_path, vectors)
-    assert MatrixIndex(file, devices=["cuda"]).search(queries, 5) == MatrixIndex(file).search(queries, 5)
+    assert ExactIndex(file, devices=["cuda"]).search(queries, 5) == ExactIndex(file).search(queries, 5)

@@ -28,11 +28,11 @@ from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.server.app import AppOptions
-from search_r1.search.server.cache import AnswerCache
+from search_r1.search.server.cache import HitsCache
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 from search_r1.search.server.source_interface import EncodedHit
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 _TOKEN = "s3cret-t0ken"
 _BEARER = {"Authorization": f"Bearer {_TOKEN}"}
 
@@ -93,7 +93,7 @@ def test_the_cache_is_bounded_in_bytes_and_forgets_the_least_used() -> None:
     def answer(size: int) -> tuple[EncodedHit, ...]:
         return (EncodedHit(b"x" * size, 1.0),)
 
-    cache = AnswerCache(10_000, "index")
+    cache = HitsCache(10_000, "index")
     for name in ("a", "b", "c"):
         cache.put(name, 3, answer(2_500))
     assert cache.get("a", 3) == answer(2_500)  # used last: "b" goes first
