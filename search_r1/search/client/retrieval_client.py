@@ -25,6 +25,7 @@ from search_r1.errors import (
 )
 from search_r1.http.address import check_addresses, without_credentials
 from search_r1.http.backoff import backoff_s
+from search_r1.http.event_loop import entered_loop
 from search_r1.search.client.exchange import Reply, TemporaryFailure, post
 from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery
 from search_r1.search.client.replicas import Replica, ReplicaPool
@@ -138,12 +139,10 @@ class RetrievalClient:
         self._replicas = ReplicaPool(self.urls)
 
     def _attach(self) -> None:
-        """Belong to the running loop. A loop that was closed took its connections with it."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
+        """Belong to the running loop."""
+        loop = entered_loop(self._loop, "RetrievalClient")
+        if loop is None:
             return
-        if self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("this RetrievalClient belongs to another event loop; close() it there first")
         self._forget()
         self._loop = loop
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S))

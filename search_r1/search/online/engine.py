@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from search_r1.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
 from search_r1.http.address import without_credentials
 from search_r1.http.api_key import ApiKey
+from search_r1.http.event_loop import entered_loop
 from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
@@ -123,12 +124,10 @@ class OnlineSource:
         _LOG.info("%s: %s", self.name, self.usage)
 
     def _attach(self) -> None:
-        """Belong to the running loop. A loop that was closed took its connections with it."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
+        """Belong to the running loop."""
+        loop = entered_loop(self._loop, "OnlineSource")
+        if loop is None:
             return
-        if self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("this OnlineSource belongs to another event loop")
         self._loop, self._pending = loop, {}
         if self._key is not None:
             self._transport = Transport(self._provider, self._options, self._key, self._limit, self.usage)

@@ -79,118 +79,26 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
-# Serper: Google results. https://google.serper.dev/search
+def list_reader(
+    name: str, url: str, text: str, score: str | None = None, found_nothing: Callable[[Fields], bool] = lambda _: False
+) -> Callable[[Any], list[Result]]:
+    """Reads the list `name` of a reply, whose keys are `url`, `text` and `score`.
 
-
-def _build_serper(query: str, num_results: int) -> Fields:
-    """The JSON body of one search."""
-    return {"q": query, "num": num_results}
-
-
-def _parse_serper(answer: Any) -> list[Result]:
-    """The organic results. Raises `ValueError` when there is no `organic` list."""
-    answer = object_of(answer)
-    if "organic" not in answer:
-        raise ValueError("there is no 'organic'")
-    return read_results(answer["organic"], "link", lambda item: text_of(item, "snippet"))
-
-
-SERPER = Provider(
-    name="serper",
-    endpoint="https://google.serper.dev/search",
-    method="POST",
-    build=_build_serper,
-    parse=_parse_serper,
-    max_results=100,
-    key_variable="SERPER_API_KEY",
-    key_place="header",
-    key_name="X-API-KEY",
-    per_second=50.0,
-    concurrency=32,
-)
-
-
-# SerpAPI: Google results, or those of another engine by the field `engine`. https://serpapi.com/search
-
-
-def _build_serpapi(query: str, num_results: int) -> Fields:
-    """The URL parameters of one search."""
-    return {"engine": "google", "q": query, "num": num_results}
-
-
-def _parse_serpapi(answer: Any) -> list[Result]:
-    """The organic results. Raises `ValueError` for a search that failed.
-
-    A search that found nothing has the status "Success", an `error` that says so, and no results.
+    A reply without the list is empty where `found_nothing` holds, else the reader raises `ValueError`.
     """
-    answer = object_of(answer)
-    if "organic_results" in answer:
-        return read_results(answer["organic_results"], "link", lambda item: text_of(item, "snippet"))
-    metadata = answer.get("search_metadata")
-    if isinstance(metadata, dict) and metadata.get("status") == "Success":
-        return []
-    raise ValueError(f"there is no 'organic_results', and the search did not succeed: {answer.get('error')}")
+
+    def parse(answer: Any) -> list[Result]:
+        answer = object_of(answer)
+        if name in answer:
+            return read_results(answer[name], url, lambda item: text_of(item, text), score)
+        if found_nothing(answer):
+            return []
+        raise ValueError(f"there is no {name!r}; 'error' is {answer.get('error')!r}")
+
+    return parse
 
 
-SERPAPI = Provider(
-    name="serpapi",
-    endpoint="https://serpapi.com/search",
-    method="GET",
-    build=_build_serpapi,
-    parse=_parse_serpapi,
-    max_results=100,
-    key_variable="SERPAPI_API_KEY",
-    key_place="parameter",
-    key_name="api_key",
-    per_second=5.0,
-)
-
-
-# Google Programmable Search (Custom Search JSON API). The field `cx` names the search engine that was set up.
-
-
-def _build_google(query: str, num_results: int) -> Fields:
-    """The URL parameters of one search, without `cx`."""
-    return {"q": query, "num": num_results}
-
-
-def _parse_google(answer: Any) -> list[Result]:
-    """The items; an answer without any found nothing. Raises `ValueError` when it is no search answer."""
-    answer = object_of(answer)
-    if "items" in answer:
-        return read_results(answer["items"], "link", lambda item: text_of(item, "snippet"))
-    if answer.get("kind") == "customsearch#search":
-        return []
-    raise ValueError("there is neither 'items' nor the kind 'customsearch#search'")
-
-
-GOOGLE = Provider(
-    name="google",
-    endpoint="https://www.googleapis.com/customsearch/v1",
-    method="GET",
-    build=_build_google,
-    parse=_parse_google,
-    max_results=10,
-    key_variable="GOOGLE_API_KEY",
-    key_place="parameter",
-    key_name="key",
-    needs=("cx",),
-    per_second=1.5,
-)
-
-
-# Brave Search. https://api.search.brave.com/res/v1/web/search
-
-
-def _build_brave(query: str, num_results: int) -> Fields:
-    """The URL parameters of one search: plain text without marks around the matching words.
-
-    With the field `extra_snippets`, which not every plan has, a result has up to five more passages.
-    """
-    return {"q": query, "count": num_results, "text_decorations": "false"}
-
-
-def _parse_brave(answer: Any) -> list[Result]:
+def _read_brave(answer: Any) -> list[Result]:
     """The web results; an answer of the type "search" without any found nothing. Raises `ValueError`."""
     answer = object_of(answer)
     web = answer.get("web")
@@ -201,55 +109,90 @@ def _parse_brave(answer: Any) -> list[Result]:
 
 
 def _brave_text(item: Fields) -> str:
+    """With the field `extra_snippets`, which not every plan has, a result has up to five more passages."""
     more = item.get("extra_snippets") or []
     if not isinstance(more, list) or not all(isinstance(snippet, str) for snippet in more):
         raise ValueError("'extra_snippets' of a result is not a list of strings")
     return "\n".join([text_of(item, "description"), *more])
 
 
-BRAVE = Provider(
-    name="brave",
-    endpoint="https://api.search.brave.com/res/v1/web/search",
-    method="GET",
-    build=_build_brave,
-    parse=_parse_brave,
-    max_results=20,
-    key_variable="BRAVE_API_KEY",
-    key_place="header",
-    key_name="X-Subscription-Token",
-    per_second=1.0,
-)
+def _succeeded(answer: Fields) -> bool:
+    """SerpAPI: a search that found nothing has this status, an `error` that says so, and no results."""
+    metadata = answer.get("search_metadata")
+    return isinstance(metadata, dict) and metadata.get("status") == "Success"
 
 
-# Tavily: passages of pages with a relevance score. https://api.tavily.com/search
-
-
-def _build_tavily(query: str, num_results: int) -> Fields:
-    """The JSON body of one search; the depth "basic" costs one credit."""
-    return {"query": query, "max_results": num_results, "search_depth": "basic"}
-
-
-def _parse_tavily(answer: Any) -> list[Result]:
-    """The results with their scores. Raises `ValueError` when there is no `results` list."""
-    answer = object_of(answer)
-    if "results" not in answer:
-        raise ValueError("there is no 'results'")
-    return read_results(answer["results"], "url", lambda item: text_of(item, "content"), score="score")
-
-
-TAVILY = Provider(
-    name="tavily",
-    endpoint="https://api.tavily.com/search",
-    method="POST",
-    build=_build_tavily,
-    parse=_parse_tavily,
-    max_results=20,
-    key_variable="TAVILY_API_KEY",
-    key_place="header",
-    key_name="Authorization",
-    key_prefix="Bearer ",
-    per_second=1.5,
-)
-
-
-PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (SERPER, SERPAPI, GOOGLE, BRAVE, TAVILY)}
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider(  # Google results
+            name="serper",
+            endpoint="https://google.serper.dev/search",
+            method="POST",
+            build=lambda query, num_results: {"q": query, "num": num_results},
+            parse=list_reader("organic", "link", "snippet"),
+            max_results=100,
+            key_variable="SERPER_API_KEY",
+            key_place="header",
+            key_name="X-API-KEY",
+            per_second=50.0,
+            concurrency=32,
+        ),
+        Provider(  # Google results, or those of another engine by the field `engine`
+            name="serpapi",
+            endpoint="https://serpapi.com/search",
+            method="GET",
+            build=lambda query, num_results: {"engine": "google", "q": query, "num": num_results},
+            parse=list_reader("organic_results", "link", "snippet", found_nothing=_succeeded),
+            max_results=100,
+            key_variable="SERPAPI_API_KEY",
+            key_place="parameter",
+            key_name="api_key",
+            per_second=5.0,
+        ),
+        Provider(  # Programmable Search (Custom Search JSON API); `cx` names the search engine that was set up
+            name="google",
+            endpoint="https://www.googleapis.com/customsearch/v1",
+            method="GET",
+            build=lambda query, num_results: {"q": query, "num": num_results},
+            parse=list_reader(
+                "items", "link", "snippet", found_nothing=lambda answer: answer.get("kind") == "customsearch#search"
+            ),
+            max_results=10,
+            key_variable="GOOGLE_API_KEY",
+            key_place="parameter",
+            key_name="key",
+            needs=("cx",),
+            per_second=1.5,
+        ),
+        Provider(  # plain text, without marks around the matching words
+            name="brave",
+            endpoint="https://api.search.brave.com/res/v1/web/search",
+            method="GET",
+            build=lambda query, num_results: {"q": query, "count": num_results, "text_decorations": "false"},
+            parse=_read_brave,
+            max_results=20,
+            key_variable="BRAVE_API_KEY",
+            key_place="header",
+            key_name="X-Subscription-Token",
+            per_second=1.0,
+        ),
+        Provider(  # passages of pages with a relevance score; the depth "basic" costs one credit
+            name="tavily",
+            endpoint="https://api.tavily.com/search",
+            method="POST",
+            build=lambda query, num_results: {
+                "query": query,
+                "max_results": num_results,
+                "search_depth": "basic",
+            },
+            parse=list_reader("results", "url", "content", score="score"),
+            max_results=20,
+            key_variable="TAVILY_API_KEY",
+            key_place="header",
+            key_name="Authorization",
+            key_prefix="Bearer ",
+            per_second=1.5,
+        ),
+    )
+}
