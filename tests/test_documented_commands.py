@@ -15,7 +15,7 @@ from trying_commands import server, try_command, try_typed
 
 import infer
 from search_r1.data.qa.sets import SETS
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from verl.config import load_config_from_argv
 from verl.errors import ConfigError

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.search.analyzer import terms
+from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
-from search_r1.search.postings import Postings
 from search_r1.search.retriever import Hit, Retriever
 
 Analyze = Callable[[str], list[str]]

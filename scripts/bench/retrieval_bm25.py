@@ -61,7 +61,7 @@ def library(index_path: str, questions: list[str]) -> dict[str, float]:
     """Queries a second of bm25s itself, tokenising as the server does; medians of five."""
     import bm25s
 
-    from search_r1.search.analyzer import terms
+    from search_r1.search.bm25.analyzer import terms
 
     index = bm25s.BM25.load(index_path, mmap=True, show_progress=False)
     index.backend = "numba"

@@ -90,7 +90,7 @@ def make_vectors(seeds_SD: np.ndarray, rows: int, target: Path, seed: int = 0) -
 def make_seeds(like: list[str], model: str, target: Path, num_threads: int = 1) -> np.ndarray:
     """The vectors of real passages, float32 [S, D], kept in `target`."""
     if not target.exists():
-        from search_r1.search.encoder import Encoder, EncoderOptions
+        from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 
         encoder = Encoder(EncoderOptions("minilm", model, precision="auto", num_threads=num_threads))
         np.save(target, encoder.encode_passages(like, 128))

@@ -114,10 +114,10 @@ def recall(
     """Share of Flat's three best rows that the index finds."""
     import faiss
 
-    from search_r1.search.encoder import Encoder, EncoderOptions
-    from search_r1.search.faiss_index import FaissIndex, read_index
-    from search_r1.search.flat import MatrixIndex
-    from search_r1.search.vectors import VectorFile
+    from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+    from search_r1.search.dense.exact_index import ExactIndex
+    from search_r1.search.dense.faiss_index import FaissIndex, read_index
+    from search_r1.search.dense.vectors import VectorFile
 
     queries = Encoder(EncoderOptions("minilm", arguments.model)).encode_queries(questions[:_SAMPLE])
     rows = vectors.stat().st_size // 4 // queries.shape[1]
@@ -132,7 +132,7 @@ def recall(
         both, all_ids = np.hstack([best, scores]), np.hstack([expected, ids + start])
         order = np.argsort(-both, axis=1, kind="stable")[:, :3]
         best, expected = np.take_along_axis(both, order, 1), np.take_along_axis(all_ids, order, 1)
-    searched = MatrixIndex(file) if choice == "auto" else FaissIndex(read_index(index), parameters)
+    searched = ExactIndex(file) if choice == "auto" else FaissIndex(read_index(index), parameters)
     found = [{hit.row for hit in hits} for hits in searched.search(queries, 3)]
     return round(
         sum(len(rows & set(best)) for rows, best in zip(found, expected.tolist(), strict=True)) / 3 / _SAMPLE, 4

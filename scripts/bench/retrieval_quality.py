@@ -1,4 +1,4 @@
-"""Answer recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
+"""AnswerTokens recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
 
     .venv/bin/python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl \\
       hotpotqa/dev.jsonl --work indexes/quality --model MODEL --output quality.json
@@ -23,19 +23,21 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.search import index_builder, java
-from search_r1.search.answers import Answer, answer_tokens
-from search_r1.search.backends import BackendOptions, load_retriever
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
+from search_r1.data.corpus.coverage import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
+from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
+from search_r1.errors import SearchError, ServerError
+from search_r1.search import index_builder
+from search_r1.search.bm25 import java
+from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.bm25.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.corpus import Corpus
-from search_r1.search.coverage import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
-from search_r1.search.encoder import Encoder, EncoderOptions
-from search_r1.search.errors import SearchError, ServerError
-from search_r1.search.faiss_index import flat_vectors
+from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+from search_r1.search.dense.faiss_index import flat_vectors
 from search_r1.search.hybrid import HybridRetriever
-from search_r1.search.lucene import LuceneRetriever, is_lucene_index
-from search_r1.search.questions import Question, read_questions
 from search_r1.search.retriever import Hit, Retriever
+from search_r1.search.retriever_loading import load_retriever
+from search_r1.search.retriever_options import RetrieverOptions
 
 _KS = (1, 3, 5, 20)
 _RERANKED = 100
@@ -68,7 +70,7 @@ class Indexes:
         model = self._arguments.model
         index = str(self._dense_index(model, self._arguments.work))
         return load_retriever(
-            BackendOptions(self._arguments.family, index, model, query_precision="float32"), self.corpus
+            RetrieverOptions(self._arguments.family, index, model, query_precision="float32"), self.corpus
         )
 
     @cached_property
@@ -129,7 +131,7 @@ def build_lucene(corpus: Corpus, folder: Path) -> None:
     with (source / "corpus.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": row["id"], "contents": row["contents"]}) + "\n" for row in corpus)
     run = "runpy.run_module('pyserini.index.lucene', run_name='__main__')"
-    script = f"import runpy, search_r1.search.java as java; java.use_java(java.find_java()); {run}"
+    script = f"import runpy, search_r1.search.bm25.java as java; java.use_java(java.find_java()); {run}"
     options = ["--collection", "JsonCollection", "--generator", "DefaultLuceneDocumentGenerator", "--threads", "1"]
     command = [sys.executable, "-c", script, *options, "--input", str(source), "--index", str(folder)]
     environment = os.environ | {"JAVA_HOME": str(found.home), "OPENAI_API_KEY": "none"}
@@ -143,11 +145,11 @@ def build_lucene(corpus: Corpus, folder: Path) -> None:
 class Sets:
     """Questions by set, and the answers that the corpus holds."""
 
-    questions: dict[str, list[Question]]
-    found: set[Answer]
+    questions: dict[str, list[GoldQuestion]]
+    found: set[AnswerTokens]
 
     @property
-    def pooled(self) -> list[Question]:
+    def pooled(self) -> list[GoldQuestion]:
         return [question for group in self.questions.values() for question in group]
 
     def rows(self, ranks: Sequence[Rank]) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Answer recall of the retrievers over a corpus.")
+    parser = argparse.ArgumentParser(description="AnswerTokens recall of the retrievers over a corpus.")
     parser.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--questions", required=True, nargs="+", type=Path, help="files in the format of FlashRAG")
     parser.add_argument("--work", required=True, type=Path, help="folder of the indexes, kept for the next run")

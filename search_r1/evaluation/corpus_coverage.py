@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from search_r1.data.corpus.audit import server_ranks
+from search_r1.data.corpus.coverage import matcher_of, recall, scan_corpus, summarize
+from search_r1.data.corpus.gold_questions import make_question
+from search_r1.errors import CorpusError, RetrieverError
 from search_r1.evaluation.methods.base import text_of
 from search_r1.evaluation.questions import Question
-from search_r1.search.audit import server_ranks
-from search_r1.search.coverage import matcher_of, recall, scan_corpus, summarize
-from search_r1.search.errors import CorpusError, RetrieverError
-from search_r1.search.questions import make_question
 from verl.errors import DataError, EnvironmentUnavailable
 
 
 def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None, topk: int) -> dict[str, Any]:
-    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as of `search_r1.search.coverage`.
+    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as of `search_r1.data.corpus.coverage`.
 
     Without a `url` no retriever is asked, and the rows have no `recall`. Raises `DataError` for a bad corpus and for
     questions without a text, `EnvironmentUnavailable` when the retriever does not answer.

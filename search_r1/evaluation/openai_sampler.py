@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from search_r1.evaluation.completion_reply import generation_of
-from search_r1.search.address import without_credentials
-from search_r1.search.backoff import backoff_s
+from search_r1.http.address import without_credentials
+from search_r1.http.backoff import backoff_s
 from verl.agent.environment import Generation, Sampling
 from verl.errors import RolloutError
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
+from search_r1.data.corpus.gold_questions import searched_answers
 from search_r1.evaluation.methods.base import CONTEXT
 from search_r1.rewards.metrics import cover_match, exact_match, token_f1
 from search_r1.rewards.reading import Reading, read_trajectory
-from search_r1.search.answers import AnswerMatcher, answer_tokens
-from search_r1.search.questions import searched_answers
 from verl.protocol import Status, Trajectory
 
 if TYPE_CHECKING:

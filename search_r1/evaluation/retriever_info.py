@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from search_r1.http.address import without_credentials
 from search_r1.llm_agent.search_engine import Searcher
-from search_r1.search.address import without_credentials
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError
 

@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from search_r1.errors import RetrieverError
 from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverError
 from verl.by_name import load_by_name
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable

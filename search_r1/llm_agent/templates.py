@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.text_files import read_text_file
 from verl.errors import ConfigError, DataError
 
 # In the metadata of a prompt file: the template it was made with.
@@ -67,13 +68,8 @@ class Template:
 
 def load_template(name_or_path: str) -> Template:
     """A shipped template or that of a file. Raises `ConfigError` when there is none, or it is not well formed."""
-    shipped = _FOLDER / f"{name_or_path}.txt"
-    path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"no template {name_or_path!r}: give the path of a text file, or one of {', '.join(shipped_templates())}"
-        )
-    header, text = _split(path.read_text(encoding="utf-8"), path)
+    path, content = read_text_file("template", name_or_path, _FOLDER)
+    header, text = _split(content, path)
     for slot, allowed in (("{question}", (1,)), ("{context}", (0, 1))):
         if text.count(slot) not in allowed:
             raise ConfigError(f"{path}: {slot} stands in it {text.count(slot)} times, but has to stand once")

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from search_r1.search.backoff import backoff_s
-from search_r1.search.errors import OnlineError
-from search_r1.search.online.api_key import ApiKey
-from search_r1.search.reply import retry_after_s, server_message
+from search_r1.errors import OnlineError
+from search_r1.http.api_key import ApiKey
+from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EndpointDown(RewardUnavailable):
 
 
 class _Trouble(_WithStatus):
-    """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
+    """An attempt failed in a way that a retry may cure; `pause_s` is the value of Retry-After."""
 
 
 class _Rubbish(Exception):

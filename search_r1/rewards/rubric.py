@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from search_r1.llm_agent.text_files import names_in, read_text_file
 from verl.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "rubrics"
@@ -39,13 +40,7 @@ class Rubric:
 
 def load_rubric(name_or_path: str) -> Rubric:
     """A shipped rubric or that of a file. Raises `ConfigError` when there is none, or it cannot be used."""
-    shipped = _FOLDER / f"{name_or_path}.txt"
-    path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"no rubric {name_or_path!r}: give the path of a text file, or one of {', '.join(shipped_rubrics())}"
-        )
-    text = path.read_text(encoding="utf-8")
+    path, text = read_text_file("rubric", name_or_path, _FOLDER)
     for slot in _SLOTS:
         if text.count(slot) != 1:
             raise ConfigError(f"rubric {path}: {slot} stands in it {text.count(slot)} times, but has to stand once")
@@ -56,7 +51,7 @@ def load_rubric(name_or_path: str) -> Rubric:
 
 def shipped_rubrics() -> list[str]:
     """Their names."""
-    return sorted(path.stem for path in _FOLDER.glob("*.txt"))
+    return names_in(_FOLDER)
 
 
 def quoted(text: str) -> str:

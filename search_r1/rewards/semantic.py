@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from search_r1.errors import EncoderError
 from search_r1.rewards.component import Value, component
 from search_r1.rewards.reading import Reading
-from search_r1.search.encoder_spec import resolve_spec
-from search_r1.search.errors import EncoderError
+from search_r1.search.dense.encoding.specification import resolve_spec
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from search_r1.search.encoder import Encoder
+    from search_r1.search.dense.encoding.encoder import Encoder
 
 _loading = threading.Lock()
 _encoders: dict[tuple[str, str, str], Encoder] = {}  # of this process
@@ -37,8 +37,8 @@ class Semantic:
         """
         import torch
 
-        from search_r1.search.encoder_model import json_reader
-        from search_r1.search.precision import resolve_device
+        from search_r1.search.dense.encoding.model import json_reader
+        from search_r1.search.dense.encoding.precision import resolve_device
 
         self._options = (model, family, device)
         try:
@@ -89,7 +89,7 @@ def _encoder(model: str, family: str, device: str) -> Encoder:
     """Loaded once a process, with the threads that torch has."""
     import torch
 
-    from search_r1.search.encoder import Encoder, EncoderOptions
+    from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 
     with _loading:
         if (model, family, device) not in _encoders:

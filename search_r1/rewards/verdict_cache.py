@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from search_r1.errors import OnlineError
+from search_r1.http.response_cache import ResponseCache, request_key
 from search_r1.rewards.verdict import read_score
-from search_r1.search.errors import OnlineError
-from search_r1.search.online.response_cache import ResponseCache, request_key
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Retrieval: corpora, indexes, the retrieval server and its client."""

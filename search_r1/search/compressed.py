@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from search_r1.search.errors import CorpusError
+from search_r1.errors import CorpusError
 
 _LOG = logging.getLogger(__name__)
 

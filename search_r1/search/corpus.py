@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from search_r1.errors import CorpusError
 from search_r1.search.compressed import plain_copy
-from search_r1.search.errors import CorpusError
 from search_r1.search.sanitize import strip_agent_tags
 
 _SCAN_BYTES = 1 << 24

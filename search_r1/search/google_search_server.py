@@ -8,22 +8,16 @@ snippets that Google sends: a server that fetches whatever address a search find
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from search_r1.search import retrieval_server
-from search_r1.search.online_arguments import use_key
+from search_r1.search.online_arguments import published_parser, use_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m search_r1.search.google_search_server",
-        description="Serve the snippets of Google Programmable Search.",
-        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
-        allow_abbrev=False,
-    )
+    parser = published_parser("google_search_server", "Serve the snippets of Google Programmable Search.")
     parser.add_argument("--api_key", help="better in the environment: GOOGLE_API_KEY")
     parser.add_argument("--cse_id", required=True, help="the id of the programmable search engine")
     parser.add_argument("--snippet_only", action="store_true", help="what is served in any case; silences the notice")

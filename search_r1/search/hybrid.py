@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from search_r1.search.errors import IndexMismatchError
+from search_r1.errors import IndexMismatchError
 from search_r1.search.retriever import Hit, Retriever
 
 _RANK_CONSTANT = 60

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.errors import SearchError, ServerError
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder_spec import POOLINGS
-from search_r1.search.errors import SearchError, ServerError
-from search_r1.search.numerics import prepare_libraries
+from search_r1.search.dense.encoding.specification import POOLINGS
+from search_r1.search.library_threads import prepare_libraries
 
 _LOG = logging.getLogger(__name__)
 _POSITIVE = ("max_length", "batch_size", "num_threads", "num_processes", "train_rows")
@@ -77,11 +77,11 @@ def build(arguments: argparse.Namespace) -> str:
     folder = Path(arguments.save_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.retrieval_method == "bm25":
-        Bm25Retriever.check_folder(folder / "bm25")  # better known before the long work
+        Bm25Retriever.check_folder(folder / "bm25")  # fail before the long work, not after it
         Bm25Retriever.build(corpus, arguments.bm25_k1, arguments.bm25_b).save(folder / "bm25")
         return str(folder / "bm25")
     prepare_libraries(arguments.num_threads)
-    from search_r1.search.dense_build import build_dense
+    from search_r1.search.dense.build import build_dense
 
     return build_dense(arguments, corpus, folder)
 

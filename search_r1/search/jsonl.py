@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from search_r1.search.errors import CorpusError
+from search_r1.errors import CorpusError
 
 _LINES_A_TICK = 1024
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from search_r1.search.errors import IndexMismatchError
+from search_r1.errors import IndexMismatchError
 
 
 def manifest_path(index_path: Path) -> Path:

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from search_r1.search.errors import OnlineError, ServerError
+from search_r1.errors import OnlineError, ServerError
 
 if TYPE_CHECKING:
     from search_r1.search.online import OnlineSource
@@ -76,8 +76,18 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
     return engine
 
 
+def published_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """For a program with a few arguments of its own, which passes all others on to the retrieval server."""
+    return argparse.ArgumentParser(
+        prog=f"python -m search_r1.search.{module}",
+        description=description,
+        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
+        allow_abbrev=False,
+    )
+
+
 def use_key(variable: str, key: str | None, flag: str) -> None:
-    """A key that was given by `flag` is read as if it were in the environment, which is where it belongs."""
+    """Put a key that was passed by `flag` into the environment, where it should have been."""
     if key:
         print(f"warning: {flag} shows the key to everyone who runs ps; set {variable} instead", file=sys.stderr)
         os.environ[variable] = key

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 
-from search_r1.search.app import AppOptions, create_app_of
-from search_r1.search.errors import ServerError
-from search_r1.search.metrics import Metrics
-from search_r1.search.rerank_wire import MAX_DOCUMENTS
-from search_r1.search.reranker_loading import MODEL, add_reranker_arguments, load_reranker
-from search_r1.search.server_process import run_server
-from search_r1.search.serving_arguments import add_serving_arguments
+from search_r1.errors import ServerError
+from search_r1.http.arguments import add_serving_arguments
+from search_r1.http.metrics import Metrics
+from search_r1.http.process import run_server
+from search_r1.search.rerank.loading import MAX_DOCUMENTS, MODEL, add_reranker_arguments, load_reranker
+from search_r1.search.server.app import AppOptions, create_app_of
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ServerError(f"--rerank_topk is {arguments.rerank_topk}; it must be between 1 and {MAX_DOCUMENTS}")
         if arguments.num_threads < 1:
             raise ServerError(f"--num_threads is {arguments.num_threads}; it must be at least 1")
-        from search_r1.search.rerank_routes import rerank_router  # loads torch
+        from search_r1.search.rerank.routes import rerank_router  # loads torch
 
         model, options = (
             arguments.rerank_model_name_or_path,

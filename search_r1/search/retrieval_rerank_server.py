@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 
-from search_r1.search.app import AppOptions, create_app_of
-from search_r1.search.errors import ServerError
-from search_r1.search.metrics import Metrics
-from search_r1.search.reranker_loading import MODEL, add_reranker_arguments, load_reranker
+from search_r1.errors import ServerError
+from search_r1.http.arguments import add_serving_arguments
+from search_r1.http.metrics import Metrics
+from search_r1.http.process import run_server
+from search_r1.search.rerank.loading import MODEL, add_reranker_arguments, load_reranker
 from search_r1.search.retrieval_server import (
     add_retriever_arguments,
     check_retriever_arguments,
     check_topk,
     load_service,
 )
-from search_r1.search.server_process import run_server
-from search_r1.search.serving_arguments import add_serving_arguments
+from search_r1.search.server.app import AppOptions, create_app_of
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def build(metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
         _check(arguments)
         service = load_service(arguments, metrics)
-        from search_r1.search.rerank_routes import reranked_router
-        from search_r1.search.reranked import RerankedSource  # loads torch
+        from search_r1.search.rerank.reranker import RerankedSource  # loads torch
+        from search_r1.search.rerank.routes import reranked_router
 
         reranker = load_reranker(
             arguments,

@@ -13,25 +13,26 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from search_r1.search.app import AppOptions, create_app
-from search_r1.search.errors import SearchError, ServerError
-from search_r1.search.mcp_tool import sdk_module
-from search_r1.search.metrics import Metrics
-from search_r1.search.numerics import prepare_libraries
-from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
-from search_r1.search.server_process import (
+from search_r1.errors import SearchError, ServerError
+from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
+from search_r1.http.metrics import Metrics
+from search_r1.http.process import (
     announce,
     bind,
     serve,
 )
-from search_r1.search.serving_arguments import add_serving_arguments, check_serving_arguments, read_token
-from search_r1.search.wire import MAX_TOPK
+from search_r1.search.library_threads import prepare_libraries
+from search_r1.search.mcp.tool import sdk_module
+from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.wire import MAX_TOPK
 from search_r1.search.workers.shared_address import SharedAddress
 from search_r1.search.workers.supervisor import serve_workers
 
 if TYPE_CHECKING:
-    from search_r1.search.service import RetrievalService
-    from search_r1.search.source import Source
+    from search_r1.search.server.retrieval_service import RetrievalService
+    from search_r1.search.server.source_interface import Source
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -136,12 +137,13 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
     if not arguments.corpus_path:
         raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")
     prepare_libraries(arguments.num_threads)
-    from search_r1.search.backends import BackendOptions, load_retriever
     from search_r1.search.corpus import Corpus
-    from search_r1.search.service import RetrievalService, ServiceOptions
+    from search_r1.search.retriever_loading import load_retriever
+    from search_r1.search.retriever_options import RetrieverOptions
+    from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
     corpus = Corpus(arguments.corpus_path)
-    options = BackendOptions(
+    options = RetrieverOptions(
         name=arguments.retriever_name,
         index_path=arguments.index_path,
         model=arguments.retriever_model,

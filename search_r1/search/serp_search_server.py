@@ -7,22 +7,16 @@ Further arguments are those of `search_r1.search.retrieval_server`. The key belo
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from search_r1.search import retrieval_server
-from search_r1.search.online_arguments import use_key
+from search_r1.search.online_arguments import published_parser, use_key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m search_r1.search.serp_search_server",
-        description="Serve the results of SerpAPI.",
-        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
-        allow_abbrev=False,
-    )
+    parser = published_parser("serp_search_server", "Serve the results of SerpAPI.")
     parser.add_argument("--search_url", required=True, help="such as https://serpapi.com/search")
     parser.add_argument("--serp_api_key", help="better in the environment: SERPAPI_API_KEY")
     parser.add_argument("--serp_engine", default="google", help="google, bing, baidu, ...")

@@ -16,16 +16,16 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
-from search_r1.llm_agent.templates import load_template
-from search_r1.search.errors import SearchError, ServerError
-from search_r1.search.server_process import (
+from search_r1.errors import SearchError, ServerError
+from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
+from search_r1.http.process import (
     announce,
     bind,
     draining_server,
     settle_process,
 )
-from search_r1.search.serving_arguments import add_serving_arguments, check_serving_arguments, read_token
+from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
+from search_r1.llm_agent.templates import load_template
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
 from verl.startup import log_to_stderr

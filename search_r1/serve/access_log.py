@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import quote
 
-from search_r1.search.gate import App, Receive, Scope, Send
+from search_r1.http.gate import App, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 

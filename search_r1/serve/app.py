@@ -9,12 +9,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import StarletteHTTPException
 from fastapi.responses import JSONResponse
 
+from search_r1.errors import ServiceUnavailable
+from search_r1.http.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.http.gate import Gate, ServerState
+from search_r1.http.metrics import Metrics
+from search_r1.http.raw_route import RawRoute, schema_of
 from search_r1.llm_agent.agent import SearchAgent
-from search_r1.search.deadline import ClientGone, DeadlineExpired, answer_in_time
-from search_r1.search.errors import ServiceUnavailable
-from search_r1.search.gate import Gate, ServerState
-from search_r1.search.metrics import Metrics
-from search_r1.search.routes import RawRoute, schema_of
 from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions
 from search_r1.serve.wire import ApiError, ChatRequest, error_body, parse_chat

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from search_r1.http.deadline import DeadlineExpired
+from search_r1.http.gate import Receive, Scope, Send
+from search_r1.http.metrics import Metrics
 from search_r1.llm_agent.agent import SearchAgent
-from search_r1.search.deadline import DeadlineExpired
-from search_r1.search.gate import Receive, Scope, Send
-from search_r1.search.metrics import Metrics
 from search_r1.serve.access_log import Notes
 from search_r1.serve.parts import Part
 from search_r1.serve.replies import answer_chunk, completion, first_chunk, last_chunk, part_chunk, usage_chunk

@@ -19,7 +19,7 @@ PORT = 8002
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from search_r1.search.serving_arguments import add_serving_arguments
+    from search_r1.http.arguments import add_serving_arguments
 
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -37,7 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status: 1 when it cannot start."""
     args = parse_arguments(argv)
-    from search_r1.search.errors import SearchError  # heavy imports come after --help
+    from search_r1.errors import SearchError  # heavy imports come after --help
     from verl.errors import VerlError
 
     try:
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from search_r1.search.metrics import Metrics
-    from search_r1.search.server_process import announce, bind, check_serving_arguments, read_token, serve
+    from search_r1.http.metrics import Metrics
+    from search_r1.http.process import announce, bind, check_serving_arguments, read_token, serve
     from search_r1.viewer.app import create_app
     from search_r1.viewer.pages import Pages
     from verl.startup import log_to_stderr

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from search_r1.search.deadline import ClientGone, DeadlineExpired, answer_in_time
-from search_r1.search.gate import OPEN_PATHS, App, Gate, Receive, Scope, Send, ServerState
-from search_r1.search.metrics import Metrics
+from search_r1.http.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.http.gate import OPEN_PATHS, App, Gate, Receive, Scope, Send, ServerState
+from search_r1.http.metrics import Metrics
 from search_r1.viewer.export import export_html
 from search_r1.viewer.filters import CompareQuery, RowsQuery
 from search_r1.viewer.pages import Pages

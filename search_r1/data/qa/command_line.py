@@ -13,8 +13,8 @@ from search_r1.data.qa.hdfs import copy_to_hdfs, hdfs_client
 from search_r1.data.qa.reading import BadRows
 from search_r1.data.qa.retrieved import Contexts
 from search_r1.data.qa.source_files import sources
+from search_r1.errors import SearchError
 from search_r1.llm_agent.templates import load_template, shipped_templates
-from search_r1.search.errors import SearchError
 from verl.errors import ConfigError, VerlError
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from search_r1.data.qa.json_array import array_items
-from search_r1.search.errors import CorpusError
+from search_r1.errors import CorpusError
 from search_r1.search.jsonl import read_lines
 from verl.errors import DataError
 

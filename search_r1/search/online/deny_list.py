@@ -1,4 +1,4 @@
-"""Pages that must not be found: those that hold a benchmark's own questions and answers."""
+"""Pages that are never served: those that hold a benchmark's own questions and answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from search_r1.search.errors import OnlineError
+from search_r1.errors import OnlineError
 
 # Where the question sets of this project are published.
 BENCHMARK_PAGES = (

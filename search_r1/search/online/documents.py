@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from search_r1.search.online.deny_list import DenyList
-from search_r1.search.online.provider import Result
+from search_r1.search.online.providers import Result
 from search_r1.search.sanitize import strip_agent_tags
-from search_r1.search.source import Found
+from search_r1.search.server.source_interface import ScoredPassage
 
 
-def to_documents(results: list[Result], source: str, deny: DenyList) -> list[Found]:
+def to_documents(results: list[Result], source: str, deny: DenyList) -> list[ScoredPassage]:
     """(document, score) of the results that may be shown, by falling score; a page that comes twice counts once.
 
     The score is the engine's own when each result has one, else 1 / rank in the engine's answer.
     """
     scored = bool(results) and all(result.score is not None for result in results)
-    kept: dict[str, Found] = {}
+    kept: dict[str, ScoredPassage] = {}
     for rank, result in enumerate(results, start=1):
         if result.url not in kept and not deny.denies(result.url):
             score = result.score if scored and result.score is not None else 1 / rank

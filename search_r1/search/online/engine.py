@@ -1,6 +1,6 @@
-"""An online engine as a source of passages: cache, one request for the same question asked twice, deny-list, costs.
+"""An online engine as a source of passages: cache, one request for equal queries, deny-list, costs.
 
-Every query has its own outcome, and an answer that is paid for is kept, whoever has left by the time it comes.
+Every query has its own outcome, and a reply that is paid for is stored even when its client has left.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from search_r1.search.address import without_credentials
-from search_r1.search.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
-from search_r1.search.online.api_key import ApiKey
+from search_r1.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
+from search_r1.http.address import without_credentials
+from search_r1.http.api_key import ApiKey
+from search_r1.http.event_loop import entered_loop
+from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
 from search_r1.search.online.memory_cache import MemoryCache
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.provider import Fields, Provider, Result
+from search_r1.search.online.providers import Fields, Provider, Result
 from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.response_cache import RequestKey, ResponseCache, request_key
-from search_r1.search.online.transport import Patience, Transport, shown
+from search_r1.search.online.transport import RequestState, Transport, shown
 from search_r1.search.online.usage import Usage
-from search_r1.search.source import Answer, Found, Outcome, decode_answers, encode_answer, version_of
+from search_r1.search.server.source_interface import (
+    EncodedHits,
+    Outcome,
+    ScoredPassage,
+    decode_hits,
+    encode_hits,
+    version_of,
+)
 
 _LOG = logging.getLogger(__name__)
 _LEAST_RESULTS = 10  # costs the same as fewer; one answer serves every smaller k, also with denied pages left out
@@ -36,14 +44,14 @@ _REPLY_S = 0.5  # kept of a client's time, at most, for the reply to reach it
 
 
 @dataclass
-class _Flight:
+class _PendingRequest:
     """A question that is being answered, and how many wait for it."""
 
     fields: Fields
     key: RequestKey
-    patience: Patience = field(default_factory=Patience)
+    state: RequestState = field(default_factory=RequestState)
     waiters: int = 0
-    task: asyncio.Task[Answer] = field(init=False)
+    task: asyncio.Task[EncodedHits] = field(init=False)
 
 
 class OnlineSource:
@@ -71,16 +79,16 @@ class OnlineSource:
         )  # a second's worth: none waits much for others
         self._cache = _open_cache(options)
         self._cache_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="response-cache")
-        self._flights: dict[str, _Flight] = {}
+        self._pending: dict[str, _PendingRequest] = {}
         self._transport: Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`. Raises an `OnlineError` when one of the queries has no answer.
 
         The others are awaited first: what was paid for is stored.
         """
-        return decode_answers(await self.search_encoded(queries, k))
+        return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`. A query that has no answer in `wait_s` has an error that says when to come again."""
@@ -89,10 +97,12 @@ class OnlineSource:
         num_results = min(max(k, _LEAST_RESULTS), self._provider.max_results)
         plain = [" ".join(query.encode("utf-8", "replace").decode().split()) for query in queries]
         self.usage.queries += len(queries)
-        with self._flights_of([query for query in dict.fromkeys(plain) if query], num_results, wait_s) as flights:
-            if flights:
-                await asyncio.wait(_awaited(flights.values()), timeout=None if wait_s == math.inf else wait_s)
-            outcomes: dict[str, Outcome] = {query: self._outcome(flight) for query, flight in flights.items()}
+        with self._pending_requests(
+            [query for query in dict.fromkeys(plain) if query], num_results, wait_s
+        ) as requests:
+            if requests:
+                await asyncio.wait(_awaited(requests.values()), timeout=None if wait_s == math.inf else wait_s)
+            outcomes: dict[str, Outcome] = {query: self._outcome(request) for query, request in requests.items()}
         found = [outcomes.get(query, ()) for query in plain]
         return [outcome if isinstance(outcome, SearchError) else outcome[:k] for outcome in found]
 
@@ -102,10 +112,10 @@ class OnlineSource:
         return self._limit.per_second
 
     async def close(self) -> None:
-        """End the requests that run, and log what was asked and what it costs."""
-        for flight in self._flights.values():
-            flight.task.cancel()
-        await asyncio.gather(*(flight.task for flight in self._flights.values()), return_exceptions=True)
+        """Cancel the running requests, and log the number of requests and their cost."""
+        for request in self._pending.values():
+            request.task.cancel()
+        await asyncio.gather(*(request.task for request in self._pending.values()), return_exceptions=True)
         if self._transport is not None:
             await self._transport.close()
         self._cache_thread.shutdown(wait=True)
@@ -114,79 +124,79 @@ class OnlineSource:
         _LOG.info("%s: %s", self.name, self.usage)
 
     def _attach(self) -> None:
-        """Belong to the running loop. A loop that was closed took its connections with it."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
+        """Belong to the running loop."""
+        loop = entered_loop(self._loop, "OnlineSource")
+        if loop is None:
             return
-        if self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("this OnlineSource belongs to another event loop")
-        self._loop, self._flights = loop, {}
+        self._loop, self._pending = loop, {}
         if self._key is not None:
             self._transport = Transport(self._provider, self._options, self._key, self._limit, self.usage)
 
     @contextmanager
-    def _flights_of(self, queries: list[str], num_results: int, wait_s: float) -> Iterator[dict[str, _Flight]]:
-        """The flights that answer the questions, while one waits for them who waits `wait_s`."""
-        flights = {query: self._join(query, num_results, time.monotonic() + wait_s) for query in queries}
+    def _pending_requests(
+        self, queries: list[str], num_results: int, wait_s: float
+    ) -> Iterator[dict[str, _PendingRequest]]:
+        """The pending request of each query, counted as awaited for at most `wait_s` seconds."""
+        requests = {query: self._join(query, num_results, time.monotonic() + wait_s) for query in queries}
         try:
-            yield flights
+            yield requests
         finally:
-            for flight in flights.values():
-                self._leave(flight)
+            for request in requests.values():
+                self._leave(request)
 
-    def _join(self, query: str, num_results: int, until: float) -> _Flight:
-        """The flight that answers this question, or a new one."""
+    def _join(self, query: str, num_results: int, until: float) -> _PendingRequest:
+        """The pending request for this query, or a new one."""
         fields = self._provider.build(query, num_results) | dict(self._options.fields)
         key = request_key(self.name, fields)
-        flight = self._flights.get(key.digest)
-        if flight is None:
-            flight = self._flights[key.digest] = _Flight(fields, key)
-            flight.task = asyncio.ensure_future(self._find(flight))
-            flight.task.add_done_callback(lambda task: self._landed(flight, task))
-        flight.waiters += 1
-        flight.patience.until = max(flight.patience.until, until)
-        return flight
+        request = self._pending.get(key.digest)
+        if request is None:
+            request = self._pending[key.digest] = _PendingRequest(fields, key)
+            request.task = asyncio.ensure_future(self._find(request))
+            request.task.add_done_callback(lambda task: self._finished(request, task))
+        request.waiters += 1
+        request.state.until = max(request.state.until, until)
+        return request
 
-    def _leave(self, flight: _Flight) -> None:
-        """One stops waiting. A question nobody waits for is not worth its money; one that is paid for is stored."""
-        flight.waiters -= 1
-        if flight.waiters:
+    def _leave(self, request: _PendingRequest) -> None:
+        """A client stops waiting. A request that no client awaits is cancelled, unless it is already paid for."""
+        request.waiters -= 1
+        if request.waiters:
             return
-        flight.patience.until = -math.inf
-        if not flight.patience.asked and not flight.task.done():
-            self._flights.pop(flight.key.digest, None)  # who comes from now on must not join it
-            flight.task.cancel()
+        request.state.until = -math.inf
+        if not request.state.asked and not request.task.done():
+            self._pending.pop(request.key.digest, None)  # later clients must not join it
+            request.task.cancel()
 
-    def _landed(self, flight: _Flight, task: asyncio.Task[Answer]) -> None:
-        flight.patience.settle()
-        if self._flights.get(flight.key.digest) is flight:
-            del self._flights[flight.key.digest]
+    def _finished(self, request: _PendingRequest, task: asyncio.Task[EncodedHits]) -> None:
+        request.state.settle()
+        if self._pending.get(request.key.digest) is request:
+            del self._pending[request.key.digest]
         if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), OnlineBusy):
             self.usage.failed += 1
 
-    def _outcome(self, flight: _Flight) -> Outcome:
-        """What became of a question by now. Raises what is no `SearchError`."""
-        if not flight.task.done():
-            return self._unfinished(flight.patience)
-        if flight.task.cancelled():
+    def _outcome(self, request: _PendingRequest) -> Outcome:
+        """The outcome so far. Raises every exception that is no `SearchError`."""
+        if not request.task.done():
+            return self._unfinished(request.state)
+        if request.task.cancelled():
             return OnlineUnavailable(f"the online engine {self.name} was closed")
-        error = flight.task.exception()
+        error = request.task.exception()
         if error is None or isinstance(error, SearchError):
-            return error or flight.task.result()
+            return error or request.task.result()
         raise error
 
-    def _unfinished(self, patience: Patience) -> OnlineUnavailable:
-        if patience.asked or self._transport is None:
+    def _unfinished(self, state: RequestState) -> OnlineUnavailable:
+        if state.asked or self._transport is None:
             return OnlineUnavailable(f"{self.name} has not answered yet; the answer is kept for who comes again")
-        return self._transport.busy(patience)
+        return self._transport.busy(state)
 
-    async def _find(self, flight: _Flight) -> Answer:
-        results = await self._stored(flight.key)
+    async def _find(self, request: _PendingRequest) -> EncodedHits:
+        results = await self._stored(request.key)
         if results is None:
-            results = await self._ask(flight)
+            results = await self._ask(request)
         else:
             self.usage.cache_hits += 1
-        return encode_answer(to_documents(results, self.name, self._deny))
+        return encode_hits(to_documents(results, self.name, self._deny))
 
     async def _stored(self, key: RequestKey) -> list[Result] | None:
         if self._cache is None:
@@ -194,14 +204,14 @@ class OnlineSource:
         body = await asyncio.get_running_loop().run_in_executor(self._cache_thread, self._cache.get, key)
         return None if body is None else self._read(body)
 
-    async def _ask(self, flight: _Flight) -> list[Result]:
-        key = flight.key
+    async def _ask(self, request: _PendingRequest) -> list[Result]:
+        key = request.key
         if self._transport is None:
             raise ReplayMissError(
                 f"{self._options.cache_path} has no answer of {self.name} to {key.text}; "
                 "run once with the cache mode record"
             )
-        body = await self._transport.ask(flight.fields, flight.patience)
+        body = await self._transport.ask(request.fields, request.state)
         results = self._read(body)
         if self._cache is not None:
             store = asyncio.get_running_loop().run_in_executor(
@@ -220,9 +230,9 @@ class OnlineSource:
             ) from error
 
 
-def _awaited(flights: Collection[_Flight]) -> list[asyncio.Future[Any]]:
-    """What a list waits for: not for what one of its queries tries again. A query alone waits for that as well."""
-    return [flight.patience.settled if len(flights) > 1 else flight.task for flight in flights]
+def _awaited(requests: Collection[_PendingRequest]) -> list[asyncio.Future[Any]]:
+    """What a list of queries waits for: first attempts only. A single query waits for its retries as well."""
+    return [request.state.settled if len(requests) > 1 else request.task for request in requests]
 
 
 def _open_cache(options: OnlineOptions) -> ResponseCache | MemoryCache | None:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from search_r1.search.errors import OnlineError
-from search_r1.search.online.api_key import MaskInLog, read_key
-from search_r1.search.online.brave import BRAVE
+from search_r1.errors import OnlineError
+from search_r1.http.api_key import MaskInLog, read_key
 from search_r1.search.online.engine import OnlineSource
-from search_r1.search.online.google import GOOGLE
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.provider import Provider
-from search_r1.search.online.serpapi import SERPAPI
-from search_r1.search.online.serper import SERPER
-from search_r1.search.online.tavily import TAVILY
-
-PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (SERPER, SERPAPI, GOOGLE, BRAVE, TAVILY)}
+from search_r1.search.online.providers import PROVIDERS, Provider
 
 
 def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource:
-    """The engine `name` (a key of `PROVIDERS`), ready to search; nothing is asked yet.
+    """The engine `name` (a key of `PROVIDERS`), ready to search; no request is sent yet.
 
     Raises `OnlineError` for an unknown name, a wrong setting, a missing API key (`replay` needs none) or a response
     cache that cannot be used.

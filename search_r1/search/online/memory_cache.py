@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cachetools import LRUCache
 
-from search_r1.search.online.response_cache import RequestKey
+from search_r1.http.response_cache import RequestKey
 
 _MAX_BYTES = 256 << 20
 _ENTRY_BYTES = 300  # the digest, the tuple and their bookkeeping

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from search_r1.search.errors import OnlineError
+from search_r1.errors import OnlineError
 from search_r1.search.online.deny_list import BENCHMARK_PAGES
 
 CacheMode = Literal["off", "memory", "record", "replay"]
@@ -44,7 +44,7 @@ class OnlineOptions:
     max_attempts: int = 4
     """HTTP attempts for one query."""
     deny: tuple[str, ...] = BENCHMARK_PAGES
-    """Domains and URL patterns whose pages are never found."""
+    """Domains and URL patterns whose pages are never served."""
     deny_file: str | None = None
     """More of them, one a line."""
     price_per_1000: float = 0.0

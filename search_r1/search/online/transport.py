@@ -1,4 +1,4 @@
-"""Requests to an online engine: in turn, with retries of what may pass, and none that nobody waits for."""
+"""Requests to an online engine: rate-limited, with retries, and none that no client awaits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from search_r1.search.backoff import backoff_s
-from search_r1.search.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
-from search_r1.search.online.api_key import ApiKey
+from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
+from search_r1.http.api_key import ApiKey
+from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import retry_after_s
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.provider import Fields, Provider
-from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.turns import Turns
+from search_r1.search.online.providers import Fields, Provider
+from search_r1.search.online.rate_limit import RateLimit, RequestQueue
 from search_r1.search.online.usage import Usage
-from search_r1.search.reply import retry_after_s
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _MAX_BODY_BYTES = 16 << 20
@@ -25,8 +24,8 @@ _SHOWN_CHARS = 200
 _SOON_S = 0.5  # the shortest time after which one whose turn is far away should come again
 
 
-class _Trouble(Exception):
-    """An attempt failed in a way that may pass; `pause_s` is what Retry-After asked for."""
+class _TemporaryFailure(Exception):
+    """An attempt failed in a way that a retry may cure; `pause_s` is the value of Retry-After."""
 
     def __init__(self, cause: str, pause_s: float = 0.0) -> None:
         super().__init__(cause)
@@ -34,15 +33,15 @@ class _Trouble(Exception):
 
 
 @dataclass
-class Patience:
-    """Until when somebody waits for an answer (monotonic seconds); `asked`: the engine works, and charges, for it.
+class RequestState:
+    """`until`: the latest deadline of the clients (monotonic seconds); `asked`: the request was sent, and costs money.
 
-    `settled` is done with the answer, or as soon as a first attempt had `trouble`: others need not wait for the next.
+    `settled` is done with the reply, or once the first attempt failed: other queries need not wait for the next one.
     """
 
     until: float = -math.inf
     asked: bool = False
-    trouble: str = ""
+    failure: str = ""
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self) -> None:
@@ -60,74 +59,74 @@ class Transport:
         self._limit = limit
         self._usage = usage
         concurrency = options.concurrency or provider.concurrency
-        self._turns = Turns(limit, concurrency)
+        self._queue = RequestQueue(limit, concurrency)
         self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency))
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def ask(self, fields: Fields, patience: Patience) -> str:
+    async def ask(self, fields: Fields, state: RequestState) -> str:
         """The body of the engine's HTTP 200.
 
-        Raises `OnlineBusy` (its turn comes later than `patience` lasts), `OnlineUnavailable` (no answer within the
+        Raises `OnlineBusy` (its turn comes later than `state` lasts), `OnlineUnavailable` (no answer within the
         deadline or the attempts allowed), `OnlineRejected` or `OnlineReplyError` (a body without end).
         """
         deadline = math.inf  # known when the first attempt begins
         for attempt in range(1, self._options.max_attempts + 1):
-            self._check_turn(patience, deadline)
-            async with self._turns.turn():
-                if time.monotonic() >= patience.until:
-                    raise self.busy(patience)
+            self._check_turn(state, deadline)
+            async with self._queue.slot():
+                if time.monotonic() >= state.until:
+                    raise self.busy(state)
                 deadline = min(deadline, time.monotonic() + self._options.deadline_s)
                 try:
-                    return await self._attempt(fields, patience, deadline)
-                except _Trouble as trouble:
-                    pause_s = max(trouble.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+                    return await self._attempt(fields, state, deadline)
+                except _TemporaryFailure as failure:
+                    pause_s = max(failure.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                     last = attempt == self._options.max_attempts or pause_s >= deadline - time.monotonic()
                     if last:
-                        raise self._unavailable(f"{attempt} attempts; last: {trouble}") from None
+                        raise self._unavailable(f"{attempt} attempts; last: {failure}") from None
             await asyncio.sleep(pause_s)
         raise AssertionError("max_attempts is at least 1")
 
-    def busy(self, patience: Patience) -> OnlineBusy:
+    def busy(self, state: RequestState) -> OnlineBusy:
         """The error of a query that waits still, and when to come again: as soon as its turn could be waited for."""
-        wait_s, left_s = self._turns.expected_s(), max(0.0, patience.until - time.monotonic())
+        wait_s, left_s = self._queue.expected_s(), max(0.0, state.until - time.monotonic())
         turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests a second"
         cause = f"was not asked: the turn of this query comes {turn}, which is later than its client waits"
-        if patience.trouble:
-            cause = f"gave no answer in the time that its client waits; last: {patience.trouble}"
+        if state.failure:
+            cause = f"gave no answer in the time that its client waits; last: {state.failure}"
         message = f"the online engine {self._provider.name} {cause}"
         return OnlineBusy(message, retry_after_s=max(_SOON_S, wait_s - left_s / 2))
 
-    def _check_turn(self, patience: Patience, deadline: float) -> None:
+    def _check_turn(self, state: RequestState, deadline: float) -> None:
         """Raises `OnlineUnavailable` for one whose turn would come too late."""
-        now, wait_s = time.monotonic(), self._turns.expected_s()
-        if now + self._turns.paused_s() >= min(deadline, now + self._options.deadline_s):
+        now, wait_s = time.monotonic(), self._queue.expected_s()
+        if now + self._queue.paused_s() >= min(deadline, now + self._options.deadline_s):
             raise self._unavailable("its rate limit leaves no room before the deadline")
-        if now + wait_s >= patience.until:
-            raise self.busy(patience)
+        if now + wait_s >= state.until:
+            raise self.busy(state)
 
-    async def _attempt(self, fields: Fields, patience: Patience, deadline: float) -> str:
-        patience.asked = True
+    async def _attempt(self, fields: Fields, state: RequestState, deadline: float) -> str:
+        state.asked = True
         self._usage.attempts += 1
         try:
             return await self._send(fields, min(self._options.timeout_s, deadline - time.monotonic()))
-        except _Trouble as trouble:
-            patience.asked, patience.trouble = False, str(trouble)
-            patience.settle()
+        except _TemporaryFailure as failure:
+            state.asked, state.failure = False, str(failure)
+            state.settle()
             raise
 
     async def _send(self, fields: Fields, timeout_s: float) -> str:
-        """One HTTP request. Raises `_Trouble` for what may pass, else an `OnlineError`."""
+        """One HTTP request. Raises `_TemporaryFailure` for what may pass, else an `OnlineError`."""
         try:
             # httpx bounds each read; a server that sends a byte now and then needs a bound on the whole
             async with asyncio.timeout(timeout_s):
                 response = await self._client.send(self._request(fields, timeout_s), stream=True)
                 text = await self._text(response)
         except TimeoutError:
-            raise _Trouble(f"no answer to one request in {timeout_s:.1f} s") from None
+            raise _TemporaryFailure(f"no answer to one request in {timeout_s:.1f} s") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _Trouble(self._key.mask(f"{type(error).__name__}: {error}")) from None
+            raise _TemporaryFailure(self._key.mask(f"{type(error).__name__}: {error}")) from None
         except (httpx.InvalidURL, UnicodeError) as error:
             raise OnlineError(self._key.mask(f"{self._provider.name} cannot be asked: {error}")) from None
         self._check_status(response, text)
@@ -164,8 +163,8 @@ class Transport:
             raise OnlineRejected(f"{self._provider.name} refused the request with {message}")
         pause_s = retry_after_s(response.headers.get("Retry-After"))
         if status == 429:
-            self._limit.pause(pause_s)  # the others would be refused as well
-        raise _Trouble(message, pause_s)
+            self._limit.pause(pause_s)  # the rate limit is that of the account
+        raise _TemporaryFailure(message, pause_s)
 
     def _unavailable(self, reason: str) -> OnlineUnavailable:
         return OnlineUnavailable(f"the online engine {self._provider.name} gave no answer ({reason}); try again later")

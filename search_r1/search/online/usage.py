@@ -1,4 +1,4 @@
-"""What was asked of an online engine, and what it costs."""
+"""How many requests an online engine got, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front end: the HTTP side of a service whose index is in another process.
+"""A front end: the HTTP side of a server whose index is in another process.
 
     .venv/bin/python -m search_r1.search.workers.front_end CONNECTION LISTENER < settings.json
 
@@ -17,8 +17,9 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 
-from search_r1.search.app import AppOptions, create_app
-from search_r1.search.server_process import serve
+from search_r1.http.process import serve
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
 from search_r1.search.workers.remote_source import About, RemoteMetrics, RemoteSource
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported

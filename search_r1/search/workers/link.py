@@ -12,7 +12,7 @@ Received = Callable[[int, int, memoryview], None]
 
 
 class Link(asyncio.Protocol):
-    """What is sent in one turn of the event loop goes out in one write. Use it from one event loop."""
+    """Messages of one iteration of the event loop go out in one write. Use it from one event loop."""
 
     def __init__(self, received: Received, lost: Callable[[], None]) -> None:
         """`received(kind, number, payload)` is called for each message, `lost` when the other side has gone."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from search_r1.search import errors
-from search_r1.search.errors import SearchError, SearchFailed
-from search_r1.search.source import EncodedHit, Outcome
+from search_r1 import errors
+from search_r1.errors import SearchError, SearchFailed
+from search_r1.search.server.source_interface import EncodedHit, Outcome
 
 HEADER = struct.Struct("=QBQ")
 ASK, WARM_UP, METRICS, CANCEL, DONE, FAILED = range(6)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from search_r1.search.errors import SearchError, SearchFailed
-from search_r1.search.source import EncodedSearch
+from search_r1.errors import SearchError, SearchFailed
+from search_r1.search.server.source_interface import EncodedSearch
 from search_r1.search.workers.link import Link
 from search_r1.search.workers.messages import (
     ASK,
@@ -34,7 +34,7 @@ class Offer:
 
 
 class OwnerLink:
-    """Answers one front end. What it asked is cancelled when it cancels it or goes away."""
+    """Serves one front end. Its searches are cancelled when it cancels them or disconnects."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

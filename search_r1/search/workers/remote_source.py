@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from search_r1.search.errors import ServiceUnavailable
-from search_r1.search.metrics import Metrics
-from search_r1.search.source import Found, Outcome, decode_answers
+from search_r1.errors import ServiceUnavailable
+from search_r1.http.metrics import Metrics
+from search_r1.search.server.source_interface import Outcome, ScoredPassage, decode_hits
 from search_r1.search.workers.link import Link
 from search_r1.search.workers.messages import (
     ASK,
@@ -53,9 +53,9 @@ class RemoteSource:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
 
-    async def search(self, queries: list[str], k: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
         """See `Source.search`."""
-        return decode_answers(await self.search_encoded(queries, k))
+        return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`."""
@@ -70,7 +70,7 @@ class RemoteSource:
         return bytes(await self._ask(METRICS, []))
 
     def close(self) -> None:
-        """Leave the owner; it drops what is asked still."""
+        """Disconnect from the owner, which cancels the pending searches."""
         self._closed = True
         self._link.close()
 

@@ -6,7 +6,7 @@ import errno
 import socket
 from typing import Any
 
-from search_r1.search.errors import ServerError
+from search_r1.errors import ServerError
 
 
 class SharedAddress:

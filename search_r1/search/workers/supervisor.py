@@ -1,4 +1,4 @@
-"""The owner process: it searches for its front ends, starts them, starts dead ones again and ends with the last one."""
+"""The owner process: it searches for its front ends, starts them, restarts dead ones and ends with the last one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from search_r1.search.app import AppOptions
-from search_r1.search.backoff import backoff_s
-from search_r1.search.metrics import Metrics
-from search_r1.search.server_process import DRAIN_S, settle_process
-from search_r1.search.source import NeedsWarmUp, Source, encoded_search
+from search_r1.http.backoff import backoff_s
+from search_r1.http.metrics import Metrics
+from search_r1.http.process import DRAIN_S, settle_process
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.source_interface import NeedsWarmUp, Source, encoded_search
 from search_r1.search.workers.front_end import METRICS_VARIABLE, Settings
 from search_r1.search.workers.owner_link import Offer, OwnerLink
 from search_r1.search.workers.remote_source import About

@@ -24,10 +24,10 @@ from e2e_world import free_port
 from evaluation_world import Answer, ModelServer, choice
 
 from search_r1.evaluation.__main__ import main
-from search_r1.search.app import create_app
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.service import RetrievalService
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.retrieval_service import RetrievalService
 from verl.tracking.trajectory_store import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[3]

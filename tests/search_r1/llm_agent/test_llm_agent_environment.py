@@ -17,12 +17,12 @@ from llm_agent_world import PASSAGES
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.rewards.exact_match import ExactMatchReward
-from search_r1.search.app import create_app
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
+from search_r1.search.retrieval_app import create_app
 from search_r1.search.retriever import Hit
-from search_r1.search.service import RetrievalService
+from search_r1.search.server.retrieval_service import RetrievalService
 from verl.agent.environment import Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text

@@ -15,7 +15,7 @@ from search_r1.rewards import semantic
 from search_r1.rewards.component import ComponentReward, make_component
 from search_r1.rewards.reading import Reading
 from search_r1.rewards.semantic import Semantic
-from search_r1.search.encoder import Encoder
+from search_r1.search.dense.encoding.encoder import Encoder
 from verl.errors import ConfigError
 
 WORDS = [
@@ -130,7 +130,7 @@ def test_vectors_that_are_not_normalised_have_a_cosine_too(model_dir):
 
 
 def test_a_model_is_loaded_once_and_a_text_encoded_once(model_dir, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO", "search_r1.search.encoder")
+    caplog.set_level("INFO", "search_r1.search.dense.encoding.encoder")
     folder = Path(shutil.copytree(model_dir, tmp_path / "m"))
     encoded: list[str] = []
     real = Encoder.encode_queries

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from search_r1.search.encoder import Encoder, EncoderOptions
+from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 
 _TEXT = "query passage : river morn tarsia city country volcano singer paints capital anna velt lune is a in the of"
 WORDS = _TEXT.split()

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 import requests
 
-from search_r1.search.app import AppOptions, create_app
 from search_r1.search.corpus import Corpus
+from search_r1.search.retrieval_app import create_app
 from search_r1.search.retriever import Hit
-from search_r1.search.service import RetrievalService, ServiceOptions
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
 PATIENCE_S = 120.0
 

@@ -12,10 +12,10 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.faiss_build import build_index
-from search_r1.search.vectors import VectorFile
+from search_r1.search.dense.faiss_build import build_index
+from search_r1.search.dense.vectors import VectorFile
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))  # as Python does when it runs a file there

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.errors import CorpusError
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import CorpusError
 from search_r1.search.sanitize import strip_agent_tags
 
 

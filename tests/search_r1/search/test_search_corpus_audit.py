@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
+from search_r1.data.corpus.command_line import main
+from search_r1.data.corpus.coverage import first_rank, matcher_of, scan_corpus
+from search_r1.data.corpus.gold_questions import read_questions
 from search_r1.rewards.normalize import normalize_answer
-from search_r1.search.answers import AnswerMatcher, answer_tokens
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_tool import main
-from search_r1.search.coverage import first_rank, matcher_of, scan_corpus
-from search_r1.search.questions import read_questions
 
 
 def _write(path: Path, *rows: dict) -> Path:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from search_r1.search.bm25 import Bm25Retriever
-from search_r1.search.completion import complete
+from search_r1.data.corpus.command_line import main
+from search_r1.data.corpus.gold_completion import complete
+from search_r1.data.corpus.gold_passages import read_metadata
+from search_r1.errors import CorpusError
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_tool import main
-from search_r1.search.errors import CorpusError
-from search_r1.search.gold_passages import read_metadata
 
 LUNE = '{"contents": "\\"Lune\\"\\nThe   Lune is a r\\u0069ver.",  "id": "0"}'
 MORN = '{"id": 1, "title": "Morn", "text": "Morn is a city. Its wall is old. It has a port.", "url": "w/1"}'

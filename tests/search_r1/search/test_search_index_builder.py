@@ -12,15 +12,15 @@ import pytest
 import requests
 from search_encoders import WORDS, encoder, save_bert
 
+from search_r1.errors import EncoderError, IndexMismatchError, ServerError
 from search_r1.search import index_builder
 from search_r1.search.corpus import Corpus
-from search_r1.search.dense import encoder_fields
-from search_r1.search.embeddings import EmbeddingJob, encode_corpus
-from search_r1.search.encoder import Encoder, EncoderOptions
-from search_r1.search.errors import EncoderError, IndexMismatchError, ServerError
-from search_r1.search.faiss_build import build_index, sample_rows
+from search_r1.search.dense.embeddings import EmbeddingJob, encode_corpus
+from search_r1.search.dense.encoder_check import encoder_fields
+from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+from search_r1.search.dense.faiss_build import build_index, sample_rows
+from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path
-from search_r1.search.vectors import VectorFile
 
 
 @pytest.fixture(scope="module")

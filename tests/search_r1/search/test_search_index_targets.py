@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from search_encoders import save_bert
 
-from search_r1.search import bm25, corpus_tool, dense_build, index_builder
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.data.corpus import command_line as corpus_tool
+from search_r1.errors import EncoderError, TargetTakenError
+from search_r1.search import index_builder
+from search_r1.search.bm25 import index as bm25
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import EncoderError, TargetTakenError
+from search_r1.search.dense import build as dense_build
+from search_r1.search.dense.qdrant import connect
 from search_r1.search.manifest import manifest_path, read_manifest
-from search_r1.search.qdrant_backend import connect
 
 needs_qdrant = pytest.mark.skipif(
     importlib.util.find_spec("qdrant_client") is None, reason="qdrant-client is not installed (extra retrieval-qdrant)"

@@ -11,14 +11,14 @@ import pytest
 import requests
 from search_engines import Engine
 
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.http.metrics import Metrics
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.hybrid import HybridRetriever
-from search_r1.search.metrics import Metrics
 from search_r1.search.online import OnlineOptions, load_online
 from search_r1.search.retrieval_server import load_service, parse_arguments
 from search_r1.search.retriever import Retriever
-from search_r1.search.service import RetrievalService
+from search_r1.search.server.retrieval_service import RetrievalService
 
 
 def _corpus(folder: Path, *contents: str) -> Path:

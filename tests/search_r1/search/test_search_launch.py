@@ -213,9 +213,9 @@ def test_malformed_corpus_stops_the_start(run_server, tmp_path: Path) -> None:
 
 def test_bm25_loads_no_torch(server_environment, corpus_file: Path) -> None:
     code = (
-        "import sys; from search_r1.search.backends import *; from search_r1.search.corpus import Corpus; "
+        "import sys; from search_r1.search.retriever_loading import *; from search_r1.search.corpus import Corpus; "
         f"import search_r1.search.client, search_r1.search.index_builder, search_r1.search.retrieval_server; "
-        f"load_retriever(BackendOptions('bm25'), Corpus({str(corpus_file)!r})); "
+        f"load_retriever(RetrieverOptions('bm25'), Corpus({str(corpus_file)!r})); "
         "assert not {'torch', 'ray', 'verl', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=server_environment, check=True, timeout=120)

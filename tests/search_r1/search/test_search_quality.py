@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from search_encoders import encoder, save_bert
 
-from search_r1.search.analyzer import terms
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import EncoderOptions
+from search_r1.search.dense.encoding.encoder import EncoderOptions
 from search_r1.search.retriever import Hit
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))

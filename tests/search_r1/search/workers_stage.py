@@ -6,13 +6,13 @@ import argparse
 import time
 from pathlib import Path
 
-from search_r1.search.app import AppOptions
-from search_r1.search.bm25 import Bm25Retriever
+from search_r1.http.metrics import Metrics
+from search_r1.http.process import bind
+from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.metrics import Metrics
 from search_r1.search.retriever import Hit
-from search_r1.search.server_process import bind
-from search_r1.search.service import RetrievalService, ServiceOptions
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 from search_r1.search.workers.shared_address import SharedAddress
 from search_r1.search.workers.supervisor import serve_workers
 

@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 from viewer_world import Episodes, Searched, hostile, write_run, write_step
 
-from search_r1.search.metrics import Metrics
+from search_r1.http.metrics import Metrics
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 

@@ -16,9 +16,9 @@ from e2e_world import free_port
 from fastapi.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
+from search_r1.http.metrics import Metrics
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import format_passage
-from search_r1.search.metrics import Metrics
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory

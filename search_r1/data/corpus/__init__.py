@@ -1,0 +1,1 @@
+"""Which gold answers a corpus holds, and a corpus with the missing gold passages."""

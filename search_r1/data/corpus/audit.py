@@ -1,0 +1,117 @@
+"""The coverage audit: which gold answers a corpus holds, and which of them a running server finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
+from search_r1.data.corpus.coverage import Rank, first_rank, is_covered, matcher_of, recall, scan_corpus, summarize
+from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
+from search_r1.search.client import RetrievalClient
+
+_LOG = logging.getLogger(__name__)
+_SENT_TOGETHER = 256
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`report` is for JSON; `details` has a row for each span question that is not covered or not found."""
+
+    report: dict[str, Any]
+    details: list[dict[str, Any]]
+
+
+def audit(corpus: Path, files: Sequence[Path], url: str | None, ks: Sequence[int]) -> Audit:
+    """Read the corpus once, and ask the server at `url` for the best max(ks) passages of each question.
+
+    Raises `CorpusError` on a bad file and `RetrieverError` when a question gets no answer.
+    """
+    sets = {str(file): read_questions(file) for file in files}
+    pooled = [question for questions in sets.values() for question in questions]
+    ranks = None if url is None else asyncio.run(server_ranks(url, pooled, max(ks)))
+    num_passages, found = scan_corpus(corpus, matcher_of(pooled))
+    rows, details, start = [], [], 0
+    for file, questions in sets.items():
+        part = None if ranks is None else ranks[start : start + len(questions)]
+        rows.append({"file": file} | _row(questions, found, part, ks))
+        details += [{"file": file} | row for row in _details(questions, found, part)]
+        start += len(questions)
+    _warn_of_another_corpus(corpus, pooled, found, ranks)
+    total = _row(pooled, found, ranks, ks)
+    return Audit({"corpus": str(corpus), "passages": num_passages, "url": url, "files": rows, "total": total}, details)
+
+
+async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> list[Rank]:
+    """`first_rank` of each question among the server's best k; None without asking where there is nothing to find."""
+    client = RetrievalClient(url, topk=k)
+
+    async def rank_of(question: GoldQuestion) -> Rank:
+        if question.kind != "span":
+            return None
+        passages = await client.search(question.text)
+        return first_rank(question, (answer_tokens(passage["contents"]) for passage in passages))
+
+    ranks: list[Rank] = []
+    try:
+        await client.check()
+        with tqdm(total=len(questions), desc="questions", disable=None) as bar:
+            for start in range(0, len(questions), _SENT_TOGETHER):
+                part = questions[start : start + _SENT_TOGETHER]
+                ranks += await asyncio.gather(*map(rank_of, part))
+                bar.update(len(part))
+    finally:
+        await client.close()
+    return ranks
+
+
+def write_details(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def _row(
+    questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None, ks: Sequence[int]
+) -> dict[str, Any]:
+    row = summarize(questions, found)
+    return row if ranks is None else row | {"recall": recall(questions, found, ranks, ks)}
+
+
+def _details(
+    questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None
+) -> list[dict[str, Any]]:
+    rows = []
+    for i, question in enumerate(questions):
+        covered = is_covered(question, found)
+        missed = ranks is not None and ranks[i] is None
+        if question.kind == "span" and (missed or not covered):
+            rows.append(
+                {
+                    "id": question.id,
+                    "question": question.text,
+                    "golden_answers": list(question.golden_answers),
+                    "covered": covered,
+                }
+            )
+    return rows
+
+
+def _warn_of_another_corpus(
+    corpus: Path, questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank] | None
+) -> None:
+    pairs = zip(questions, ranks or [], strict=False)
+    stray = sum(rank is not None and not is_covered(question, found) for question, rank in pairs)
+    if stray:
+        _LOG.warning(
+            "the server finds the answers of %d questions that are not in %s: it serves another corpus, and the shares "
+            "of covered questions mean nothing; pass its own corpus by --corpus_path",
+            stray,
+            corpus,
+        )

@@ -1,0 +1,126 @@
+"""Which gold answers a corpus holds, and a corpus with the missing gold passages.
+
+    .venv/bin/python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions nq/test.jsonl
+    .venv/bin/python -m search_r1.search.corpus_tool complete --corpus_path corpus.jsonl \\
+        --questions hotpotqa/dev.jsonl --add gold.jsonl --output completed.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_r1.data.corpus.audit import audit, write_details
+from search_r1.data.corpus.gold_completion import complete
+from search_r1.errors import SearchError
+from search_r1.search.manifest import write_manifest
+from search_r1.search.replaceable import check_not_read
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """`audit` or `complete`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.corpus_tool",
+        description="Which gold answers does a corpus hold? Add the gold passages it lacks.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    checks = commands.add_parser("audit", help="count the questions whose gold answer is in the corpus, or retrieved")
+    adds = commands.add_parser("complete", help="write the corpus with the gold passages that it lacks")
+    for command in (checks, adds):
+        command.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
+        command.add_argument(
+            "--questions",
+            nargs="+",
+            type=Path,
+            default=[],
+            required=command is checks,
+            help="files in the format of FlashRAG",
+        )
+    checks.add_argument("--url", help="of a running server: its /retrieve; without it only the corpus is looked at")
+    checks.add_argument("--k", type=_ks, default=[1, 3, 5, 20], help="passages that count, such as 1,3,5,20")
+    checks.add_argument("--output", type=Path, help="write the counts as JSON")
+    checks.add_argument("--details", type=Path, help="write the questions not covered or not found, as JSON lines")
+    adds.add_argument("--add", nargs="+", type=Path, default=[], help="files of gold passages")
+    adds.add_argument("--output", required=True, type=Path, help="the new corpus, .jsonl or .jsonl.gz")
+    adds.add_argument("--report", type=Path, help="JSON: what was added (default: the output's name and .report.json)")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "complete" and not arguments.questions + arguments.add:
+        adds.error("--add or --questions is needed: a file with gold passages")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        if arguments.command == "audit":
+            _audit(arguments)
+        else:
+            _complete(arguments)
+    except SearchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    for option, path in (("--output", arguments.output), ("--details", arguments.details)):
+        check_not_read(option, path, [arguments.corpus_path, *arguments.questions])
+    done = audit(arguments.corpus_path, arguments.questions, arguments.url, arguments.k)
+    if arguments.output:
+        write_manifest(arguments.output, done.report)
+    if arguments.details:
+        write_details(arguments.details, done.details)
+    print(f"{done.report['passages']} passages in {arguments.corpus_path}")
+    rows = [*done.report["files"], {"file": "all"} | done.report["total"]]
+    print("\n".join(table([_audit_cells(row) for row in rows])))
+
+
+def _complete(arguments: argparse.Namespace) -> None:
+    path = arguments.report or arguments.output.with_name(arguments.output.name + ".report.json")
+    check_not_read("--report", path, [arguments.corpus_path, *arguments.add, *arguments.questions])
+    report = complete(arguments.corpus_path, arguments.add, arguments.questions, arguments.output)
+    write_manifest(path, report)
+    print(f"{report['rows_added']} passages added to {report['rows_before']}: {arguments.output}; report: {path}")
+    print("\n".join(table(report["sources"])))
+    changes = [
+        {"file": row["file"], "span": row["before"]["span"]}
+        | {when: _percent(row[when]["coverage"]) for when in ("before", "after")}
+        for row in report["coverage"]
+    ]
+    print("\n".join(table(changes)))
+
+
+def _audit_cells(row: dict[str, Any]) -> dict[str, Any]:
+    cells = {key: row[key] for key in ("file", "questions", "yes_no", "empty", "span", "covered")}
+    cells["coverage"] = _percent(row["coverage"])
+    for k, found in row.get("recall", {}).items():
+        cells[f"recall@{k}"] = f"{_percent(found['of_all'])} ({_percent(found['of_covered'])})"
+    return cells
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table; the keys of all rows in order are its head, what a row lacks is empty."""
+    if not rows:
+        return []
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [head, *([str(row.get(key, "")) for key in head] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in cells]
+    return [lines[0], f"|{'|'.join('-' * (w + 2) for w in widths)}|", *lines[1:]]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _ks(text: str) -> list[int]:
+    ks = sorted({int(part) for part in text.split(",")})
+    if ks[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: passages are counted from 1")
+    return ks

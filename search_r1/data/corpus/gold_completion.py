@@ -1,0 +1,165 @@
+"""Add missing gold passages to a corpus, whose own rows stay as they are, byte for byte and in their place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
+from search_r1.data.corpus.coverage import matcher_of, summarize
+from search_r1.data.corpus.gold_passages import GoldPassage, read_metadata, read_passages
+from search_r1.data.corpus.gold_questions import read_questions
+from search_r1.errors import CorpusError
+from search_r1.search.corpus import parse_passage, title_and_text
+from search_r1.search.jsonl import read_lines
+from search_r1.search.replaceable import check_not_read
+
+
+class MissingPassages:
+    """Gold passages that no passage of the corpus has shown to be there.
+
+    A gold passage is there when a passage has the same normalised contents, or the same normalised title and, in its
+    text, all of the gold text.
+    """
+
+    def __init__(self) -> None:
+        self._by_contents: dict[AnswerTokens, GoldPassage] = {}
+        self._by_title: dict[AnswerTokens, list[tuple[str, AnswerTokens]]] = {}
+
+    def add(self, gold: GoldPassage) -> bool:
+        """False when an equal one was added before. Raises `CorpusError` when it has no word."""
+        key = answer_tokens(gold.contents)
+        if not key:
+            raise CorpusError(f"{gold.file}, line {gold.line}: the passage has no word; remove it or give it a text")
+        if key in self._by_contents:
+            return False
+        self._by_contents[key] = gold
+        title, text = map(answer_tokens, title_and_text(gold.contents))
+        if text:
+            self._by_title.setdefault(title, []).append((_spaced(text), key))
+        return True
+
+    def see(self, contents: str, tokens: AnswerTokens) -> None:
+        """Cross out what this passage of the corpus holds; `tokens` are those of its contents."""
+        self._by_contents.pop(tokens, None)
+        title, text = title_and_text(contents)
+        if alike := self._by_title.get(answer_tokens(title)):
+            held = _spaced(answer_tokens(text))
+            for gold_text, key in alike:
+                if gold_text in held:
+                    self._by_contents.pop(key, None)
+
+    def left(self) -> list[GoldPassage]:
+        """Those not crossed out, in the order of `add`."""
+        return list(self._by_contents.values())
+
+
+class NewIds:
+    """Ids that no row of the corpus has, without keeping those it has.
+
+    Where all ids are row numbers, as in the published corpora, the numbers go on; else `added-N`, with N above any.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._are_row_numbers = True
+        self._largest = -1
+
+    def see(self, identifier: str) -> None:
+        """The id of the next row of the corpus."""
+        self._are_row_numbers &= identifier == str(self._rows)
+        self._rows += 1
+        if match := re.fullmatch(r"added-([0-9]+)", identifier):
+            self._largest = max(self._largest, int(match[1]))
+
+    def make(self, count: int) -> list[str]:
+        """After all rows were seen."""
+        if self._are_row_numbers:
+            return [str(self._rows + i) for i in range(count)]
+        return [f"added-{self._largest + 1 + i}" for i in range(count)]
+
+
+def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Write `output`: the rows of `corpus`, then the missing gold passages; returns the report.
+
+    Gold passages are the rows of the files `passages` and those in the metadata of `questions`, whose coverage is
+    measured before and after. One pass over the corpus, in memory for the gold passages only. Raises `CorpusError`;
+    `output` is then what it was before.
+    """
+    check_not_read("--output", output, [corpus, *passages, *questions])
+    missing, sources = _read_gold(passages, questions)
+    sets = {str(file): read_questions(file) for file in questions}
+    matcher = matcher_of(question for rows in sets.values() for question in rows)
+    ids, before, rows = NewIds(), set(), 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.with_name(f".{os.getpid()}.{output.name}")
+    try:
+        with _open(staging) as file:
+            for rows, line in read_lines(corpus):
+                file.write(line if line.endswith(b"\n") else line + b"\n")
+                passage = parse_passage(line, corpus, rows)
+                tokens = answer_tokens(passage["contents"])
+                ids.see(passage["id"])
+                missing.see(passage["contents"], tokens)
+                before |= matcher.find(tokens)
+            added = list(zip(ids.make(len(missing.left())), missing.left(), strict=True))
+            file.writelines(_lines(added))
+        staging.replace(output)
+    finally:
+        staging.unlink(missing_ok=True)
+    after = before.union(*(matcher.find(answer_tokens(gold.contents)) for _, gold in added))
+    return {
+        "corpus": str(corpus),
+        "output": str(output),
+        "rows_before": rows,
+        "rows_added": len(added),
+        "sources": _count(sources, added),
+        "added": [{"id": name, "file": gold.file, "line": gold.line, "of": gold.source_id} for name, gold in added],
+        "coverage": [
+            {"file": file, "before": summarize(group, before), "after": summarize(group, after)}
+            for file, group in sets.items()
+        ],
+    }
+
+
+def _read_gold(passages: Iterable[Path], questions: Iterable[Path]) -> tuple[MissingPassages, list[dict[str, Any]]]:
+    missing = MissingPassages()
+    sources: list[dict[str, Any]] = []
+    for file in passages:
+        new = [missing.add(gold) for gold in read_passages(file)]
+        sources.append({"file": str(file), "gold": len(new), "repeated": new.count(False)})
+    for file in questions:
+        groups = [[missing.add(gold) for gold in golds] for golds in read_metadata(file)]
+        new = [is_new for group in groups for is_new in group]
+        without = {"questions_without_gold": groups.count([])}
+        sources.append({"file": str(file), "gold": len(new), "repeated": new.count(False)} | without)
+    return missing, sources
+
+
+def _count(sources: list[dict[str, Any]], added: list[tuple[str, GoldPassage]]) -> list[dict[str, Any]]:
+    counts = Counter(gold.file for _, gold in added)
+    return [
+        source
+        | {"added": counts[source["file"]], "there": source["gold"] - source["repeated"] - counts[source["file"]]}
+        for source in sources
+    ]
+
+
+def _lines(added: Iterable[tuple[str, GoldPassage]]) -> Iterator[bytes]:
+    for name, gold in added:
+        yield (json.dumps({"id": name, "contents": gold.contents}, ensure_ascii=False) + "\n").encode()
+
+
+def _spaced(tokens: AnswerTokens) -> str:
+    """With a space around each token: one text is in another only on token boundaries."""
+    return f" {' '.join(tokens)} "
+
+
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")

@@ -1,0 +1,62 @@
+"""Questions with gold answers, in the files of FlashRAG: `{"id", "question", "golden_answers": [..], "metadata"?}`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
+from search_r1.errors import CorpusError
+from search_r1.search.jsonl import read_objects
+
+_NO_EVIDENCE = {("yes",), ("no",)}
+
+
+@dataclass(frozen=True)
+class GoldQuestion:
+    """One row of a question file.
+
+    `answers` are the gold answers that can be looked for, normalised: without "yes" and "no", which stand in any text
+    and prove nothing, and without those of which nothing is left ("The"), which would stand in every text.
+    """
+
+    id: str
+    text: str
+    golden_answers: tuple[str, ...]
+    answers: tuple[AnswerTokens, ...]
+    kind: str
+    """`span`: it has an answer to look for; `yes_no`: all it has is yes or no; `empty`: nothing is left of any."""
+
+
+def read_questions(path: Path) -> list[GoldQuestion]:
+    """All questions of a `.jsonl` or `.jsonl.gz` file. Raises `CorpusError` naming file and line."""
+    return [_question(row, path, number) for number, row in read_objects(path)]
+
+
+def _question(row: dict[str, Any], path: Path, number: int) -> GoldQuestion:
+    text, golden = row.get("question"), row.get("golden_answers")
+    if not isinstance(text, str) or not text.strip():
+        raise CorpusError(f"{path}, line {number}: no 'question' (a string with text)")
+    if not isinstance(golden, list) or not golden or not all(isinstance(answer, str) for answer in golden):
+        raise CorpusError(f"{path}, line {number}: 'golden_answers' is {golden!r}, not a list of strings")
+    return make_question(str(row.get("id", number)), text, golden)
+
+
+def make_question(identifier: str, text: str, golden: Sequence[str]) -> GoldQuestion:
+    """A question with its `answers` and `kind`."""
+    answers = searched_answers(golden)
+    return GoldQuestion(identifier, text, tuple(golden), answers, _kind(answers, golden))
+
+
+def searched_answers(golden: Iterable[str]) -> tuple[AnswerTokens, ...]:
+    """See `GoldQuestion.answers`."""
+    normalized = dict.fromkeys(answer_tokens(answer) for answer in golden)
+    return tuple(answer for answer in normalized if answer and answer not in _NO_EVIDENCE)
+
+
+def _kind(answers: tuple[AnswerTokens, ...], golden: Iterable[str]) -> str:
+    if answers:
+        return "span"
+    return "yes_no" if _NO_EVIDENCE & set(map(answer_tokens, golden)) else "empty"

@@ -1,0 +1,25 @@
+"""Addresses of services: checked, and shown without passwords."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from search_r1.errors import RetrieverAddressError
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def without_credentials(text: str) -> str:
+    """`text` with `***` for `user:password` in its URLs: what messages, logs and reports may show."""
+    return _CREDENTIALS.sub("***", text)
+
+
+def check_addresses(urls: Iterable[str]) -> None:
+    """Raise `RetrieverAddressError` when one of `urls` is not http:// or https:// and a host."""
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            shown = without_credentials(url) if "://" in url else url.rpartition("@")[2]
+            raise RetrieverAddressError(f"{shown!r} is not an address: write http://host:port/retrieve")

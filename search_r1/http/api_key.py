@@ -1,0 +1,63 @@
+"""The API key of an engine: from the environment or a file, and never in what is shown or stored."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from urllib.parse import quote, quote_plus
+
+from search_r1.errors import OnlineError
+
+_SHORTEST = 8  # a shorter text would be masked in the middle of ordinary words
+_MASK = "[api key]"
+
+
+class ApiKey:
+    """A secret that shows itself only to `reveal`."""
+
+    def __init__(self, text: str, source: str) -> None:
+        """Raises `OnlineError` for a text that cannot be a key; the message names `source` only."""
+        text = text.strip()
+        if len(text) < _SHORTEST or not text.isascii() or not text.isprintable() or " " in text:
+            raise OnlineError(
+                f"the API key in {source} must be one word of at least {_SHORTEST} printable ASCII characters"
+            )
+        self._text = text
+
+    def __repr__(self) -> str:
+        return f"ApiKey({_MASK})"
+
+    def reveal(self) -> str:
+        """The key, for the request."""
+        return self._text
+
+    def mask(self, text: str) -> str:
+        """`text` with the key masked, also where it is URL-encoded."""
+        for form in {self._text, quote(self._text, safe=""), quote(self._text), quote_plus(self._text)}:
+            text = text.replace(form, _MASK)
+        return text
+
+
+def read_key(variable: str, file: str | None) -> ApiKey:
+    """The key in `file`, else in the environment. Raises `OnlineError` when there is none."""
+    if file is not None:
+        try:
+            return ApiKey(Path(file).read_text(encoding="utf-8"), f"the file {file}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OnlineError(f"cannot read the API key file {file}: {type(error).__name__}") from error
+    if variable not in os.environ:
+        raise OnlineError(f"no API key: set {variable} in the environment, or name a file that holds the key")
+    return ApiKey(os.environ[variable], f"the variable {variable}")
+
+
+class MaskInLog(logging.Filter):
+    """httpx logs the URL of every request, and two engines want the key in it."""
+
+    def __init__(self, key: ApiKey) -> None:
+        super().__init__()
+        self._key = key
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = self._key.mask(record.getMessage()), ()
+        return True

@@ -1,0 +1,115 @@
+"""The deadline of a request: its work is cancelled when the time is over or the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import HTTPException, Request
+
+from search_r1.errors import ServiceUnavailable
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 << 20  # of one request
+MAX_BODIES_BYTES = 512 << 20  # of all requests of this process that are read or answered
+DEADLINE_HEADER = b"x-deadline-ms"
+
+
+class DeadlineExpired(Exception):
+    """The request could not be answered in time."""
+
+
+class ClientGone(Exception):
+    """The client disconnected before the reply."""
+
+
+class Bodies:
+    """Counts the bytes of all request bodies in memory, so that many large uploads at once cannot exhaust it."""
+
+    total = 0
+
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._own, self._max_bytes = 0, max_bytes
+
+    def __enter__(self) -> Bodies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Bodies.total -= self._own
+
+    def add(self, num_bytes: int) -> None:
+        """Hold more of one body. Raises `HTTPException` when it is too large, `ServiceUnavailable` when all are."""
+        self._own += num_bytes
+        Bodies.total += num_bytes
+        if self._own > self._max_bytes:
+            raise HTTPException(413, f"the request is larger than {self._max_bytes} bytes; send less at once")
+        if Bodies.total > MAX_BODIES_BYTES:
+            raise ServiceUnavailable(f"the requests held have more than {MAX_BODIES_BYTES} bytes", retry_after_s=1)
+
+
+async def answer_in_time(
+    http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]], max_body_bytes: int = MAX_BODY_BYTES
+) -> T:
+    """The result of `work(body)`, cancelled when the client leaves or its time is over.
+
+    The time is that of `allowed_s`, counted from here.
+    Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too much is being uploaded, or `HTTPException`
+    when the body is too large or the header no number.
+    """
+    timeout_s = allowed_s(http, timeout_s)
+    clock = asyncio.timeout(timeout_s)
+    watch: asyncio.Task[None] | None = None
+    try:
+        with Bodies(max_body_bytes) as bodies:
+            async with clock:
+                body = await _body(http, bodies)
+                watch = asyncio.create_task(_watch(http, clock))
+                try:
+                    return await work(body)
+                finally:
+                    watch.cancel()
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        if watch is not None and watch.done():
+            raise ClientGone from error
+        raise DeadlineExpired(f"not answered within the deadline of {timeout_s:g} s") from error
+
+
+def allowed_s(http: Request, timeout_s: float) -> float:
+    """`timeout_s`, or the milliseconds of the header X-Deadline-Ms where that is less.
+
+    Raises `HTTPException` when the header is no number.
+    """
+    header = next((value for name, value in http.scope["headers"] if name == DEADLINE_HEADER), None)
+    if header is None:
+        return timeout_s
+    try:
+        asked_s = float(header) / 1000
+    except ValueError:
+        asked_s = math.nan
+    if math.isnan(asked_s):
+        raise HTTPException(422, "the header X-Deadline-Ms must be a number of milliseconds")
+    return min(timeout_s, asked_s)
+
+
+async def _body(http: Request, bodies: Bodies) -> bytes:
+    chunks, more = [], True
+    while more:
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        bodies.add(len(chunks[-1]))
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+async def _watch(http: Request, clock: asyncio.Timeout) -> None:
+    """Expire the timeout when the client disconnects."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    clock.reschedule(0.0)

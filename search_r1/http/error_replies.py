@@ -1,0 +1,32 @@
+"""What a client reads of an error reply: the message, and when to come again."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+SHOWN_CHARS = 300  # of a message
+
+
+def server_message(payload: bytes) -> str:
+    """What the server said in an error answer: its `detail` or the start of its text."""
+    text = payload.decode("utf-8", "replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["detail"])
+    return text[:SHOWN_CHARS].strip() or "no message"
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds that a Retry-After header (seconds or an HTTP date) asks to wait; 0 without a readable one."""
+    if not header:
+        return 0.0
+    with suppress(ValueError):
+        seconds = float(header)
+        return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

@@ -1,0 +1,93 @@
+"""Middleware around every request: the bearer token, the refusals while the server drains, the metrics."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+
+from search_r1.http.metrics import Metrics
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+FAILED_QUERIES = "failed_queries"  # in the scope of a request that was answered: how many of its queries were not
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # without a token: an orchestrator asks them
+_PROBES = OPEN_PATHS | {"/health", "/metrics"}  # answered while the server drains
+
+
+@dataclass
+class ServerState:
+    """`not_ready` says why no traffic should come, "" when it should; `running` counts requests but not probes."""
+
+    not_ready: str = ""
+    draining: bool = False
+    running: int = 0
+
+
+class Gate:
+    """ASGI middleware around all routes."""
+
+    def __init__(
+        self,
+        app: App,
+        state: ServerState,
+        metrics: Metrics,
+        token: str | None,
+        refusal: Callable[[int, str], Any] = lambda _, message: {"detail": message},
+        open_paths: Set[str] = OPEN_PATHS,
+    ) -> None:
+        """Without a `token` every client is served. It is never logged.
+
+        `refusal(status, message)` is the JSON of a refusal. `open_paths` need no token.
+        """
+        self._app = app
+        self._state = state
+        self._metrics = metrics
+        self._token = token.encode() if token else None
+        self._body_of = refusal
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 500
+
+        async def counted_send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        is_work = scope["path"] not in _PROBES
+        self._state.running += is_work
+        try:
+            await (self._refusal(scope) or self._app)(scope, receive, counted_send)
+        finally:
+            self._state.running -= is_work
+            # the template of the route, never what the client made up: a label must not grow without bound
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.request_done(route, status, time.perf_counter() - start)
+            self._metrics.failed_queries.inc(scope.get(FAILED_QUERIES, 0))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        path = scope["path"]
+        if self._token and path not in self._open_paths and not self._has_token(scope):
+            headers = {"WWW-Authenticate": "Bearer"}
+            return JSONResponse(self._body_of(401, "send the header Authorization: Bearer <token>"), 401, headers)
+        if self._state.draining and path not in _PROBES:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            return JSONResponse(self._body_of(503, "the server is stopping"), 503, headers)
+        return None
+
+    def _has_token(self, scope: Scope) -> bool:
+        assert self._token is not None
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, given = header.partition(b" ")
+        return hmac.compare_digest(given.strip(), self._token) and scheme.lower() == b"bearer"

@@ -1,0 +1,121 @@
+"""One server process: its address, its token, and the run from the first request to the last."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from search_r1.errors import SearchError, ServerError
+from search_r1.http.arguments import check_serving_arguments, read_token
+from search_r1.http.gate import ServerState
+from search_r1.http.metrics import Metrics
+
+_LOG = logging.getLogger(__name__)
+DRAIN_S = 10.0  # how long a stopping server waits for the requests that run
+_SWITCH_S = 0.001  # Python lets a busy thread run 5 ms; the event loop should not wait that long for the index
+
+
+def run_server(
+    arguments: argparse.Namespace,
+    build: Callable[[Metrics, str | None], tuple[str, FastAPI]],
+    route: str = "/retrieve",
+) -> int:
+    """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start.
+
+    `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads and gives what is served, in words,
+    and its app of `create_app`; its `SearchError` ends the program with one line.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        check_serving_arguments(arguments)
+        token = read_token(arguments)
+        listener = bind(arguments.host, arguments.port)
+        what, app = build(Metrics(), token)
+    except SearchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    announce(what, listener, token, route)
+    serve(app, listener)
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve the address before a long load. It refuses connections until `serve`. Raises `ServerError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ServerError(
+            f"cannot listen on {host}:{port}: {error}; stop what uses it or pass another --port"
+        ) from error
+    return listener
+
+
+def announce(what: str, listener: socket.socket, token: str | None, route: str = "/retrieve") -> None:
+    """Log where `what` is served, and a warning when anyone may ask from elsewhere."""
+    host, port = listener.getsockname()[:2]
+    _LOG.info("serving %s on http://%s:%d%s", what, host, port, route)
+    if token is None and not ipaddress.ip_address(host).is_loopback:
+        _LOG.warning("%s is open to other machines and there is no --auth_token: everyone may search", host)
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serve an app of `create_app` until SIGTERM or Ctrl-C."""
+    settle_process()
+    # uvicorn raises the signal again after a clean stop; this handler makes that an exit with code 0
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        draining_server(app).run(sockets=[listener])
+    except KeyboardInterrupt:
+        _LOG.info("stopped")
+
+
+def draining_server(app: FastAPI) -> DrainingServer:
+    """The server of an app whose `app.state.server` is its `ServerState`."""
+    # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    return DrainingServer(config, app.state.server)
+
+
+def settle_process() -> None:
+    """Tune the interpreter for an event loop beside busy threads, once everything is loaded."""
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no later collection walks through it
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal it still listens, to say 503, until the requests that run are answered."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which ends at the first signal, and then the wait for what runs."""
+        await super().main_loop()
+        self._state.draining = True
+        end = time.monotonic() + DRAIN_S
+        while self._state.running and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.02)

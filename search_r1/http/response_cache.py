@@ -1,0 +1,115 @@
+"""Answers of online engines in one SQLite file, so that a test or a second run needs no engine.
+
+A key is made of the engine and the request without its API key; what is stored is the body as it was received, with the
+API key masked, so that a better parser can read it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from search_r1.errors import OnlineError
+
+_VERSION = 1
+_WAIT_FOR_LOCK_S = 30.0
+_TABLE = """
+    CREATE TABLE IF NOT EXISTS answers (
+        key TEXT PRIMARY KEY, request TEXT NOT NULL, body TEXT NOT NULL, is_empty INTEGER NOT NULL,
+        stored_at REAL NOT NULL
+    )
+"""
+
+
+class RequestKey(NamedTuple):
+    """What makes two requests the same: `text` is canonical JSON, `digest` its SHA-256."""
+
+    text: str
+    digest: str
+
+
+def request_key(provider: str, fields: dict[str, Any]) -> RequestKey:
+    """The key of a request; `fields` must not hold the API key."""
+    text = json.dumps([provider, fields], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return RequestKey(text, hashlib.sha256(text.encode()).hexdigest())
+
+
+class ResponseCache:
+    """Used by one thread at a time; several processes may share the file. Every method raises `OnlineError`."""
+
+    def __init__(
+        self,
+        path: str,
+        keep_s: float,
+        keep_empty_s: float,
+        *,
+        replay: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`replay` opens the file for reading only and takes answers of every age. Ages are in seconds."""
+        self._path = path
+        self._keep_s, self._keep_empty_s = keep_s, keep_empty_s
+        self._replay = replay
+        self._clock = clock
+        if replay and not Path(path).is_file():
+            raise OnlineError(f"the response cache {path} does not exist; make one with the cache mode record")
+        try:
+            self._file = self._open()
+        except (sqlite3.Error, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def get(self, key: RequestKey) -> str | None:
+        """The stored body, or None when there is none that is young enough."""
+        try:
+            row = self._file.execute(
+                "SELECT body, is_empty, stored_at FROM answers WHERE key = ?", (key.digest,)
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+        if row is None:
+            return None
+        body, is_empty, stored_at = row
+        age_s = self._clock() - stored_at
+        return body if self._replay or age_s < (self._keep_empty_s if is_empty else self._keep_s) else None
+
+    def put(self, key: RequestKey, body: str, is_empty: bool) -> None:
+        """Store a body in place of an earlier one; `is_empty` when it holds no result."""
+        row = (key.digest, key.text, body, int(is_empty), self._clock())
+        try:
+            with self._file:
+                self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> sqlite3.Connection:
+        if not self._replay:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        uri = f"{Path(self._path).absolute().as_uri()}?mode={'ro' if self._replay else 'rwc'}"
+        file = sqlite3.connect(uri, uri=True, timeout=_WAIT_FOR_LOCK_S, check_same_thread=False)
+        try:
+            self._check_tables(file)
+        except sqlite3.Error:
+            file.close()
+            raise
+        return file
+
+    def _check_tables(self, file: sqlite3.Connection) -> None:
+        version = file.execute("PRAGMA user_version").fetchone()[0]
+        if version == _VERSION:
+            return
+        others = file.execute("SELECT count(*) FROM sqlite_master WHERE tbl_name <> 'answers'").fetchone()[0]
+        if version or others or self._replay:
+            raise sqlite3.DatabaseError("it is another kind of database")
+        # in one transaction, because another process may do the same at this moment
+        file.executescript(f"BEGIN IMMEDIATE; {_TABLE}; PRAGMA user_version = {_VERSION}; COMMIT")
+
+    def _unreadable(self, error: Exception) -> OnlineError:
+        return OnlineError(f"cannot use the response cache {self._path}: {error}; remove it or name another file")

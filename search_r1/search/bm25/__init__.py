@@ -1,0 +1,1 @@
+"""BM25: our index, and Lucene's."""

@@ -1,0 +1,108 @@
+"""BM25 in memory: sparse lexical search, the embedded default.
+
+score(q, d) = sum over the terms t of q of idf(t) * tf(t, d) / (tf(t, d) + k1 * (1 - b + b * |d| / average length)),
+idf(t) = log(1 + (N - n_t + 0.5) / (n_t + 0.5)): Robertson and Zaragoza 2009 in Lucene's form. The weight of every
+(term, row) is kept in a sparse matrix, in the files of bm25s; a query adds up its columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import bm25s
+
+from search_r1.errors import IndexMismatchError
+from search_r1.search.bm25.analyzer import ANALYZER, terms
+from search_r1.search.bm25.build import build_index
+from search_r1.search.bm25.postings import Postings
+from search_r1.search.corpus import Corpus
+from search_r1.search.manifest import check_manifest, read_manifest, write_manifest
+from search_r1.search.replaceable import check_folder, replace_folder
+from search_r1.search.retriever import Hit
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
+_MANIFEST = "manifest.json"
+
+
+class Bm25Retriever:
+    """BM25 with k1 = 0.9 and b = 0.4, the values of Anserini that the published runs used."""
+
+    name = "bm25"
+
+    def __init__(self, index: bm25s.BM25, corpus_digest: str, num_threads: int = 1) -> None:
+        """Search with up to `num_threads` threads. Raises `ValueError` when the arrays of `index` are inconsistent."""
+        self._index = index
+        self._corpus_digest = corpus_digest
+        data, indices, indptr, num_rows = (index.scores[key] for key in ("data", "indices", "indptr", "num_docs"))
+        self._postings = Postings(data, indices, indptr, num_rows, num_threads)
+        self._columns = _checked_columns(index.vocab_dict, len(indptr) - 1)
+        self.fingerprint = f"bm25 {ANALYZER} k1={index.k1} b={index.b} corpus={corpus_digest}"
+
+    @classmethod
+    def build(cls, corpus: Corpus, k1: float = 0.9, b: float = 0.4, num_threads: int = 1) -> Bm25Retriever:
+        """Index every row of `corpus`. Raises `CorpusError` on a malformed row or when no row has a term."""
+        return cls(build_index(corpus, k1, b), corpus.digest, num_threads)
+
+    @classmethod
+    def load(cls, folder: str | Path, corpus: Corpus, num_threads: int = 1) -> Bm25Retriever:
+        """Open a folder written by `save`. Raises `IndexMismatchError` when it is missing or of another corpus."""
+        folder = Path(folder)
+        found = read_manifest(folder / _MANIFEST)
+        if found is None:
+            raise IndexMismatchError(
+                f"{folder} is not a BM25 index of this service (no {_MANIFEST}); build one: "
+                "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path ... --save_dir ..."
+            )
+        check_manifest(folder / _MANIFEST, found, _expected(corpus.digest))
+        try:
+            return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus.digest, num_threads)
+        except (OSError, ValueError, KeyError) as error:
+            raise IndexMismatchError(f"BM25 index {folder} is not readable: {error}; build it again") from error
+
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise `TargetTakenError` when `save` would not write to `folder`: something else lies there."""
+        check_folder(folder, _MANIFEST)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the index folder, replacing an earlier index only when the new one is complete.
+
+        Raises `TargetTakenError` when `folder` has something else in it.
+        """
+        folder = Path(folder).resolve()  # through a link: the index lies where it points to
+        self.check_folder(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            self._index.save(staging, show_progress=False)
+            parameters = {"k1": self._index.k1, "b": self._index.b, "num_rows": len(self)}
+            write_manifest(staging / _MANIFEST, _expected(self._corpus_digest) | parameters)
+            staging.chmod(0o755)
+            replace_folder(staging, folder, _MANIFEST)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def __len__(self) -> int:
+        return self._postings.num_rows
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """See `Retriever.search`. Only rows that share a term with the query (score > 0) are hits."""
+        known = self._columns
+        asked = [[known[term] for term in terms(query) if term in known] for query in queries]
+        return self._postings.search(asked, k)
+
+
+def _checked_columns(vocabulary: dict[str, int], num_columns: int) -> dict[str, int]:
+    """Term to column. Raises `ValueError` when a column is not in the matrix."""
+    if vocabulary.get("", 0) >= num_columns:
+        vocabulary = {term: column for term, column in vocabulary.items() if term}  # bm25s adds "" without a column
+    if vocabulary and not 0 <= min(vocabulary.values()) <= max(vocabulary.values()) < num_columns:
+        raise ValueError(f"a term's column is outside [0, {num_columns})")
+    return vocabulary
+
+
+def _expected(corpus_digest: str) -> dict[str, str | int]:
+    return {"format": 1, "retriever": "bm25", "analyzer": ANALYZER, "corpus": corpus_digest}

@@ -1,0 +1,146 @@
+"""BM25 by Lucene, for indexes in its format such as the published ones. Needs the extra `retrieval-lucene` and Java 21.
+
+The index knows documents by name; their text is taken from the corpus, the row whose `id` is that name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from search_r1.errors import CorpusError, IndexMismatchError, ServerError
+from search_r1.search.bm25.java import find_java, use_java
+from search_r1.search.corpus import Corpus
+from search_r1.search.retriever import Hit
+
+
+def is_lucene_index(folder: str | Path) -> bool:
+    """Whether `folder` has a commit of a Lucene index."""
+    return any(Path(folder).glob("segments_*"))
+
+
+class LuceneRetriever:
+    """BM25 with the analyzer of the index.
+
+    Scores are pyserini's: rounded to four decimals, then equal ones set apart by 1e-6 in the order of the names.
+    """
+
+    name = "bm25-lucene"
+
+    def __init__(self, searcher: Any, corpus: Corpus, fingerprint: str, num_threads: int = 1) -> None:
+        """`searcher` is a `pyserini.search.lucene.LuceneSearcher`."""
+        self.fingerprint = fingerprint
+        self._searcher = searcher
+        self._rows = RowsById(corpus)
+        self._num_threads = num_threads
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, corpus: Corpus, k1: float = 0.9, b: float = 0.4, num_threads: int = 1
+    ) -> LuceneRetriever:
+        """Open an index folder.
+
+        Raises `IndexMismatchError` when it is none or not of as many rows as the corpus, and `ServerError` when
+        pyserini or a Java for it is missing.
+        """
+        folder = Path(folder)
+        if not is_lucene_index(folder):
+            raise IndexMismatchError(
+                f"{folder} is not a Lucene index (no file segments_*); pass the folder that has it"
+            )
+        searcher = _open(folder)
+        if searcher.num_docs != len(corpus):
+            raise IndexMismatchError(
+                f"the Lucene index {folder} has {searcher.num_docs} documents, corpus {corpus.path} has {len(corpus)} "
+                "rows; use the corpus the index was built from"
+            )
+        searcher.set_bm25(k1, b)
+        commit = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("segments_*")))).hexdigest()
+        return cls(searcher, corpus, f"lucene k1={k1} b={b} index={commit} corpus={corpus.digest}", num_threads)
+
+    def __len__(self) -> int:
+        return int(self._searcher.num_docs)
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """See `Retriever.search`. Raises `IndexMismatchError` on a document that the corpus does not have."""
+        if not queries or k < 1:
+            return [[] for _ in queries]
+        names = [str(number) for number in range(len(queries))]
+        found = self._searcher.batch_search(queries, names, k=min(k, len(self)), threads=self._num_threads)
+        return [self._hits(found.get(name, [])) for name in names]
+
+    def _hits(self, documents: list[Any]) -> list[Hit]:
+        hits = (Hit(self._rows[document.docid], float(document.score)) for document in documents)
+        return sorted(hits, key=lambda hit: (-hit.score, hit.row))
+
+
+class RowsById:
+    """Corpus row of a document name. Costs nothing while names are row numbers, as in the published corpora."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._rows: dict[str, int] | None = None
+
+    def __getitem__(self, name: str) -> int:
+        """Raises `IndexMismatchError` for an unknown name, `CorpusError` when two rows have the same one."""
+        if self._rows is None and self._is_row_number(name):
+            return int(name)
+        if self._rows is None:
+            self._rows = self._read()
+        row = self._rows.get(name)
+        if row is None:
+            raise IndexMismatchError(
+                f"the index has a document {name!r}, but no row of corpus {self._corpus.path} has this id; "
+                "use the corpus the index was built from"
+            )
+        return row
+
+    def _is_row_number(self, name: str) -> bool:
+        return (
+            name.isascii()
+            and name.isdigit()
+            and int(name) < len(self._corpus)
+            and self._corpus[int(name)]["id"] == name
+        )
+
+    def _read(self) -> dict[str, int]:
+        """Reads the whole corpus once; about 100 bytes of memory a row."""
+        rows: dict[str, int] = {}
+        for row, passage in enumerate(self._corpus):
+            first = rows.setdefault(passage["id"], row)
+            if first != row:
+                raise CorpusError(
+                    f"{self._corpus.path}, lines {first + 1} and {row + 1} have the same id {passage['id']!r}; "
+                    "a Lucene index cannot tell them apart, make ids unique"
+                )
+        return rows
+
+
+def _open(folder: Path) -> Any:
+    searcher_class = _searcher_class()
+    try:
+        return searcher_class(str(folder))
+    except Exception as error:  # pyjnius wraps those of Java in a class of its own
+        raise IndexMismatchError(f"Lucene cannot read {folder}: {error}; build it again or update pyserini") from error
+
+
+def _searcher_class() -> Any:
+    if importlib.util.find_spec("pyserini") is None:
+        raise ServerError("BM25 by Lucene needs pyserini; .venv/bin/pip install -e '.[retrieval-lucene]'")
+    use_java(find_java())
+    # pyserini 1.6 makes an OpenAI client when it is imported, and that one wants a key to be there
+    no_key = "OPENAI_API_KEY" not in os.environ
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    try:
+        return importlib.import_module("pyserini.search.lucene").LuceneSearcher
+    except Exception as error:  # a package of pyserini that is missing, or a JVM that does not start
+        raise ServerError(
+            f"pyserini cannot be loaded: {error}; .venv/bin/pip install -e '.[retrieval-lucene]'"
+        ) from error
+    finally:
+        if no_key:
+            del os.environ["OPENAI_API_KEY"]

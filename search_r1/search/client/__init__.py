@@ -1,0 +1,5 @@
+"""The client of the retrieval server."""
+
+from search_r1.search.client.retrieval_client import RetrievalClient
+
+__all__ = ["RetrievalClient"]

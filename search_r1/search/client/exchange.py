@@ -1,0 +1,92 @@
+"""One HTTP request to a retrieval server, as the client sees it: a reply, a temporary failure, or an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import aiohttp
+
+from search_r1.errors import RetrieverRejected, RetrieverUnavailable
+from search_r1.http.address import without_credentials
+from search_r1.http.error_replies import retry_after_s, server_message
+from search_r1.search.client.pending_query import FAILED
+from search_r1.search.client.replicas import Replica
+from search_r1.search.client.reply import Passages, QueryFailure, parse_reply
+
+_RETRIED = frozenset({500, 502, 503, 504})
+
+
+class TemporaryFailure(Exception):
+    """An attempt failed in a way that a retry may cure; `pause_s` is the value of Retry-After.
+
+    `failed`: the server answered HTTP 500, which may be the fault of one query. `explained`: it said so in JSON, as an
+    application does that works.
+    """
+
+    def __init__(
+        self, server: Replica, cause: str, pause_s: float = 0.0, failed: bool = False, explained: bool = False
+    ) -> None:
+        super().__init__(f"{server.name}: {without_credentials(cause)}")
+        self.pause_s, self.failed, self.explained = pause_s, failed, explained
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of each query, in their order, and what the server says of itself where it does."""
+
+    outcomes: list[Passages | QueryFailure]
+    index_version: str | None
+    batch_size: int | None
+
+
+async def post(
+    session: aiohttp.ClientSession,
+    server: Replica,
+    queries: Sequence[str],
+    topk: int,
+    timeout_s: float,
+    headers: Mapping[str, str],
+) -> Reply:
+    """One POST. Raises `TemporaryFailure` where a retry may help, else a `RetrieverError`."""
+    body = {"queries": list(queries), "topk": topk, "return_scores": True}
+    # the server may drop a request that nobody waits for any more, and tell the errors of single queries apart
+    own = {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s))), "X-Query-Errors": "each"}
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.post(server.url, json=body, headers={**headers, **own}, timeout=timeout) as response:
+            payload = await response.read()
+    except aiohttp.InvalidURL as error:
+        raise RetrieverUnavailable(f"retriever.url: {server.name} is not an http:// or https:// URL") from error
+    except TimeoutError as error:
+        raise TemporaryFailure(server, f"no answer to one request in {timeout_s:.1f} s") from error
+    except aiohttp.ClientError as error:
+        raise TemporaryFailure(server, f"{type(error).__name__}: {error}") from error
+    except ValueError as error:  # a token beside a user and password
+        raise RetrieverUnavailable(f"retriever.url: {server.name}: {error}") from error
+    if response.status != 200:
+        raise _refusal(server, response, payload)
+    outcomes = parse_reply(payload, len(queries), server.name)
+    return Reply(outcomes, response.headers.get("X-Index-Version"), _number(response.headers.get("X-Batch-Size")))
+
+
+def _refusal(server: Replica, response: aiohttp.ClientResponse, payload: bytes) -> TemporaryFailure | RetrieverRejected:
+    status, message = response.status, server_message(payload)
+    if status in _RETRIED:
+        pause_s = retry_after_s(response.headers.get("Retry-After"))
+        return TemporaryFailure(server, f"HTTP {status}: {message}", pause_s, status == FAILED, _is_object(payload))
+    rejected = RetrieverRejected(f"retriever {server.name} refused the request with HTTP {status}: {message}")
+    rejected.status = status
+    return rejected
+
+
+def _is_object(payload: bytes) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(payload), dict)
+    return False
+
+
+def _number(header: str | None) -> int | None:
+    return int(header) if header and header.isdecimal() and int(header) > 0 else None

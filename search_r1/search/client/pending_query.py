@@ -1,0 +1,73 @@
+"""A query that the client has not answered yet: its future, its deadline, its failures so far."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
+from search_r1.http.backoff import backoff_s
+from search_r1.search.client.replicas import Replica
+from search_r1.search.client.reply import Passages, QueryFailure
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FAILED = 500  # the status of a server that cannot answer a query, or any
+_MOST_FAILURES = 5  # of one query in a request of its own, while other queries are answered
+
+
+class PendingQuery:
+    """A query and the future of its callers: `deadline` (monotonic seconds) is the latest of theirs."""
+
+    def __init__(self, query: str, loop: asyncio.AbstractEventLoop, num_answered: int) -> None:
+        """`num_answered` counts the queries that the client has seen answered so far."""
+        self.query = query
+        self.deadline = 0.0
+        self.answer: asyncio.Future[Passages] = loop.create_future()
+        # no warning at exit about an error that no caller awaits any more
+        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+        self._num_answered_before = num_answered
+        self._num_failures = self._num_pauses = 0
+        self._accused: set[Replica] = set()
+
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def end(self, outcome: Passages | Exception) -> None:
+        """Set the result or the exception of the future."""
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
+
+    def accuses(self, server: Replica) -> bool:
+        """Whether its failure at `server` is a sign that the server is sick: the first one may be."""
+        is_first = server not in self._accused
+        self._accused.add(server)
+        return is_first
+
+    def failed_alone(self, num_answered: int, message: str) -> None:
+        """The server answered HTTP 500 to a request with this query alone.
+
+        Raises `RetrieverQueryFailed` when that happened several times while others were answered: the server works,
+        but not for this query.
+        """
+        self._num_failures += 1
+        if self._num_failures >= _MOST_FAILURES and num_answered > self._num_answered_before:
+            times = f"the retriever answers others, but failed at this query {self._num_failures} times"
+            raise RetrieverQueryFailed(f"{times}; last: {message}")
+
+    def pause_after(self, failure: QueryFailure, num_answered: int, retriever: str) -> float:
+        """Seconds until the next attempt. Raises a `RetrieverError` when there is none."""
+        message = f"retriever {retriever}: HTTP {failure.status}: {failure.detail}"
+        if failure.status < FAILED:
+            rejected = RetrieverRejected(f"{message}; the query is refused")
+            rejected.status = failure.status
+            raise rejected
+        if failure.status == FAILED:
+            self.failed_alone(num_answered, message)
+        self._num_pauses += 1
+        pause_s = max(failure.retry_after_s, backoff_s(self._num_pauses, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+        if pause_s >= self.left_s():
+            raise RetrieverUnavailable(f"{message}; there is no time to ask again before retriever.deadline_s")
+        return pause_s

@@ -1,0 +1,1 @@
+"""Dense retrieval: vectors, exact and FAISS indexes, their builders."""

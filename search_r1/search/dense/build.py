@@ -1,0 +1,136 @@
+"""The vectors of a corpus into a FAISS index or a Qdrant collection."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import faiss
+
+from search_r1.errors import EncoderError, ServerError
+from search_r1.search.corpus import Corpus
+from search_r1.search.dense.embeddings import EmbeddingJob, discard, encode_corpus
+from search_r1.search.dense.encoder_check import encoder_fields
+from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+from search_r1.search.dense.faiss_build import build_index
+from search_r1.search.dense.qdrant import check_collection, connect, store_vectors
+from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
+from search_r1.search.replaceable import check_file
+
+
+def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> str:
+    """Encode `corpus` as `index_builder` was asked to, and say where the index is. Raises a `SearchError`."""
+    if not arguments.model_path:
+        raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
+    # fail before the corpus is encoded when the database is down or the target is taken
+    client = connect(arguments.qdrant_location) if arguments.qdrant_location else None
+    _check_targets(arguments, client, folder)
+    encoder = Encoder(_encoder_options(arguments, arguments.model_path))
+    fields = _fields(arguments, encoder, corpus)
+    vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
+    if client is None:
+        target = _write_faiss(arguments, vectors, fields, folder)
+    else:
+        store_vectors(client, arguments.qdrant_collection, vectors, fields)
+        client.close()
+        target = f"the collection {arguments.qdrant_collection} at {arguments.qdrant_location}"
+    if arguments.embedding_path is None:
+        _keep_or_discard(vectors.path, arguments.save_embedding)
+    return target
+
+
+def _check_targets(arguments: argparse.Namespace, client: Any | None, folder: Path) -> None:
+    if client is None:
+        check_file(_index_file(arguments, folder))
+    else:
+        check_collection(client, arguments.qdrant_collection)
+    if arguments.embedding_path is None:
+        check_file(_embedding_file(arguments, folder))
+
+
+def _index_file(arguments: argparse.Namespace, folder: Path) -> Path:
+    return folder / f"{arguments.retrieval_method}_{arguments.faiss_type}.index"
+
+
+def _embedding_file(arguments: argparse.Namespace, folder: Path) -> Path:
+    return folder / f"emb_{arguments.retrieval_method}.memmap"
+
+
+def _keep_or_discard(path: Path, save: bool) -> None:
+    """Remove the vectors, unless this run or an earlier one was started with `--save_embedding`."""
+    fields = read_manifest(manifest_path(path)) or {}
+    if save:
+        write_manifest(manifest_path(path), fields | {"kept": True})
+    elif not fields.get("kept"):
+        discard(path)
+
+
+def _write_faiss(arguments: argparse.Namespace, vectors: VectorFile, fields: dict[str, Any], folder: Path) -> str:
+    target = _index_file(arguments, folder)
+    new = target.with_name(f".{target.name}.new")
+    faiss.omp_set_num_threads(arguments.num_threads)
+    try:
+        build_index(vectors, arguments.faiss_type, new, arguments.faiss_gpu, arguments.train_rows)
+        made = fields | {"faiss_type": arguments.faiss_type}
+        # in between the manifest fits neither index, and still says that the file is of this builder
+        write_manifest(manifest_path(target), made | {"num_rows": 0, "bytes": 0})
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+    write_manifest(manifest_path(target), made | {"num_rows": len(vectors), "bytes": target.stat().st_size})
+    return str(target)
+
+
+def _encoder_options(arguments: argparse.Namespace, model: str) -> EncoderOptions:
+    return EncoderOptions(
+        arguments.retrieval_method,
+        model,
+        pooling=arguments.pooling_method,
+        precision="half" if arguments.use_fp16 else "float32",
+        num_threads=max(1, arguments.num_threads // arguments.num_processes),
+    )
+
+
+def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> dict[str, Any]:
+    """What the vectors depend on."""
+    if encoder.side == "query":
+        raise EncoderError(f"{arguments.model_path} encodes questions; pass it by --query_model_path")
+    made = {"corpus": corpus.digest, "precision": encoder.precision, "max_length": arguments.max_length}
+    return encoder_fields(encoder) | made | _question_encoder(arguments)
+
+
+def _question_encoder(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not arguments.query_model_path:
+        return {}
+    encoder = Encoder(_encoder_options(arguments, arguments.query_model_path))
+    return {"query_weights": encoder.fingerprint}
+
+
+def _vectors(
+    arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus, fields: dict[str, Any], folder: Path
+) -> tuple[VectorFile, dict[str, Any]]:
+    """The vectors of `--embedding_path` or of the encoder, and what their manifest says."""
+    if arguments.embedding_path is not None:
+        return _reused(arguments.embedding_path, encoder, corpus, fields)
+    job = EmbeddingJob(
+        path=_embedding_file(arguments, folder),
+        corpus_path=corpus.path,
+        options=_encoder_options(arguments, arguments.model_path),
+        fields=fields,
+        batch_size=arguments.batch_size,
+        max_tokens=arguments.max_length,
+        num_processes=arguments.num_processes,
+    )
+    return encode_corpus(job, encoder, corpus), fields
+
+
+def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]) -> tuple[VectorFile, dict[str, Any]]:
+    """A file with a manifest must be complete and of this corpus and encoder; precision and length are its own."""
+    vectors = VectorFile(path, len(corpus), encoder.dim)
+    found = read_manifest(manifest_path(path))
+    own = {name: "unknown" if found is None else found.get(name) for name in ("precision", "max_length")}
+    if found is not None:
+        check_manifest(manifest_path(path), found, fields | own | {"rows_done": len(corpus)})
+    return vectors, fields | own

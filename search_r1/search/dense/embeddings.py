@@ -1,0 +1,143 @@
+"""The vectors of a corpus, streamed to a file that an interrupted run can continue.
+
+The file holds float32 values, rows x dim, no header. Its manifest says what the vectors are of, and `rows_done`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from search_r1.errors import EncoderError
+from search_r1.search.corpus import Corpus
+from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
+from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
+from search_r1.search.replaceable import check_file
+
+_BATCHES_A_BLOCK = 16
+
+Block = tuple[int, int]  # first row, row after the last
+
+
+@dataclass(frozen=True)
+class EmbeddingJob:
+    """`fields`: what the vectors depend on; `batch_size`: passages sorted by length and encoded together."""
+
+    path: Path
+    corpus_path: Path
+    options: EncoderOptions
+    fields: dict[str, Any]
+    batch_size: int
+    max_tokens: int
+    num_processes: int = 1
+
+
+def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> VectorFile:
+    """Write what is still missing and return the vectors.
+
+    Progress is saved every 16 batches. With several processes each loads an encoder of its own, on the GPUs in turn.
+    Raises `IndexMismatchError` when the file is of another corpus, encoder, precision or length, and
+    `TargetTakenError` when it has no manifest: then it is somebody else's.
+    """
+    check_file(job.path)
+    done = rows_done(job.path, job.fields)
+    step = job.batch_size * _BATCHES_A_BLOCK
+    blocks = [(start, min(start + step, len(corpus))) for start in range(done, len(corpus), step)]
+    if blocks:
+        _reserve(job, len(corpus) * encoder.dim * 4, done)
+    writer = _Writer(job, encoder, corpus)
+    ended = map(writer.write, blocks) if job.num_processes == 1 else _in_processes(job, blocks)
+    with tqdm(total=len(corpus), initial=done, desc="encode", unit="passage", disable=None) as bar:
+        for stop in ended:
+            bar.update(stop - bar.n)
+            write_manifest(manifest_path(job.path), job.fields | {"rows_done": stop})
+    return VectorFile(job.path, len(corpus), encoder.dim)
+
+
+def rows_done(path: Path, fields: dict[str, Any]) -> int:
+    """Rows already in the file; 0 when there is none. Raises `IndexMismatchError` when it is of something else."""
+    found = read_manifest(manifest_path(path))
+    if not path.is_file() or found is None:
+        return 0
+    check_manifest(manifest_path(path), found, fields)
+    return int(found.get("rows_done", 0))
+
+
+def discard(path: Path) -> None:
+    """Remove the vectors, then their manifest: without it they would count as not written by this program."""
+    path.unlink(missing_ok=True)
+    manifest_path(path).unlink(missing_ok=True)
+
+
+def _reserve(job: EmbeddingJob, num_bytes: int, done: int) -> None:
+    """A file of the final size; its manifest is there before it, so that the two never disagree."""
+    if done == 0:
+        write_manifest(manifest_path(job.path), job.fields | {"rows_done": 0})
+        job.path.unlink(missing_ok=True)
+    with job.path.open("ab") as file:
+        file.truncate(num_bytes)
+
+
+class _Writer:
+    """Encodes blocks of rows into their place in the file."""
+
+    def __init__(self, job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> None:
+        self._job, self._encoder, self._corpus = job, encoder, corpus
+
+    def write(self, block: Block) -> int:
+        """Returns the row after the last once the block is on disk."""
+        start, stop = block
+        with self._job.path.open("r+b") as file:
+            file.seek(start * self._encoder.dim * 4)
+            for first in range(start, stop, self._job.batch_size):
+                file.write(self._vectors(first, min(first + self._job.batch_size, stop)).data)
+            file.flush()
+            os.fsync(file.fileno())
+        return stop
+
+    def _vectors(self, start: int, stop: int) -> np.ndarray:
+        texts = [self._corpus[row]["contents"] for row in range(start, stop)]
+        return self._encoder.encode_passages(texts, self._job.max_tokens)
+
+
+_writer: _Writer  # of a worker process
+
+
+def _in_processes(job: EmbeddingJob, blocks: list[Block]) -> Iterator[int]:
+    """Ends of blocks in order, so that `rows_done` never counts a row that is not there."""
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
+    arguments = (job, context.Value("i", 0))
+    with ProcessPoolExecutor(job.num_processes, context, _start_worker, arguments) as pool:
+        try:
+            yield from pool.map(_write_block, blocks)
+        except BrokenProcessPool as error:
+            raise EncoderError(
+                "an encoding process ended early (killed, or out of memory); run again to go on"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(job: EmbeddingJob, counter: Any) -> None:
+    import torch
+
+    global _writer
+    with counter.get_lock():
+        number = counter.value
+        counter.value += 1
+    device = f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    _writer = _Writer(job, Encoder(replace(job.options, device=device)), Corpus(job.corpus_path))
+
+
+def _write_block(block: Block) -> int:
+    return _writer.write(block)

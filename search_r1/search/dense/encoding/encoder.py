@@ -1,0 +1,129 @@
+"""A dense text encoder: a Hugging Face model, pooled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
+
+from search_r1.errors import EncoderError
+from search_r1.search.corpus import title_and_text
+from search_r1.search.dense.encoding.length_batches import batch_cost, length_batches
+from search_r1.search.dense.encoding.model import json_reader, load_tokenizer, load_weights, side, weights_digest
+from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
+from search_r1.search.dense.encoding.pooling import pool
+from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
+from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
+from search_r1.search.dense.encoding.worker_threads import WorkerThreads
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """`family` names a row of the table of encoders; `model` is a folder or a hub id; `pooling` overrides.
+
+    `precision`: float32, bfloat16, float16, `auto` or `half` (see `resolve_precision`); `device`: cpu, cuda, cuda:1 or
+    auto (a GPU where there is one).
+    """
+
+    family: str
+    model: str
+    pooling: str | None = None
+    precision: str = "float32"
+    num_threads: int = 1
+    device: str = "auto"
+
+
+class Encoder:
+    """Text to float32 vectors of `dim` values. Legend: B texts, L tokens, D = dim.
+
+    Which texts share a call moves a vector by rounding only: the tests allow 1e-5 a value in float32 and 0.02 in
+    bfloat16, for vectors of length 1.
+    """
+
+    def __init__(self, options: EncoderOptions) -> None:
+        """Load tokenizer and weights. Raises `EncoderError`."""
+        torch.set_num_threads(options.num_threads)
+        self.device = resolve_device(options.device)
+        dtype = resolve_precision(options.precision, self.device)
+        self.precision = precision_name(dtype)
+        self.spec: EncoderSpec = resolve_spec(options.family, json_reader(options.model), options.pooling)
+        self._tokenizer = load_tokenizer(options.model)
+        model: Any = load_weights(options.model, self.spec.pooling)
+        self.side = side(model)
+        self.fingerprint = weights_digest(model)
+        config: Any = model.config
+        self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
+        self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
+        self._end = _token_id(self._tokenizer, self.spec.end_token)
+        self._model = model.to(self.device, dtype).eval()
+        self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
+        if pack_linear_layers(self._model):
+            self._model.set_attn_implementation("eager")  # for short texts the fastest of a CPU
+        _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)
+
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [B, D]. Raises `EncoderError` on a non-finite vector, or when the model encodes passages only."""
+        self._refuse("passage", "queries")
+        return self._encode(self._tokens([self.spec.query_prefix + text for text in texts], self.spec.max_query_tokens))
+
+    def encode_passages(self, texts: Sequence[str], max_tokens: int | None = None) -> np.ndarray:
+        """float32 [B, D]; each passage cut to `max_tokens`. Raises as `encode_queries`."""
+        self._refuse("query", "passages")
+        limit = min(max_tokens or self.spec.max_passage_tokens, self.spec.max_passage_tokens)
+        if not self.spec.title_pair:
+            return self._encode(self._tokens([self.spec.passage_prefix + text for text in texts], limit))
+        pairs = [title_and_text(text) for text in texts]
+        return self._encode(self._tokens([title for title, _ in pairs], limit, [text for _, text in pairs]))
+
+    def _refuse(self, side: str, wanted: str) -> None:
+        if self.side == side:
+            raise EncoderError(
+                f"{type(self._model).__name__} cannot encode {wanted}; pass the other encoder of the pair"
+            )
+
+    def _tokens(self, texts: list[str], max_tokens: int, second: list[str] | None = None) -> list[list[int]]:
+        """Token ids of each text, special tokens included, at least one."""
+        if not texts:
+            return []
+        limit = min(max_tokens, self._longest)
+        ids = self._tokenizer(texts, second, max_length=limit, truncation=True)["input_ids"]
+        if self._end is not None:
+            ids = [row if row[-1:] == [self._end] else [*row[: limit - 1], self._end] for row in ids]
+        return [row or [self._tokenizer.pad_token_id] for row in ids]
+
+    def _encode(self, ids: list[list[int]]) -> np.ndarray:
+        """Texts of similar length share a batch, for little padding."""
+        vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
+        batches = length_batches([len(row) for row in ids], *batch_cost(self.device))[::-1]
+        encoded = self._threads.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
+        for batch, vectors in zip(batches, encoded, strict=True):
+            vectors_BD[batch] = vectors
+        return vectors_BD
+
+    @torch.inference_mode()
+    def _encode_batch(self, ids: list[list[int]]) -> np.ndarray:
+        rows = [torch.tensor(row) for row in ids]
+        ids_BL = pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id).to(self.device)
+        lengths_B1 = torch.tensor([[len(row)] for row in ids], device=self.device)
+        mask_BL = (torch.arange(ids_BL.shape[1], device=self.device) < lengths_B1).long()
+        vectors_BD = pool(self._model(input_ids=ids_BL, attention_mask=mask_BL), mask_BL, self.spec.pooling)
+        if self.spec.normalize:
+            vectors_BD = normalize(vectors_BD, dim=-1)
+        if not torch.isfinite(vectors_BD).all():
+            raise EncoderError("the encoder gave a vector with NaN or Inf; its weights or its precision are unfit")
+        return vectors_BD.cpu().numpy()
+
+
+def _token_id(tokenizer: object, token: str) -> int | None:
+    """The id of `token`, or of the tokenizer's own end of text where its vocabulary lacks it; None for no token."""
+    if not token:
+        return None
+    return tokenizer.get_vocab().get(token, tokenizer.eos_token_id)  # type: ignore[attr-defined]

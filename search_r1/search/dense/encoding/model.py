@@ -1,0 +1,129 @@
+"""Tokenizer and weights of an encoder or a cross-encoder, from a folder or a hub id. Remote code is never run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import cached_file
+
+from search_r1.errors import EncoderError
+
+_LOG = logging.getLogger(__name__)
+_SIDES = {"DPRQuestionEncoder": "query", "DPRContextEncoder": "passage"}
+
+
+def load_tokenizer(model: str) -> Any:
+    """A tokenizer that pads. Raises `EncoderError`."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(model, error) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_weights(model: str, pooling: str) -> torch.nn.Module:
+    """The float32 encoder, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    loaded, missing = _load(model, _architecture)
+    if pooling != "pooler":
+        missing = [name for name in missing if not name.startswith("pooler.")]
+    _refuse_missing(model, loaded, missing, "pass a complete checkpoint, or another pooling")
+    return loaded
+
+
+def load_cross_encoder(model: str) -> torch.nn.Module:
+    """The float32 model with its classifier, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    loaded, missing = _load(model, lambda _: AutoModelForSequenceClassification)
+    _refuse_missing(model, loaded, missing, "pass a cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2")
+    return loaded
+
+
+def side(model: torch.nn.Module) -> str | None:
+    """`query` or `passage` for a model that encodes only those (DPR), else None."""
+    return _SIDES.get(type(model).__name__)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over the names and values of all parameters and buffers, before any change of precision."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def json_reader(model: str) -> Callable[[str], Any]:
+    """Reads a JSON file of the model, in its folder or from the hub's cache; None when the model has no such file."""
+
+    def read(name: str) -> Any:
+        subfolder, _, filename = name.rpartition("/")
+        try:
+            path = cached_file(
+                model,
+                filename,
+                subfolder=subfolder,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        except (OSError, ValueError) as error:
+            raise EncoderError(f"cannot find the encoder {model}: {str(error).splitlines()[0]}") from error
+        if path is None or not os.path.isfile(path):
+            return None
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+    return read
+
+
+def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, list[str]]:
+    """The model of the class that `choose(config)` gives, and the names of the weights that the checkpoint lacks."""
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        loaded, report = _from_pretrained(choose(config), model)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise _cannot_load(model, error) from error
+    if config.is_encoder_decoder:
+        raise EncoderError(f"{model} is an encoder with a decoder ({config.model_type}), which is not supported")
+    return loaded, sorted(report["missing_keys"])
+
+
+def _refuse_missing(model: str, loaded: torch.nn.Module, missing: list[str], advice: str) -> None:
+    if missing:
+        raise EncoderError(
+            f"the checkpoint {model} lacks {len(missing)} weights of {type(loaded).__name__} ({missing[0]}, ...): they "
+            f"would be random; {advice}"
+        )
+
+
+def _architecture(config: Any) -> Any:
+    """The automatic choice takes the question encoder for every DPR checkpoint and leaves its weights random."""
+    named = (config.architectures or [""])[0]
+    return getattr(transformers, named) if named in _SIDES else AutoModel
+
+
+def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Safetensors, or with a warning a PyTorch file, of which only tensors are read."""
+    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    try:
+        return architecture.from_pretrained(model, use_safetensors=True, **options)
+    except OSError:
+        loaded = architecture.from_pretrained(model, use_safetensors=False, weights_only=True, **options)
+        _LOG.warning("%s has no safetensors file; its PyTorch file was read", model)
+        return loaded
+
+
+def _cannot_load(model: str, error: Exception) -> EncoderError:
+    return EncoderError(
+        f"cannot load the model {model}: {str(error).splitlines()[0]}; "
+        "pass a model folder, or a hub id that can be downloaded"
+    )

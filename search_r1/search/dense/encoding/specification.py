@@ -1,0 +1,129 @@
+"""How a dense encoder turns text into a vector: prefixes, pooling, normalisation, lengths.
+
+Read from the files that sentence-transformers models carry; what they leave open comes from a table of encoder
+families, looked up by the family's name (`--retriever_name`), never by a piece of a path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from search_r1.errors import EncoderError
+
+ReadJson = Callable[[str], Any]  # the decoded JSON file of that name in the model's folder, or None
+
+POOLINGS = ("mean", "cls", "max", "lasttoken", "pooler")
+_QUERY_PROMPTS, _PASSAGE_PROMPTS = ("query", "s2p_query"), ("document", "passage")
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """`max_query_tokens` and `max_passage_tokens` count special tokens and prefix too.
+
+    `end_token` closes every text whose tokenizer does not; `title_pair`: a passage is its title, a separator, its text.
+    """
+
+    pooling: str = "mean"
+    normalize: bool = True
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    max_query_tokens: int = 256
+    max_passage_tokens: int = 256
+    end_token: str = ""
+    title_pair: bool = False
+
+    def index_fields(self) -> dict[str, Any]:
+        """What passages and queries must agree on, as kept in an index manifest."""
+        fields = asdict(self)
+        del fields["max_query_tokens"], fields["max_passage_tokens"]
+        return fields
+
+
+FAMILIES = {
+    "e5": EncoderSpec(query_prefix="query: ", passage_prefix="passage: "),
+    "bge": EncoderSpec(pooling="cls", query_prefix="Represent this sentence for searching relevant passages: "),
+    "contriever": EncoderSpec(normalize=False),
+    "gte": EncoderSpec(),
+    "minilm": EncoderSpec(),
+    "nomic": EncoderSpec(query_prefix="search_query: ", passage_prefix="search_document: "),
+    "qwen3": EncoderSpec(
+        pooling="lasttoken",
+        query_prefix="Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:",
+        end_token="<|endoftext|>",
+    ),
+    "dpr": EncoderSpec(pooling="pooler", normalize=False, title_pair=True),
+}
+
+
+def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -> EncoderSpec:
+    """The model's own files over the table of families; `pooling` overrides both. Raises `EncoderError`."""
+    modules = read_json("modules.json")
+    known = FAMILIES.get(family.lower())
+    if known is None and modules is None:
+        raise EncoderError(
+            f"{family!r} is not a known encoder family ({', '.join(FAMILIES)}) and the model has no modules.json that "
+            "says how to pool; pass a known --retriever_name / --retrieval_method"
+        )
+    spec = known or EncoderSpec()
+    if modules is not None:
+        spec = _from_modules(spec, modules, read_json)
+    spec = _with_prompts(spec, (read_json("config_sentence_transformers.json") or {}).get("prompts") or {})
+    if pooling is not None:
+        spec = replace(spec, pooling=pooling)
+    if spec.pooling not in POOLINGS:
+        raise EncoderError(f"pooling {spec.pooling!r} is not one of {', '.join(POOLINGS)}")
+    return spec
+
+
+def local_json(folder: Path) -> ReadJson:
+    """Reads the JSON files of a model folder."""
+
+    def read(name: str) -> Any:
+        path = folder / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    return read
+
+
+def _from_modules(spec: EncoderSpec, modules: list[dict[str, str]], read_json: ReadJson) -> EncoderSpec:
+    kinds = {module["type"].rsplit(".", 1)[-1]: module["path"] for module in modules}
+    unsupported = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
+    if unsupported or "Pooling" not in kinds:
+        raise EncoderError(
+            f"modules.json has {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
+        )
+    config = read_json(f"{kinds['Pooling']}/config.json") or {}
+    limit = (read_json("sentence_bert_config.json") or {}).get("max_seq_length") or spec.max_query_tokens
+    return replace(
+        spec,
+        pooling=_pooling(config),
+        normalize="Normalize" in kinds,
+        max_query_tokens=min(spec.max_query_tokens, limit),
+        max_passage_tokens=min(spec.max_passage_tokens, limit),
+    )
+
+
+def _pooling(config: dict[str, Any]) -> str:
+    """The one mode of a Pooling module, in the flag form (`pooling_mode_mean_tokens`) or the named form."""
+    if not config.get("include_prompt", True):
+        raise EncoderError(
+            "the Pooling module leaves the prompt out of the mean (include_prompt: false): not supported"
+        )
+    named = config.get("pooling_mode")
+    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    modes = [named] if named else [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in flags]
+    modes = ["cls" if mode == "cls_token" else mode for mode in modes]
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise EncoderError(f"the Pooling module asks for {modes or 'nothing'}; exactly one of {POOLINGS} is supported")
+    return str(modes[0])
+
+
+def _with_prompts(spec: EncoderSpec, prompts: dict[str, str]) -> EncoderSpec:
+    """Non-empty prompts of the model win over the table; an empty one says nothing."""
+    query = next((prompts[key] for key in _QUERY_PROMPTS if prompts.get(key)), spec.query_prefix)
+    passage = next((prompts[key] for key in _PASSAGE_PROMPTS if prompts.get(key)), spec.passage_prefix)
+    return replace(spec, query_prefix=query, passage_prefix=passage)

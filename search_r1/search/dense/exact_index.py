@@ -1,0 +1,231 @@
+"""Exact inner-product search as a matrix product.
+
+The product runs in bfloat16 over a copy of the vectors: half the bytes of float32 and several times the speed. Every
+row that could belong to the best k is then scored again from its float32 values. Which rows could is a bound, not a
+guess. The copy is of y = x - m, where m is the mean of a sample of the rows: the vectors of an encoder such as e5 lie
+close together, all scores are about q.m, and rounding x instead would blur more than rows differ. The order of q.x is
+that of q.y. With q the query, x a row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the
+result of the product is bfloat16), e the rounding of a sum of d float32 products, and f that of a float32 score:
+
+    |c - q.y| <= a + u |c|,   a = |q - q~| max|y| + |q~| max|y - y~| + e |q| max|y| + f |q| max|x|     (Cauchy-Schwarz)
+
+If k rows have c >= t, the k-th best exact score s (less q.m) is at least t - u |t| - a, and a row of the best k has a
+coarse score of at least (s - a) - u |s - a|. So the answer is that of float32 vectors and float64 sums, whatever the
+batch. The first two terms of a and u are reached by some vectors, and the tests have such; e and f are worst cases of
+float32 sums, far above what any sum is seen to do, and small beside the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.search.dense.encoding.precision import cpu_has_bf16
+from search_r1.search.dense.encoding.worker_threads import WorkerThreads
+from search_r1.search.dense.rescoring import BestRows
+from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
+from search_r1.search.retriever import Hit
+
+_LOG = logging.getLogger(__name__)
+_GROUP = 32  # rows whose maximum is looked at first: 32 times fewer values to search for the best k
+_QUERIES = 256
+_QUERIES_A_THREAD = 32  # fewer share the matrix by the threads inside the product
+_CPU_SCORES, _GPU_SCORES = 1 << 23, 1 << 28  # coarse scores held at once; 16 MiB on a CPU
+_SAMPLED_BLOCKS, _SAMPLED_ROWS = 16, 4096  # for the mean
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows from `start` on, on one device."""
+
+    start: int
+    matrix_RD: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix_RD.device
+
+
+class ExactIndex:
+    """All vectors in bfloat16, their rows shared out over devices; their float32 values stay in the file.
+
+    A row of the best k is among the best k of its device, so each device is asked as if it were alone.
+
+    Legend: B queries, R rows, G groups of J rows, D = dim; M, N lists of candidates.
+    """
+
+    def __init__(
+        self,
+        vectors: VectorFile,
+        devices: Sequence[str] = ("cpu",),
+        dtype: torch.dtype | None = None,
+        max_scores: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Read all vectors once. `dtype` defaults to bfloat16, to float32 on a CPU without it.
+
+        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once on a device,
+        on a CPU by each of `num_threads`. Raises `IndexMismatchError` on a vector with NaN or Inf and `ServerError`
+        when a device cannot hold its rows.
+        """
+        self.dim = vectors.dim
+        self._vectors = vectors
+        places = [torch.device(device) for device in devices]
+        on_gpu = places[0].type == "cuda"
+        self._dtype = dtype or (torch.bfloat16 if on_gpu or cpu_has_bf16() else torch.float32)
+        self._max_scores = max_scores or (_GPU_SCORES if on_gpu else _CPU_SCORES)
+        self._output_error = 2.0**-8 if self._dtype == torch.bfloat16 and not on_gpu else 2.0**-23
+        self._threads = WorkerThreads(1 if on_gpu else num_threads)
+        # memory of their own: fresh pages for every product would take as long as the product
+        num_scores = 0 if on_gpu else self._max_scores + _GROUP * _QUERIES
+        self._scores = [
+            [torch.empty(num_scores, dtype=self._dtype) for _ in places] for _ in range(self._threads.number)
+        ]
+        self._center_D = _sample_mean(vectors)
+        self._max_norm = self._max_offset = self._max_error = 0.0  # of x, y and y - y~
+        self._parts = self._load(places)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]:
+        """See `Retriever.search`; queries are finite float32 [B, D], the score is the inner product."""
+        k = min(k, len(self))
+        if k < 1:
+            return [[] for _ in queries_BD]
+        hits: list[list[Hit]] = []
+        for start in range(0, len(queries_BD), _QUERIES):
+            batch_BD = queries_BD[start : start + _QUERIES]
+            parts = np.array_split(batch_BD, max(1, min(self._threads.number, len(batch_BD) // _QUERIES_A_THREAD)))
+            for found in self._threads.map(
+                lambda part: self._search(*part, k), list(zip(parts, self._scores, strict=False))
+            ):
+                hits += found
+        return hits
+
+    def _load(self, places: Sequence[torch.device]) -> list[Part]:
+        size = max(1, -(-len(self) // len(places)))
+        starts = range(0, max(1, len(self)), size)
+        parts = [
+            Part(start, self._room(min(size, len(self) - start), place))
+            for start, place in zip(starts, places, strict=False)  # there may be fewer rows than devices
+        ]
+        blocks = self._vectors.blocks()
+        bar = tqdm(blocks, total=-(-len(self) // BLOCK_ROWS), desc="matrix", unit="block", disable=None, leave=False)
+        for start, block in bar:
+            self._check_finite(start, torch.from_numpy(block))
+            offset_RD = torch.from_numpy(block - self._center_D)
+            rounded_RD = offset_RD.to(self._dtype)
+            error_RD = offset_RD - rounded_RD.float()
+            self._max_offset = max(self._max_offset, _largest_norm(offset_RD))
+            self._max_error = max(self._max_error, _largest_norm(error_RD))
+            for part in parts:
+                first, last = max(start, part.start), min(start + len(block), part.start + len(part.matrix_RD))
+                if first < last:
+                    part.matrix_RD[first - part.start : last - part.start] = rounded_RD[first - start : last - start]
+        return parts
+
+    def _room(self, rows: int, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty((rows, self.dim), dtype=self._dtype, device=device)
+        except RuntimeError as error:
+            needed = rows * self.dim * self._dtype.itemsize / 2**30
+            raise ServerError(
+                f"{rows} of {len(self)} vectors of {self.dim} values need {needed:.1f} GiB on {device}, which has not "
+                "so much free; show the server more GPUs or use a compressed FAISS index (docs/retrieval.md)"
+            ) from error
+
+    def _check_finite(self, start: int, block_RD: torch.Tensor) -> None:
+        norms_R = torch.linalg.vector_norm(block_RD, dim=1)
+        broken = torch.nonzero(~torch.isfinite(norms_R)).flatten().tolist()
+        if broken:
+            raise IndexMismatchError(
+                f"{self._vectors.path}: the vector of row {start + broken[0]} has NaN or Inf; build the index again"
+            )
+        self._max_norm = max(self._max_norm, float(norms_R.max()))
+
+    def _search(self, queries_BD: np.ndarray, scores: list[torch.Tensor], k: int) -> list[list[Hit]]:
+        """`scores` is memory for the coarse scores of each device on a CPU."""
+        exact_BD = torch.from_numpy(np.array(queries_BD, dtype=np.float32, order="C"))
+        rounded_BD = exact_BD.to(self._dtype)
+        slack_B = self._slack(exact_BD, rounded_BD).numpy()
+        queries = [rounded_BD.to(part.device).T for part in self._parts]
+        common_B = exact_BD.double().numpy() @ self._center_D.astype(np.float64)
+        best = BestRows(exact_BD.numpy(), k, self._vectors, self._max_norm)
+        size = max(_GROUP, self._max_scores // len(exact_BD) // _GROUP * _GROUP)
+        for start in range(0, len(self._parts[0].matrix_RD), size):
+            coarse = [  # of all devices before the first is waited for
+                (part.start + start, self._coarse(part.matrix_RD[start : start + size], queries_DB, memory))
+                for part, queries_DB, memory in zip(self._parts, queries, scores, strict=False)
+                if start < len(part.matrix_RD)
+            ]
+            for first, groups_GJB in coarse:
+                floor_B = (best.kth_B - common_B).astype(np.float32)
+                rows_N, queries_N = self._candidates(groups_GJB, floor_B, slack_B, k)
+                best.add(rows_N + first, queries_N)
+        return best.hits()
+
+    def _slack(self, exact_BD: torch.Tensor, rounded_BD: torch.Tensor) -> torch.Tensor:
+        """`a` of the module's docstring, float32 [B]."""
+        rounded_BD = rounded_BD.float()
+        query_B = torch.linalg.vector_norm(exact_BD - rounded_BD, dim=1) * self._max_offset
+        row_B = torch.linalg.vector_norm(rounded_BD, dim=1) * self._max_error
+        sums = (self.dim + 8) * 2.0**-22 * self._max_offset + 2.0**-21 * self._max_norm
+        return query_B + row_B + sums * torch.linalg.vector_norm(exact_BD, dim=1)
+
+    def _coarse(self, matrix_RD: torch.Tensor, queries_DB: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Coarse scores in groups of rows [G, _GROUP, B]; the rows that fill up the last group score -inf."""
+        rows, batch = len(matrix_RD), queries_DB.shape[1]
+        missing = -rows % _GROUP
+        if matrix_RD.is_cuda:
+            scores_RB = torch.mm(matrix_RD, queries_DB, out_dtype=torch.float32)
+            scores_RB = pad(scores_RB, (0, 0, 0, missing), value=float("-inf"))
+        else:
+            scores_RB = scores[: (rows + missing) * batch].view(-1, batch)
+            # in this order: the other one repacks the whole matrix every time
+            torch.mm(matrix_RD, queries_DB, out=scores_RB[:rows])
+            scores_RB[rows:] = float("-inf")
+        return scores_RB.view(-1, _GROUP, batch)
+
+    def _candidates(
+        self, groups_GJB: torch.Tensor, floor_B: np.ndarray, slack_B: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Every (row, query) whose row may be among the query's best k, in no order.
+
+        `floor_B`: the exact score of the k-th best so far, less q.m; -inf when there are fewer.
+        """
+        maxima_GB = groups_GJB.amax(1).float()
+        if len(maxima_GB) >= k:  # k groups have a row at least as good as the k-th best maximum
+            kth_B = maxima_GB.T.contiguous().topk(k, dim=1).values[:, -1].cpu().numpy()
+            floor_B = np.maximum(floor_B, kth_B - self._output_error * np.abs(kth_B) - slack_B)
+        lowest_B = floor_B - slack_B
+        threshold_B = torch.from_numpy(lowest_B - self._output_error * np.abs(lowest_B)).to(groups_GJB.device)
+        group_M, query_M = torch.nonzero(maxima_GB >= threshold_B, as_tuple=True)
+        scores_MJ = groups_GJB[group_M, :, query_M].float()
+        wanted_MJ = (scores_MJ >= threshold_B[query_M, None]) & torch.isfinite(scores_MJ)
+        member_N, place_N = torch.nonzero(wanted_MJ, as_tuple=True)
+        rows_N = (group_M[member_N] * _GROUP + place_N).cpu().numpy()
+        return rows_N, query_M[member_N].cpu().numpy()
+
+
+def _sample_mean(vectors: VectorFile) -> np.ndarray:
+    """float32 [D], of up to 65,536 rows, spread over the file; any value is right, the nearest to all is the best."""
+    starts = np.unique(np.linspace(0, max(0, len(vectors) - _SAMPLED_ROWS), _SAMPLED_BLOCKS).astype(np.int64))
+    total_D, count = np.zeros(vectors.dim), 0
+    for start in starts.tolist():
+        block_RD = vectors.block(start, min(start + _SAMPLED_ROWS, len(vectors)))
+        total_D += block_RD.sum(axis=0, dtype=np.float64)
+        count += len(block_RD)
+    mean_D = (total_D / max(1, count)).astype(np.float32)
+    return mean_D if np.isfinite(mean_D).all() else np.zeros_like(mean_D)  # the row that is not is reported later
+
+
+def _largest_norm(rows_RD: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows_RD, dim=1).max())

@@ -1,0 +1,120 @@
+"""Dense search: an index over passage vectors, and the encoder of the queries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Protocol
+
+import faiss
+import numpy as np
+import torch
+
+from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.search.corpus import Corpus
+from search_r1.search.dense.encoder_check import check_fit, encoder_fields, query_encoder
+from search_r1.search.dense.encoding.encoder import Encoder
+from search_r1.search.dense.exact_index import ExactIndex
+from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
+from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.manifest import manifest_path, read_manifest
+from search_r1.search.retriever import Hit
+from search_r1.search.retriever_options import RetrieverOptions
+
+_LOG = logging.getLogger(__name__)
+_SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 4096
+
+
+class VectorIndex(Protocol):
+    """Rows by inner product with a query vector; see `Retriever` for order and ties."""
+
+    dim: int
+
+    def __len__(self) -> int: ...
+
+    def search(self, queries_BD: np.ndarray, k: int) -> list[list[Hit]]: ...
+
+
+class DenseRetriever:
+    """Encodes queries and searches an index; `fingerprint` is a digest of everything that the result depends on."""
+
+    def __init__(self, name: str, index: VectorIndex, encoder: Encoder, fingerprint: str = "") -> None:
+        """Raises `IndexMismatchError` when index and encoder do not fit each other."""
+        if index.dim != encoder.dim:
+            raise IndexMismatchError(f"the index has vectors of {index.dim} values, the encoder of {encoder.dim}")
+        self.name = name
+        self.fingerprint = fingerprint or name
+        self._index = index
+        self._encoder = encoder
+
+    @classmethod
+    def load(cls, path: Path, corpus: Corpus, options: RetrieverOptions) -> DenseRetriever:
+        """Open a FAISS file or an embeddings file (`.memmap`).
+
+        A manifest beside it gives the pooling, and corpus, encoder, rows and size are checked against it. Raises
+        `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and there is none.
+        """
+        found = read_manifest(manifest_path(path))
+        encoder = query_encoder(options, None if found is None else found.get("pooling"))
+        if found is not None:
+            check_fit(manifest_path(path), found, encoder, corpus, _sizes(path, corpus))
+        index = _open(path, len(corpus), encoder.dim, options)
+        _LOG.info("%s: %d vectors by %s", path, len(index), type(index).__name__)
+        parts = {
+            "index": _sample_digest(path),
+            "engine": type(index).__name__,
+            "search_parameters": options.search_parameters,
+            "encoder": encoder_fields(encoder),
+            "max_query_tokens": encoder.spec.max_query_tokens,
+            "query_precision": encoder.precision,
+            "corpus": corpus.digest,
+        }
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return cls(options.name, index, encoder, digest)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        """See `Retriever.search`; the score is the inner product."""
+        if not queries:
+            return []
+        return self._index.search(self._encoder.encode_queries(queries), k)
+
+
+def _sizes(path: Path, corpus: Corpus) -> dict[str, int]:
+    """Row counts and bytes of a complete index; a manifest may lack them."""
+    return {"num_rows": len(corpus), "rows_done": len(corpus), "bytes": path.stat().st_size}
+
+
+def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> VectorIndex:
+    if options.engine != "faiss":
+        vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
+        if vectors is not None:
+            return ExactIndex(vectors, _devices(options), num_threads=options.num_threads)
+        if options.engine == "matrix":
+            raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
+    faiss.omp_set_num_threads(options.num_threads)
+    index = read_index(path)
+    return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
+
+
+def _devices(options: RetrieverOptions) -> list[str]:
+    if not options.gpu:
+        return ["cpu"]
+    if not torch.cuda.is_available():
+        raise ServerError("--faiss_gpu: torch sees no GPU; install a CUDA build of torch or drop the flag")
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+def _sample_digest(path: Path) -> str:
+    """SHA-256 over the size of a file and up to 256 evenly spaced blocks of 4 KiB."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in np.unique(np.linspace(0, max(0, size - _SAMPLED_BYTES), _SAMPLED_BLOCKS).astype(np.int64)):
+            file.seek(int(start))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The search as a tool of the Model Context Protocol (MCP)."""

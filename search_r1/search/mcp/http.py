@@ -1,0 +1,79 @@
+"""The MCP tool over HTTP: the streamable HTTP transport, stateless, behind the gate of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from search_r1.http.deadline import MAX_BODY_BYTES, answer_in_time
+from search_r1.http.gate import App, Scope
+from search_r1.http.metrics import Metrics
+from search_r1.http.raw_route import RawRoute
+from search_r1.search.mcp.tool import sdk_module, search_server
+from search_r1.search.server.routes import SearchOptions
+from search_r1.search.server.source_interface import Source
+
+MCP_PATH = "/mcp"
+_OWN_PAGES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIRouter:
+    """`POST /mcp`; include it in the app of `create_app`. Raises `ServerError` without the package `mcp`.
+
+    Every request stands alone and is answered by JSON: no stream is left open when the server stops, and any of
+    several servers may answer. A request whose client leaves is cancelled as on the other routes.
+    """
+    # Host is not checked: the server may be reached by any name. Origin is checked below.
+    manager = sdk_module("mcp.server.streamable_http_manager").StreamableHTTPSessionManager(
+        search_server(source, options, metrics),
+        json_response=True,
+        stateless=True,
+        max_request_body_size=MAX_BODY_BYTES,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with manager.run():
+            yield
+
+    router = APIRouter(route_class=RawRoute, lifespan=lifespan)
+
+    @router.post(MCP_PATH, include_in_schema=False)
+    async def mcp(http: Request) -> Response:
+        _refuse_foreign_page(http.headers.get("origin"))
+        # the tool keeps `options.timeout_s`, so that a late answer is a tool error
+        return await answer_in_time(http, math.inf, lambda body: _exchange(manager.handle_request, http.scope, body))
+
+    return router
+
+
+def _refuse_foreign_page(origin: str | None) -> None:
+    """Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine."""
+    if origin is not None and urlsplit(origin).hostname not in _OWN_PAGES:
+        raise HTTPException(403, "a web page of another site may not use this tool")
+
+
+async def _exchange(app: App, scope: Scope, body: bytes) -> Response:
+    """What `app` answers to `body`."""
+    sent: list[Any] = []
+    request = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        for message in request:
+            return message
+        return await asyncio.get_running_loop().create_future()  # `answer_in_time` sees the client leave
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = sent
+    response = Response(b"".join(part.get("body", b"") for part in parts), start["status"])
+    response.raw_headers = start["headers"]
+    return response

@@ -1,0 +1,35 @@
+"""A running retrieval server as a source."""
+
+from __future__ import annotations
+
+import asyncio
+
+from search_r1.http.address import check_addresses, without_credentials
+from search_r1.search.client import RetrievalClient
+from search_r1.search.server.source_interface import ScoredPassage
+
+
+class HttpSource:
+    """A running server as a `Source`. Score and id are None when it sends none."""
+
+    num_passages: int | None = None
+    version = ""  # that of the server, which may change
+    batch_size: int | None = None
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s` bounds a search with its retries. Raises `ValueError` when `url` is no address."""
+        check_addresses(part.strip() for part in url.split(",") if part.strip())
+        self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
+        self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
+
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
+        """See `Source.search`. Raises `RetrieverError`."""
+        if k not in self._clients:
+            self._clients[k] = RetrievalClient(self._url, topk=k, deadline_s=self._timeout_s)
+        answers = await asyncio.gather(*map(self._clients[k].search, queries))
+        return [[(passage, passage["score"]) for passage in passages] for passages in answers]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            await client.close()

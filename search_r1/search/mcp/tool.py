@@ -1,0 +1,178 @@
+"""The search as a tool of the Model Context Protocol (MCP), over any `Source`.
+
+    .venv/bin/python -m search_r1.search.mcp_tool --url http://127.0.0.1:8000/retrieve
+
+speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
+tool by HTTP (`mcp_http.py`). Needs the extra `retrieval-mcp`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
+from search_r1.http.metrics import Metrics
+from search_r1.search.mcp.remote_server import HttpSource
+from search_r1.search.server.routes import SearchOptions
+from search_r1.search.server.source_interface import ScoredPassage, Source
+from search_r1.search.server.wire import MAX_TOPK, Queries, explain
+
+_LOG = logging.getLogger(__name__)
+logging.getLogger("mcp").setLevel(logging.WARNING)  # the SDK logs every request
+_DESCRIPTION = "Search a text collection. Gives the best passages for each query, best first."
+_NOTHING = "No passages were found."
+
+
+class SearchArguments(BaseModel):
+    """The queries, and how many passages each; unknown arguments are ignored."""
+
+    query_list: Queries = Field(min_length=1, description="the queries, each a question or key words")
+    topk: int | None = Field(default=None, ge=1, le=MAX_TOPK, description="passages a query; null: the default")
+
+
+class FoundPassage(BaseModel):
+    """`contents` is the corpus row's, whose first line is `title`, there without its quotes."""
+
+    id: str | None = Field(description="null when the server sends none")
+    title: str
+    contents: str
+    score: float | None = Field(description="higher is better; null when the server sends none")
+
+
+class QueryResult(BaseModel):
+    """The passages of one query, best first."""
+
+    query: str
+    passages: list[FoundPassage]
+
+
+class SearchResult(BaseModel):
+    """The structured content of an answer, in the order of the queries."""
+
+    results: list[QueryResult]
+
+
+def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> Any:
+    """An `mcp.server.Server` with the tool `search`. A failed search is a tool error, never passages.
+
+    Raises `ServerError` without the package `mcp`.
+    """
+    types = sdk_module("mcp_types")
+    tool = types.Tool(
+        name="search",
+        description=_DESCRIPTION,
+        input_schema=SearchArguments.model_json_schema(),
+        output_schema=SearchResult.model_json_schema(),
+        annotations=types.ToolAnnotations(read_only_hint=True),
+    )
+
+    async def list_tools(_context: Any, _params: Any) -> Any:
+        return types.ListToolsResult(tools=[tool])
+
+    async def call_tool(_context: Any, params: Any) -> Any:
+        if params.name != tool.name:
+            raise sdk_module("mcp").MCPError(types.INVALID_PARAMS, f"no tool {params.name!r}; there is {tool.name!r}")
+        try:
+            result = await _search(source, options, metrics, params.arguments or {})
+        except SearchError as error:
+            return types.CallToolResult(content=[types.TextContent(text=str(error))], is_error=True)
+        return types.CallToolResult(
+            content=[types.TextContent(text=format_result(result))], structured_content=result.model_dump()
+        )
+
+    return sdk_module("mcp.server").Server("retrieval", on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+async def _search(source: Source, options: SearchOptions, metrics: Metrics, arguments: dict[str, Any]) -> SearchResult:
+    """Counts failures as the routes do. Raises `SearchError`."""
+    try:
+        asked = SearchArguments.model_validate(arguments)
+    except ValidationError as error:
+        raise SearchFailed(explain(error)) from error
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            found = await source.search(asked.query_list, asked.topk or options.topk)
+    except TimeoutError as error:
+        metrics.expired.inc()
+        raise SearchFailed(f"not answered within the deadline of {options.timeout_s:g} s") from error
+    except ServiceUnavailable:
+        metrics.rejected.inc()
+        raise
+    except SearchError as error:
+        metrics.errors.inc()
+        _LOG.error("search failed: %s", error)
+        raise
+    pairs = zip(asked.query_list, found, strict=True)
+    return SearchResult(results=[QueryResult(query=query, passages=list(map(_passage, hits))) for query, hits in pairs])
+
+
+def _passage(found: ScoredPassage) -> FoundPassage:
+    row, score = found
+    title = row["contents"].partition("\n")[0].strip().strip('"')
+    return FoundPassage(id=row["id"], title=title, contents=row["contents"], score=score)
+
+
+def format_result(result: SearchResult) -> str:
+    """The text for a model: documents as the search agent of this project sees them, a line `---` between queries."""
+    return "\n---\n".join(_format(found.passages) or _NOTHING for found in result.results)
+
+
+def _format(passages: list[FoundPassage]) -> str:
+    documents = (passage.contents.partition("\n") for passage in passages)
+    return "\n".join(f"Doc {i}(Title: {title}) {text}" for i, (title, _, text) in enumerate(documents, 1))
+
+
+def sdk_module(name: str) -> Any:
+    """A module of the MCP SDK. Raises `ServerError` when it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ServerError(
+            f"MCP needs the package mcp 2 ({error}); .venv/bin/pip install -e '.[retrieval-mcp]'"
+        ) from error
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Those of the program on stdin and stdout."""
+    parser = argparse.ArgumentParser(
+        prog="python -m search_r1.search.mcp_tool",
+        description="The search tool on stdin and stdout (MCP), over a running server.",
+    )
+    parser.add_argument("--url", required=True, help="/retrieve of a retrieval server; several with commas between")
+    parser.add_argument("--topk", type=int, default=3, help="passages a query when the call does not say")
+    parser.add_argument("--timeout_s", type=float, default=30, help="longest time of a call, with its retries")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stdin ends. Returns the exit code: 1 when it cannot start."""
+    arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(_serve_stdio(arguments))
+    except (SearchError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def _serve_stdio(arguments: argparse.Namespace) -> None:
+    stdio_server = sdk_module("mcp.server.stdio").stdio_server
+    source = HttpSource(arguments.url, arguments.timeout_s)  # it keeps the time, and says what it waited for
+    server = search_server(source, SearchOptions(arguments.topk, math.inf), Metrics())
+    try:
+        async with stdio_server() as (incoming, outgoing):
+            await server.run(incoming, outgoing, server.create_initialization_options())
+    finally:
+        await source.close()

@@ -1,0 +1,198 @@
+"""The online engines: how each takes a query, and how its reply is read. Both are pure functions."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One web result. `score` is the engine's own (higher is better), None when it gives only an order."""
+
+    title: str
+    url: str
+    text: str
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One engine.
+
+    `build(query, num_results)` gives the fields of a request without its API key: URL parameters of a GET, the JSON
+    body of a POST. `parse(answer)` reads the decoded JSON of an HTTP 200, best first, and raises `ValueError` when it
+    does not have the documented shape. `per_second` and `concurrency` are what a small plan allows.
+    """
+
+    name: str
+    endpoint: str
+    method: Literal["GET", "POST"]
+    build: Callable[[str, int], Fields]
+    parse: Callable[[Any], list[Result]]
+    max_results: int
+    key_variable: str
+    key_place: Literal["header", "parameter"]
+    key_name: str
+    key_prefix: str = ""
+    needs: tuple[str, ...] = ()
+    per_second: float = 1.0
+    concurrency: int = 8
+
+
+def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[Result]:
+    """The results in a list of objects; `url` and `score` name their keys. One without an address is left out.
+
+    Raises `ValueError` for anything but a list of objects with text in their fields.
+    """
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError("the results are not a list of objects")
+    return [
+        Result(text_of(item, "title"), text_of(item, url), text(item), _number(item.get(score)))
+        for item in items
+        if text_of(item, url)
+    ]
+
+
+def text_of(item: Fields, name: str) -> str:
+    """A text field; "" when it is absent or null. Raises `ValueError` when it is something else."""
+    value = item.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name!r} of a result is a {type(value).__name__}, not a string")
+    return value or ""
+
+
+def object_of(answer: Any) -> Fields:
+    """`answer`, when it is a JSON object. Raises `ValueError`."""
+    if not isinstance(answer, dict):
+        raise ValueError(f"the answer is a {type(answer).__name__}, not an object")
+    return answer
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def list_reader(
+    name: str, url: str, text: str, score: str | None = None, found_nothing: Callable[[Fields], bool] = lambda _: False
+) -> Callable[[Any], list[Result]]:
+    """Reads the list `name` of a reply, whose keys are `url`, `text` and `score`.
+
+    A reply without the list is empty where `found_nothing` holds, else the reader raises `ValueError`.
+    """
+
+    def parse(answer: Any) -> list[Result]:
+        answer = object_of(answer)
+        if name in answer:
+            return read_results(answer[name], url, lambda item: text_of(item, text), score)
+        if found_nothing(answer):
+            return []
+        raise ValueError(f"there is no {name!r}; 'error' is {answer.get('error')!r}")
+
+    return parse
+
+
+def _read_brave(answer: Any) -> list[Result]:
+    """The web results; an answer of the type "search" without any found nothing. Raises `ValueError`."""
+    answer = object_of(answer)
+    web = answer.get("web")
+    if web is None and answer.get("type") == "search":
+        return []
+    found = read_results(object_of(web).get("results"), "url", _brave_text)
+    return [Result(html.unescape(result.title), result.url, html.unescape(result.text)) for result in found]
+
+
+def _brave_text(item: Fields) -> str:
+    """With the field `extra_snippets`, which not every plan has, a result has up to five more passages."""
+    more = item.get("extra_snippets") or []
+    if not isinstance(more, list) or not all(isinstance(snippet, str) for snippet in more):
+        raise ValueError("'extra_snippets' of a result is not a list of strings")
+    return "\n".join([text_of(item, "description"), *more])
+
+
+def _succeeded(answer: Fields) -> bool:
+    """SerpAPI: a search that found nothing has this status, an `error` that says so, and no results."""
+    metadata = answer.get("search_metadata")
+    return isinstance(metadata, dict) and metadata.get("status") == "Success"
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider(  # Google results
+            name="serper",
+            endpoint="https://google.serper.dev/search",
+            method="POST",
+            build=lambda query, num_results: {"q": query, "num": num_results},
+            parse=list_reader("organic", "link", "snippet"),
+            max_results=100,
+            key_variable="SERPER_API_KEY",
+            key_place="header",
+            key_name="X-API-KEY",
+            per_second=50.0,
+            concurrency=32,
+        ),
+        Provider(  # Google results, or those of another engine by the field `engine`
+            name="serpapi",
+            endpoint="https://serpapi.com/search",
+            method="GET",
+            build=lambda query, num_results: {"engine": "google", "q": query, "num": num_results},
+            parse=list_reader("organic_results", "link", "snippet", found_nothing=_succeeded),
+            max_results=100,
+            key_variable="SERPAPI_API_KEY",
+            key_place="parameter",
+            key_name="api_key",
+            per_second=5.0,
+        ),
+        Provider(  # Programmable Search (Custom Search JSON API); `cx` names the search engine that was set up
+            name="google",
+            endpoint="https://www.googleapis.com/customsearch/v1",
+            method="GET",
+            build=lambda query, num_results: {"q": query, "num": num_results},
+            parse=list_reader(
+                "items", "link", "snippet", found_nothing=lambda answer: answer.get("kind") == "customsearch#search"
+            ),
+            max_results=10,
+            key_variable="GOOGLE_API_KEY",
+            key_place="parameter",
+            key_name="key",
+            needs=("cx",),
+            per_second=1.5,
+        ),
+        Provider(  # plain text, without marks around the matching words
+            name="brave",
+            endpoint="https://api.search.brave.com/res/v1/web/search",
+            method="GET",
+            build=lambda query, num_results: {"q": query, "count": num_results, "text_decorations": "false"},
+            parse=_read_brave,
+            max_results=20,
+            key_variable="BRAVE_API_KEY",
+            key_place="header",
+            key_name="X-Subscription-Token",
+            per_second=1.0,
+        ),
+        Provider(  # passages of pages with a relevance score; the depth "basic" costs one credit
+            name="tavily",
+            endpoint="https://api.tavily.com/search",
+            method="POST",
+            build=lambda query, num_results: {
+                "query": query,
+                "max_results": num_results,
+                "search_depth": "basic",
+            },
+            parse=list_reader("results", "url", "content", score="score"),
+            max_results=20,
+            key_variable="TAVILY_API_KEY",
+            key_place="header",
+            key_name="Authorization",
+            key_prefix="Bearer ",
+            per_second=1.5,
+        ),
+    )
+}

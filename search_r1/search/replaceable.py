@@ -1,0 +1,69 @@
+"""What an index builder may replace: an empty folder, or an index that its manifest shows to be a builder's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from search_r1.errors import CorpusError, IndexMismatchError, TargetTakenError
+from search_r1.search.manifest import manifest_path, read_manifest
+
+_EVERY_MANIFEST = {"format", "corpus"}  # fields of all manifests that a builder writes
+
+
+def check_file(path: Path) -> None:
+    """Raise `TargetTakenError` when `path` or its manifest is there and no builder wrote it."""
+    manifest = manifest_path(path)
+    if os.path.lexists(path) or os.path.lexists(manifest):
+        _check_manifest(manifest, path if os.path.lexists(path) else manifest)
+
+
+def check_folder(folder: Path, manifest: str) -> None:
+    """Raise `TargetTakenError` when `folder`, with a manifest of that name, is there, not empty and no builder's."""
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if os.path.lexists(folder) and not empty:
+        _check_manifest(folder / manifest, folder)
+
+
+def replace_folder(new: Path, folder: Path, manifest: str) -> None:
+    """Rename `new` to `folder`. Of an earlier `folder` only files that the new one has too are removed.
+
+    Everything else in it is carried over. Raises `TargetTakenError` as `check_folder`.
+    """
+    check_folder(folder, manifest)
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    for entry in sorted(old.iterdir()):
+        if os.path.lexists(folder / entry.name):
+            entry.unlink()
+        else:
+            entry.rename(folder / entry.name)
+    old.rmdir()
+
+
+def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> None:
+    """Raise `CorpusError` when `target`, the file of `option`, is one of the `inputs`."""
+    for path in inputs:
+        if target is not None and target.exists() and path.exists() and target.samefile(path):
+            raise CorpusError(f"{target} is read by this command; write to another {option}")
+
+
+def _check_manifest(manifest: Path, taken: Path) -> None:
+    try:
+        fields = read_manifest(manifest)
+    except (IndexMismatchError, OSError):
+        fields = None
+    if fields is None or not fields.keys() >= _EVERY_MANIFEST:
+        raise TargetTakenError(
+            f"{taken} was not written by the index builder and is not replaced; pass another --save_dir or move it away"
+        )

@@ -1,0 +1,1 @@
+"""Reranking of passages by a cross-encoder."""

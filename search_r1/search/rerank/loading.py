@@ -1,0 +1,54 @@
+"""The arguments that the two reranking programs share, and what they load from them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from search_r1.errors import ServerError
+from search_r1.http.metrics import Metrics
+from search_r1.search.library_threads import prepare_libraries
+
+if TYPE_CHECKING:
+    from search_r1.search.rerank.reranker import Reranker
+
+MODEL = "cross-encoder/ms-marco-MiniLM-L12-v2"
+MAX_DOCUMENTS = 1000  # of a query
+_PASSES_A_BATCH = 4  # forward passes of one batch: enough pairs to sort by length, few enough to take turns
+
+
+def add_reranker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Limits of the reranker's batches, queue and cache."""
+    parser.add_argument("--reranker_precision", default="auto", help="auto, float32, bfloat16, float16")
+    parser.add_argument("--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; beyond: HTTP 503")
+    parser.add_argument("--reranker_cache_size", type=float, default=32, help="MiB of scores kept for repeated pairs")
+
+
+def load_reranker(
+    arguments: argparse.Namespace, model: str, max_length: int, batch_size: int, metrics: Metrics
+) -> Reranker:
+    """The model with the limits of `add_reranker_arguments`, `--num_threads` and `--max_wait_ms`.
+
+    Raises `ServerError` or `EncoderError`.
+    """
+    for name, value in (
+        ("max_length", max_length),
+        ("batch_size", batch_size),
+        ("reranker_max_queue", arguments.reranker_max_queue),
+    ):
+        if value < 1:
+            raise ServerError(f"the argument {name} is {value}; it must be at least 1")
+    if not 0 <= arguments.reranker_cache_size < float("inf"):
+        raise ServerError(f"--reranker_cache_size is {arguments.reranker_cache_size}; it must be 0 or more")
+    prepare_libraries(arguments.num_threads)
+    from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions  # loads torch
+    from search_r1.search.rerank.reranker import Reranker, RerankLimits
+
+    options = CrossEncoderOptions(model, max_length, batch_size, arguments.reranker_precision, arguments.num_threads)
+    limits = RerankLimits(
+        batch_size * _PASSES_A_BATCH,
+        arguments.max_wait_ms,
+        arguments.reranker_max_queue,
+        arguments.reranker_cache_size,
+    )
+    return Reranker(CrossEncoder(options), limits, metrics)

@@ -1,0 +1,171 @@
+"""Orders the documents of queries by a cross-encoder: pairs of all requests share batches, a cache answers repeats."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from search_r1.errors import SearchError, SearchFailed
+from search_r1.http.metrics import Metrics
+from search_r1.search.rerank.cross_encoder import CrossEncoder, Pair
+from search_r1.search.server.batching import Batcher, BatchLimits
+from search_r1.search.server.cache import ScoreCache
+from search_r1.search.server.failure_isolation import attempt_each
+from search_r1.search.server.source_interface import (
+    EncodedHit,
+    EncodedSearch,
+    NeedsWarmUp,
+    Outcome,
+    ScoredPassage,
+    Source,
+    decode_hits,
+    encoded_search,
+    version_of,
+)
+
+_SCORES_A_PAIR = 1  # in place of the k of a search: all pairs may share a batch
+
+
+@dataclass(frozen=True)
+class RerankLimits(BatchLimits):
+    """The limits of batches in pairs, and `cache_mib`: MiB of scores kept for repeated pairs, 0 for none."""
+
+    max_queue: int = 65_536
+    cache_mib: float = 32.0
+
+
+class Reranker:
+    """Call it from one event loop; a separate thread runs the model."""
+
+    num_passages: int | None = None
+    batch_size: int | None = None
+
+    def __init__(self, model: CrossEncoder, limits: RerankLimits | None = None, metrics: Metrics | None = None) -> None:
+        limits = limits or RerankLimits()
+        self.name = model.name
+        parts = (getattr(model, name, None) for name in ("fingerprint", "max_length", "precision"))
+        self.version = version_of(model.name, *parts)
+        self.metrics = metrics or Metrics()
+        self._model = model
+        self._counts = self.metrics.rerank
+        self._cache = ScoreCache(int(limits.cache_mib * 2**20))
+        self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
+        self._batcher: Batcher[Pair, float] = Batcher(self._run, self._keep, limits, self._counts)
+
+    async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Outcome]:
+        """The best `k` documents of each query among its own, best first; equal scores keep the order given.
+
+        A document is JSON with `contents`; equal contents have equal scores. A query of which a pair fails has the
+        error in place of an answer. Raises `ServiceUnavailable` when the queue is full. One who is cancelled gives the
+        place in the queue back.
+        """
+        pairs = [
+            [Pair(query, passage_text(json.loads(document)["contents"])) for document in own]
+            for query, own in zip(queries, documents, strict=True)
+        ]
+        scores = await self._scores(list(dict.fromkeys(pair for own in pairs for pair in own)))
+        return [_best(own, [scores[pair] for pair in of_one], k) for own, of_one in zip(documents, pairs, strict=True)]
+
+    async def warm_up(self) -> None:
+        """Score one pair. Raises `SearchError`."""
+        (score,) = await self._batcher.ask([Pair("warm", "up")], _SCORES_A_PAIR)
+        if isinstance(score, SearchError):
+            raise score
+
+    def close(self) -> None:
+        """Let the running batch finish; requests that wait fail."""
+        self._batcher.close()
+
+    async def _scores(self, pairs: list[Pair]) -> dict[Pair, float | SearchError]:
+        """The score or the error of each of the distinct pairs."""
+        scores: dict[Pair, float | SearchError] = {}
+        for pair in pairs:
+            score = self._cache.get(*pair)
+            if score is not None:
+                scores[pair] = score
+        missing = [pair for pair in pairs if pair not in scores]
+        self._counts.cache_hits.inc(len(scores))
+        self._counts.cache_misses.inc(len(missing))
+        if missing:
+            scores.update(zip(missing, await self._batcher.ask(missing, _SCORES_A_PAIR), strict=True))
+        return scores
+
+    def _keep(self, pair: Pair, _: int, score: float) -> None:
+        self._cache.put(*pair, score)
+
+    def _run(self, pairs: list[Pair], _: int) -> list[float | SearchError]:
+        """The score or the error of each pair; one that fails does not affect the others."""
+        found = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, f"the reranker {self.name}")
+        return [self._checked(score) for score in found]
+
+    def _checked(self, score: float | SearchError) -> float | SearchError:
+        if isinstance(score, float) and not math.isfinite(score):
+            return SearchFailed(f"the reranker {self.name} scored a passage with {score}")
+        return score
+
+
+def passage_text(contents: str) -> str:
+    """What the model reads of a passage; the first line of `contents` is its title and keeps its quotes."""
+    title, _, text = contents.partition("\n")
+    return f"(Title: {title}) {text}"
+
+
+def _best(documents: Sequence[bytes], scores: Sequence[float | SearchError], k: int) -> Outcome:
+    hits: list[EncodedHit] = []
+    for document, score in zip(documents, scores, strict=True):
+        if isinstance(score, SearchError):
+            return score
+        hits.append(EncodedHit(document, score))
+    return tuple(sorted(hits, key=lambda hit: -hit.score)[:k])
+
+
+class RerankedSource:
+    """A `Source` whose scores are those of the reranker; documents stay as the source gives them."""
+
+    def __init__(self, source: Source, reranker: Reranker, num_candidates: int) -> None:
+        """`num_candidates`: passages a query that the reranker reads, where nothing else is said."""
+        self.name = f"{source.name}, reranked by {reranker.name}"
+        self.num_passages, self.batch_size = source.num_passages, source.batch_size
+        self.version = version_of(source.version, reranker.version, num_candidates)
+        self._source = source
+        self._reranker = reranker
+        self._find = encoded_search(source)
+        self._num_candidates = num_candidates
+
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
+        """See `Source.search`."""
+        return decode_hits(await self.search_encoded(queries, k))
+
+    async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """See `EncodedSearch`."""
+        return await self.search_among(self._num_candidates, queries, k, wait_s)
+
+    def among(self, num_candidates: int | None) -> EncodedSearch:
+        """The search with another number of candidates; None: the usual one."""
+        return partial(self.search_among, num_candidates or self._num_candidates)
+
+    async def search_among(
+        self, num_candidates: int, queries: list[str], k: int, wait_s: float = math.inf
+    ) -> list[Outcome]:
+        """The best `k` of `num_candidates` passages a query, or of `k` where that is more. See `EncodedSearch`."""
+        found = await self._find(queries, max(k, num_candidates), wait_s)
+        documents = [[] if isinstance(hits, SearchError) else [hit.document for hit in hits] for hits in found]
+        best = await self._reranker.rerank(queries, documents, k)
+        return [before if isinstance(before, SearchError) else after for before, after in zip(found, best, strict=True)]
+
+    async def warm_up(self) -> None:
+        """Run one search and score one pair. Raises `SearchError`."""
+        if isinstance(self._source, NeedsWarmUp):
+            await self._source.warm_up()
+        await self._reranker.warm_up()
+
+    async def close(self) -> None:
+        """Let both finish their running batch; requests that wait fail."""
+        closing = self._source.close()
+        if inspect.isawaitable(closing):
+            await closing
+        self._reranker.close()

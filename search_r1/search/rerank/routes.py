@@ -1,0 +1,141 @@
+"""The HTTP side of the reranking servers: their requests, `/rerank`, and the search routes before a reranker."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+
+from search_r1.http.deadline import answer_in_time
+from search_r1.search.rerank.loading import MAX_DOCUMENTS
+from search_r1.search.rerank.reranker import RerankedSource, Reranker
+from search_r1.search.server.routes import (
+    RESPONSES,
+    RawRoute,
+    SearchOptions,
+    json_response,
+    parse,
+    reply_headers,
+    schema_of,
+    search_routes,
+)
+from search_r1.search.server.source_interface import EncodedHits, EncodedSearch, hits_or_raise
+from search_r1.search.server.wire import (
+    MAX_QUERIES,
+    MAX_TOPK,
+    KnownFields,
+    Queries,
+    RetrieveRequest,
+    SearchRequest,
+    result,
+)
+
+MAX_PAIRS = 65_536  # of a request; the published trainer's largest has 2560 queries
+MAX_CONTENTS_CHARS = 131_072
+
+Choice = Annotated[int | None, Field(ge=0, le=MAX_TOPK, description="null or 0: the server's default")]
+
+
+def _encoded(value: Any) -> bytes:
+    """The passage as JSON. It may be sent as a search gave it: in `{"document": ..., "score": ...}`."""
+    document = value.get("document", value) if isinstance(value, dict) else value
+    contents = document.get("contents") if isinstance(document, dict) else None
+    if not isinstance(contents, str):
+        raise ValueError('send {"contents": "..."} with a string')
+    if len(contents) > MAX_CONTENTS_CHARS:
+        raise ValueError(f'"contents" has {len(contents)} characters; send at most {MAX_CONTENTS_CHARS}')
+    return json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # NaN, which is no JSON: ValueError
+
+
+_SCHEMA = {"type": "object", "properties": {"contents": {"type": "string"}}, "additionalProperties": True}
+Document = Annotated[bytes, BeforeValidator(_encoded), WithJsonSchema(_SCHEMA)]
+
+
+class RerankRequest(KnownFields):
+    """`POST /rerank`: each query with documents of its own."""
+
+    queries: Queries
+    documents: list[Annotated[list[Document], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
+    rerank_topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="null or 0: the server's default")
+    topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="used where rerank_topk is not")
+    return_scores: bool = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> RerankRequest:
+        if len(self.queries) != len(self.documents):
+            raise ValueError(
+                f"{len(self.queries)} queries and {len(self.documents)} lists of documents; send a list for each query"
+            )
+        num_pairs = sum(map(len, self.documents))
+        if num_pairs > MAX_PAIRS:
+            raise ValueError(f"{num_pairs} documents; send at most {MAX_PAIRS} at once")
+        return self
+
+    def limit(self, default: int) -> int:
+        """Documents a query; `default` when the request does not say."""
+        return self.rerank_topk or self.topk or default
+
+    def reply(self, answers: list[EncodedHits]) -> bytes:
+        """The JSON of the reply."""
+        return result(answers, self.return_scores)
+
+
+class Reranking(KnownFields):
+    """What a request may say of the reranker."""
+
+    candidates: Choice = None
+    model: str | None = Field(default=None, description="not served: the model is the server's")
+
+    @field_validator("model")
+    @classmethod
+    def _is_the_servers(cls, model: str | None) -> None:
+        if model is not None:
+            raise ValueError("the model is chosen when the server starts, by --reranker_model")
+
+
+class RerankedRetrieveRequest(RetrieveRequest):
+    """`POST /retrieve` before a reranker: also the published fields `topk_retrieval` and `topk_rerank`."""
+
+    topk_retrieval: Choice = None
+    topk_rerank: Choice = Field(default=None, description="goes before topk")
+    # the schema in place: OpenAPI finds no reference inside a schema
+    rerank: Annotated[Reranking | None, WithJsonSchema(Reranking.model_json_schema())] = None
+
+    def limit(self, default: int) -> int:
+        return self.topk_rerank or self.topk or default
+
+    def num_candidates(self) -> int | None:
+        """Passages a query that the reranker reads; None: the server's default."""
+        asked = self.rerank.candidates if self.rerank else None
+        return asked or self.topk_retrieval or None
+
+
+def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
+    """`/rerank` alone."""
+    router, headers = APIRouter(route_class=RawRoute), reply_headers(reranker)
+
+    @router.post("/rerank", openapi_extra=schema_of(RerankRequest), responses=RESPONSES)
+    async def rerank(http: Request) -> Response:
+        """The documents of each query, best first."""
+
+        async def work(body: bytes) -> bytes:
+            request = parse(RerankRequest, body)
+            outcomes = await reranker.rerank(request.queries, request.documents, request.limit(options.topk))
+            return request.reply(hits_or_raise(outcomes))
+
+        return json_response(await answer_in_time(http, options.timeout_s, work), headers)
+
+    return router
+
+
+def reranked_router(source: RerankedSource, reranker: Reranker, options: SearchOptions) -> APIRouter:
+    """The search routes over `source`, where `/retrieve` may choose the number of candidates, and `/rerank`."""
+
+    def search_of(request: SearchRequest) -> EncodedSearch:
+        return source.among(request.num_candidates() if isinstance(request, RerankedRetrieveRequest) else None)
+
+    router = search_routes(RerankedRetrieveRequest, search_of, options, reply_headers(source))
+    router.include_router(rerank_router(reranker, options))
+    return router

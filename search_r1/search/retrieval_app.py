@@ -1,0 +1,20 @@
+"""The retrieval server's HTTP app: the search routes over a source, and the MCP tool where it is asked for."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from search_r1.http.metrics import Metrics
+from search_r1.search.mcp.http import mcp_router
+from search_r1.search.server.app import AppOptions, create_app_of
+from search_r1.search.server.routes import search_router
+from search_r1.search.server.source_interface import Source
+
+
+def create_app(source: Source, options: AppOptions | None = None, metrics: Metrics | None = None) -> FastAPI:
+    """The app serves `source` on the search routes: see `create_app_of`."""
+    options, metrics = options or AppOptions(), metrics or Metrics()
+    app = create_app_of(source, search_router(source, options), options, metrics)
+    if options.mcp:
+        app.include_router(mcp_router(source, options, metrics))
+    return app

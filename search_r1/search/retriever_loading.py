@@ -1,0 +1,73 @@
+"""A retriever by its command-line name."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.bm25.lucene import LuceneRetriever, is_lucene_index
+from search_r1.search.corpus import Corpus
+from search_r1.search.dense.encoding.specification import FAMILIES
+from search_r1.search.hybrid import HybridRetriever
+from search_r1.search.retriever import Retriever
+from search_r1.search.retriever_options import RetrieverOptions
+
+ENGINES = ("auto", "faiss", "matrix")
+LOCAL = ("bm25", "hybrid", "qdrant")
+
+
+def check_name(name: str) -> None:
+    """Raise `ServerError` when `name` is none of the retrievers, but nearly one of them."""
+    known = [*LOCAL, *FAMILIES]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    if name.lower() not in known and near:
+        raise ServerError(f"there is no retriever {name!r}; did you mean {near[0]}? There are {', '.join(known)}")
+
+
+def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
+    """Open the index (BM25 without an index path: build it in memory). Raises a `SearchError`."""
+    check_name(options.name)
+    if options.engine not in ENGINES:
+        raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    if options.name == "bm25":
+        return _load_bm25(options.index_path, corpus, options.num_threads)
+    if options.name == "hybrid":
+        return _load_hybrid(options, corpus)
+    if options.name == "qdrant":
+        from search_r1.search.dense.qdrant import QdrantRetriever
+
+        return QdrantRetriever.load(corpus, options)
+    return _load_dense(options, corpus)
+
+
+def _load_bm25(index_path: str | None, corpus: Corpus, num_threads: int) -> Retriever:
+    """Ours, or a Lucene index, by what the folder holds."""
+    if not index_path:
+        return Bm25Retriever.build(corpus, num_threads=num_threads)
+    if is_lucene_index(index_path):
+        return LuceneRetriever.load(index_path, corpus, num_threads=num_threads)
+    return Bm25Retriever.load(index_path, corpus, num_threads)
+
+
+def _load_hybrid(options: RetrieverOptions, corpus: Corpus) -> Retriever:
+    if not options.dense_name:
+        raise ServerError("retriever 'hybrid' needs --dense_name, the encoder family of its dense index (e5, bge, ...)")
+    dense = _load_dense(replace(options, name=options.dense_name), corpus)
+    return HybridRetriever([_load_bm25(options.bm25_index_path, corpus, options.num_threads), dense])
+
+
+def _load_dense(options: RetrieverOptions, corpus: Corpus) -> Retriever:
+    if not options.index_path or not options.model:
+        raise ServerError(f"dense retriever {options.name!r} needs --index_path and --retriever_model")
+    if not Path(options.index_path).is_file():
+        raise IndexMismatchError(
+            f"index file {options.index_path} does not exist; build one: .venv/bin/python -m "
+            f"search_r1.search.index_builder --retrieval_method {options.name} --model_path {options.model} "
+            f"--corpus_path {corpus.path} --save_dir ..."
+        )
+    from search_r1.search.dense.retriever import DenseRetriever  # torch is loaded only for a dense encoder
+
+    return DenseRetriever.load(Path(options.index_path), corpus, options)

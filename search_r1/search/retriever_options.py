@@ -1,0 +1,40 @@
+"""The settings of a retriever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RetrieverOptions:
+    """What to search with."""
+
+    name: str
+    """`bm25`, `hybrid` (bm25 and a dense one), `qdrant`, or the family of a dense encoder."""
+    index_path: str | None = None
+    """BM25 or Lucene folder, FAISS file or embeddings file; of `hybrid` the dense one."""
+    model: str | None = None
+    """Folder or hub id of the query encoder."""
+    gpu: bool = False
+    """Put the vectors on a GPU."""
+    num_threads: int = 1
+    """CPU threads of the encoder and the index."""
+    engine: str = "auto"
+    """Of a dense index: `faiss`, `matrix` (exact, Flat indexes only), or `auto`: matrix where it can."""
+    search_parameters: str = ""
+    """Of a FAISS index, such as `nprobe=32` or `efSearch=128`."""
+    query_precision: str = "auto"
+    """Of the query encoder: auto, float32, bfloat16 or float16."""
+    dense_name: str | None = None
+    """Of `hybrid` and `qdrant`: the encoder family."""
+    bm25_index_path: str | None = None
+    """Of `hybrid`: the BM25 folder; None builds it in memory."""
+    qdrant_location: str | None = None
+    """Of `qdrant`: the URL of a server, or a folder."""
+    qdrant_collection: str | None = None
+    """Of `qdrant`: the collection."""
+
+    @property
+    def encoder_family(self) -> str:
+        """The family of the dense encoder."""
+        return self.dense_name or self.name

@@ -1,0 +1,1 @@
+"""The HTTP side of retrieval: app, routes, wire types, batches, cache."""

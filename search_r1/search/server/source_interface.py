@@ -1,0 +1,128 @@
+"""The interface that the HTTP side searches: a local index, an online engine, or either behind a reranker.
+
+A source that keeps its documents as JSON offers them as such, so that a reply is put together without encoding them
+again; `encoded_search` asks every source in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from search_r1.errors import SearchError
+
+_encoder = msgspec.json.Encoder()  # ten times as fast as the standard library's
+
+ScoredPassage = tuple[dict[str, Any], float]  # a passage (always with `id` and `contents`) and its score
+
+
+class EncodedHit(NamedTuple):
+    """A passage as a JSON object in UTF-8, and its score (finite, higher is better)."""
+
+    document: bytes
+    score: float
+
+
+EncodedHits = tuple[EncodedHit, ...]  # the hits of one query, best first
+Outcome = EncodedHits | SearchError  # what became of one query: one that fails fails alone
+
+
+class EncodedSearch(Protocol):
+    """The search of a source whose documents are already JSON."""
+
+    async def __call__(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """What became of each query, in their order; answers as `Source.search` gives them.
+
+        Nobody waits longer than `wait_s` seconds: a source that costs money asks nothing that comes later. Raises
+        `ServiceUnavailable` when the queue is full, or another `SearchError` that is the fault of no single query.
+        """
+        ...
+
+
+class Served(Protocol):
+    """What a server serves. It is called from one event loop."""
+
+    name: str
+    num_passages: int | None  # None: not known (an online engine)
+    version: str  # changes with whatever changes the answers: the corpus, the index, the encoder, the engine's fields
+    batch_size: int | None  # queries that a request should have at most, None for any number
+
+    def close(self) -> Awaitable[None] | None:
+        """Let what runs end and fail the ones that wait."""
+        ...
+
+
+class Source(Served, Protocol):
+    """Answers queries. A call that is cancelled gives its place in a queue back."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
+        """At most `k` passages a query, in the queries' order, best first. A blank query finds nothing.
+
+        Raises `ServiceUnavailable` when the queue is full, or another `SearchError`; the first one of a query.
+        """
+        ...
+
+
+@runtime_checkable
+class EncodedSource(Protocol):
+    """A source that also gives its documents as JSON."""
+
+    async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        """See `EncodedSearch`."""
+        ...
+
+
+@runtime_checkable
+class NeedsWarmUp(Protocol):
+    """One whose first answer is slow (kernels are compiled, files are mapped)."""
+
+    async def warm_up(self) -> None:
+        """Find one real answer. Raises `SearchError`."""
+        ...
+
+
+def encoded_search(source: Source) -> EncodedSearch:
+    """The search of `source` with its documents as JSON."""
+    if isinstance(source, EncodedSource):
+        return source.search_encoded
+
+    async def search(queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
+        found = await source.search(queries, k)
+        return [encode_hits(passages) for passages in found]
+
+    return search
+
+
+def hits_or_raise(outcomes: Sequence[Outcome]) -> list[EncodedHits]:
+    """The hits of all queries. Raises the first error."""
+    answers: list[EncodedHits] = []
+    for outcome in outcomes:
+        if isinstance(outcome, SearchError):
+            raise outcome
+        answers.append(outcome)
+    return answers
+
+
+def decode_hits(outcomes: Sequence[Outcome]) -> list[list[ScoredPassage]]:
+    """The answers as `Source.search` gives them. Raises the first error."""
+    return [[(json.loads(hit.document), hit.score) for hit in answer] for answer in hits_or_raise(outcomes)]
+
+
+def encode_hits(passages: Sequence[ScoredPassage]) -> EncodedHits:
+    """The passages of one query with their documents as JSON."""
+    return tuple(EncodedHit(encode(passage), score) for passage, score in passages)
+
+
+def version_of(*parts: object) -> str:
+    """A short name of all that the answers depend on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def encode(passage: dict[str, Any]) -> bytes:
+    """`passage` as a JSON object in UTF-8."""
+    return _encoder.encode(passage)

@@ -1,0 +1,286 @@
+"""One query of 64 cannot be answered: the real client in front of real servers, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from e2e_world import free_port
+from fastapi import FastAPI, Request, Response
+from search_engines import Engine
+from search_scheduling import Stage, staged, wait_until
+
+from search_r1.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
+from search_r1.search.client import RetrievalClient
+
+_STAGE = Path(__file__).parents[1] / "workers_stage.py"
+_GOOD = [f"q {number}" for number in range(63)]
+
+
+class PublishedServer:
+    """The published server's shape and its manners: a query that it cannot answer is HTTP 500 for the whole list."""
+
+    def __init__(self, failure: Response) -> None:
+        self.lists: list[list[str]] = []
+        self.failure = failure
+        self.poison = True
+        self.app = FastAPI()
+        self.app.post("/retrieve")(self._retrieve)
+
+    async def _retrieve(self, request: Request) -> Response:
+        queries = json.loads(await request.body())["queries"]
+        self.lists.append(queries)
+        if self.poison and "poison" in queries:
+            return self.failure
+        result = [[{"document": {"contents": f"about {query}"}, "score": 1.0}] for query in queries]
+        return Response(json.dumps({"result": result}), media_type="application/json")
+
+
+def _search(url: str, queries: list[str], **options: Any) -> tuple[list[Any], list[str]]:
+    """What became of each query, searched at once by one client, and the queries in the order in which they ended."""
+    ended: list[str] = []
+
+    async def one(client: RetrievalClient, query: str) -> Any:
+        try:
+            return await client.search(query)
+        except RetrieverError as error:
+            return error
+        finally:
+            ended.append(query)
+
+    async def main() -> list[Any]:
+        client = RetrievalClient(f"{url}/retrieve", topk=1, **options)
+        try:
+            return await asyncio.gather(*(one(client, query) for query in queries))
+        finally:
+            await client.close()
+
+    return asyncio.run(main()), ended
+
+
+def _with_poison() -> list[str]:
+    return [*_GOOD[:30], "poison", *_GOOD[30:]]
+
+
+def _check_that_only_the_poison_failed(outcomes: list[Any], ended: list[str]) -> RetrieverError:
+    found = dict(zip(_with_poison(), outcomes, strict=True))
+    failed = found.pop("poison")
+    assert all(isinstance(passages, list) and passages for passages in found.values())
+    assert ended[-1] == "poison"  # nobody waited for it
+    return failed
+
+
+@pytest.fixture
+def stage(run_app, corpus_file: Path) -> Iterator[Stage]:
+    with staged(run_app, corpus_file, cache_mib=0) as stage:
+        stage.retriever.open()
+        yield stage
+
+
+def test_the_others_are_answered_by_the_first_request_and_searched_once(stage: Stage) -> None:
+    outcomes, ended = _search(stage.url, _with_poison())
+    failed = _check_that_only_the_poison_failed(outcomes, ended)
+    assert isinstance(failed, RetrieverQueryFailed)
+    assert "the gated retriever failed: RuntimeError: a poisoned query" in str(failed)
+    assert stage.value("retrieval_requests_total", route="/retrieve", status="200") == 5  # 64, then the poison alone
+    assert stage.value("retrieval_requests_total", route="/retrieve", status="500") is None
+    answered_alone = Counter(batch[0] for batch in stage.retriever.batches if len(batch) == 1)
+    assert answered_alone["poison"] == 5
+    assert stage.value("retrieval_failed_queries_total") == 5
+
+
+def test_who_does_not_ask_for_the_errors_of_queries_gets_the_published_shape(stage: Stage) -> None:
+    each = {"X-Query-Errors": "each"}
+    assert stage.ask("q 1", "poison").status_code == 500
+    good = stage.ask("q 1", "q 2")
+    assert good.content == stage.ask("q 1", "q 2", headers=each).content and set(good.json()) == {"result"}
+    mixed = stage.ask("q 1", "poison", "q 2", headers=each)
+    assert mixed.status_code == 200
+    result, errors = mixed.json()["result"], mixed.json()["errors"]
+    assert (result[0][0]["score"], result[1], result[2][0]["score"]) == (1.0, None, 2.0)
+    detail = "the gated retriever failed: RuntimeError: a poisoned query"
+    assert errors == {"1": {"status": 500, "detail": detail}}
+
+
+def test_front_ends_pass_the_errors_of_single_queries_on(start_stage: Callable[..., str], corpus_file: Path) -> None:
+    url = start_stage("--corpus_path", str(corpus_file), "--workers", "2")
+    outcomes, ended = _search(url, [query if query == "poison" else f"Morn {query}" for query in _with_poison()])
+    assert [isinstance(outcome, RetrieverQueryFailed) for outcome in outcomes].index(True) == 30
+    assert sum(isinstance(outcome, list) for outcome in outcomes) == 63 and ended[-1] == "poison"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
+    ids=["text", "json"],
+)
+def test_a_foreign_server_that_fails_the_list_is_asked_for_halves(run_app, failure: Response) -> None:
+    peer = PublishedServer(failure)
+    outcomes, ended = _search(run_app(peer.app), _with_poison())
+    failed = _check_that_only_the_poison_failed(outcomes, ended)
+    assert isinstance(failed, RetrieverQueryFailed) and "HTTP 500" in str(failed)
+    assert len(peer.lists) <= 13 + 4  # six times two halves; then the poison alone
+    asked_after = Counter(query for queries in peer.lists for query in queries if "poison" not in queries)
+    assert asked_after == dict.fromkeys(_GOOD, 1)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
+    ids=["text", "json"],
+)
+def test_a_query_that_always_fails_does_not_open_the_circuit(
+    run_app, failure: Response, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = PublishedServer(failure)
+
+    async def act(client: RetrievalClient) -> None:
+        bad = asyncio.ensure_future(client.search("poison"))
+        async with asyncio.timeout(60):
+            while len(peer.lists) < 4:  # more often than a sick server is asked before its circuit opens
+                await asyncio.sleep(0.005)
+            assert (await client.search("q 1"))[0]["contents"] == "about q 1"
+            with pytest.raises(RetrieverQueryFailed):
+                await bad
+
+    async def main(url: str) -> None:
+        client = RetrievalClient(f"{url}/retrieve")
+        try:
+            await act(client)
+        finally:
+            await client.close()
+
+    asyncio.run(main(run_app(peer.app)))
+    assert "failed 3 times in a row" not in caplog.text
+
+
+def test_a_query_that_fails_for_a_while_is_answered_then(run_app) -> None:
+    peer = PublishedServer(Response("Internal Replica Error", 500))
+    timer = threading.Timer(0.5, setattr, (peer, "poison", False))
+    timer.start()
+    outcomes, _ = _search(run_app(peer.app), ["poison"])
+    timer.join()
+    assert outcomes[0][0]["contents"] == "about poison"
+
+
+@pytest.fixture
+def online(run_app, serve) -> Callable[..., str]:
+    """`online(engine, *arguments)`: the address of a real server process over the engine."""
+
+    def start(engine: Engine, *arguments: str) -> str:
+        endpoint = ("--retriever_name", "serper", "--online_endpoint", f"{run_app(engine.app)}/engine")
+        return serve(*endpoint, *arguments, SERPER_API_KEY="a-key-of-the-tests")
+
+    return start
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_online_engine_is_paid_once_for_each_query(online, workers: str) -> None:
+    engine = Engine("serper")
+    queries = [*_GOOD, "refused"]
+    url = online(engine, "--workers", workers)
+    outcomes, _ = _search(url, queries)
+    assert isinstance(outcomes[-1], RetrieverRejected) and outcomes[-1].status == 424
+    assert "HTTP 400: no" in str(outcomes[-1])
+    assert all(isinstance(outcome, list) and outcome for outcome in outcomes[:-1])
+    assert Counter(engine.asked) == dict.fromkeys(queries, 1)
+    again, _ = _search(url, _GOOD)
+    assert again == outcomes[:-1] and len(engine.asked) == 64  # kept without a file
+
+
+def test_a_query_that_an_engine_never_answers_costs_the_others_nothing(online) -> None:
+    engine = Engine("serper")
+    outcomes, ended = _search(online(engine), [*_GOOD, "down"], deadline_s=6.0)
+    assert isinstance(outcomes[-1], RetrieverUnavailable) and "HTTP 500: down" in str(outcomes[-1])
+    assert ended[-1] == "down"
+    asked = Counter(engine.asked)
+    assert asked.pop("down") > 1 and asked == dict.fromkeys(_GOOD, 1)
+
+
+def test_more_queries_than_the_rate_has_room_for_are_told_when_to_come_and_paid_once(online) -> None:
+    engine = Engine("serper")
+    queries = [f"slow {number}" for number in range(24)]
+    url = online(engine, "--online_per_second", "4")
+    outcomes, _ = _search(url, queries, timeout_s=2.0, deadline_s=60.0)
+    assert all(isinstance(outcome, list) for outcome in outcomes)
+    assert Counter(engine.asked) == dict.fromkeys(queries, 1)
+    assert max(engine.times) - min(engine.times) >= (24 - 4) / 4 - 0.25  # longer than an attempt waits
+
+
+def test_a_query_whose_turn_comes_too_late_is_not_asked(online) -> None:
+    engine = Engine("serper")
+    url = online(engine, "--online_per_second", "0.2")
+    body = {"queries": ["first", "second", "third"], "topk": 1, "return_scores": True}
+    headers = {"X-Deadline-Ms": "2000", "X-Query-Errors": "each"}
+    reply = requests.post(f"{url}/retrieve", json=body, headers=headers, timeout=60)
+    assert reply.headers["X-Batch-Size"] == "1"
+    result, errors = reply.json()["result"], reply.json()["errors"]
+    assert result[0] and result[1:] == [None, None] and engine.asked == ["first"]
+    assert [errors[number]["status"] for number in ("1", "2")] == [503, 503]
+    assert all(3.0 < errors[number]["retry_after_s"] < 10.0 for number in ("1", "2"))
+    assert "was not asked: the turn of this query comes in about " in errors["1"]["detail"]
+    assert ", at 0.2 requests a second" in errors["1"]["detail"]
+
+
+def test_the_answer_to_a_client_that_has_gone_is_kept_for_its_retry(online) -> None:
+    engine = Engine("serper")
+    engine.door.clear()
+    url = online(engine)
+    body, port = b'{"query": "late"}', int(url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: engine.running == 1)
+    wait_until(lambda: "retrieval_gone_total 1.0" in requests.get(f"{url}/metrics", timeout=60).text)
+    engine.door.set()
+    assert requests.post(f"{url}/retrieve", json={"query": "late"}, timeout=60).json()["result"][0]
+    assert engine.asked == ["late"]
+
+
+def test_lists_are_as_long_as_the_server_says(run_app) -> None:
+    lists: list[int] = []
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> Response:
+        queries = json.loads(await request.body())["queries"]
+        lists.append(len(queries))
+        body = json.dumps({"result": [[{"contents": "x"}]] * len(queries)})
+        return Response(body, headers={"X-Batch-Size": "5"})
+
+    async def main(url: str) -> None:
+        client = RetrievalClient(url)
+        await client.check()
+        await asyncio.gather(*map(client.search, _GOOD[:12]))
+        await client.close()
+
+    asyncio.run(main(f"{run_app(app)}/retrieve"))
+    assert lists[0] == 1 and sorted(lists[1:]) == [2, 5, 5]  # sent at the same time, they come in any order
+
+
+@pytest.fixture
+def start_stage(server_environment: dict[str, str], wait_until_ready, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts `workers_stage.py`; the base URL of its service."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> str:
+        port = free_port()
+        command = [sys.executable, str(_STAGE), "--port", str(port), "--hold", str(tmp_path / "hold"), *arguments]
+        process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=server_environment)
+        processes.append(process)
+        wait_until_ready(f"http://127.0.0.1:{port}", process)
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.communicate(timeout=60)

@@ -1,0 +1,358 @@
+"""The search as an MCP tool, asked by the SDK's own client over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib.util
+import json
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+from e2e_world import free_port
+from search_scheduling import PATIENCE_S, GatedRetriever, Stage, wait_until
+
+from search_r1.http.process import DrainingServer
+from search_r1.llm_agent.observations import format_passage
+from search_r1.search import retrieval_server
+from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.corpus import Corpus
+from search_r1.search.mcp import tool as mcp_tool
+from search_r1.search.retrieval_app import create_app
+from search_r1.search.server.app import AppOptions
+from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
+
+_INSTALLED = importlib.util.find_spec("mcp") is not None
+needs_mcp = pytest.mark.skipif(not _INSTALLED, reason="the package mcp is not installed (extra retrieval-mcp)")
+
+Ask = Callable[[Any], Awaitable[Any]]
+
+MORN = '"Morn"\nMorn is a city in the country of Tarsia. Its river is the Lune.'
+VELT = '"Anna Velt"\nAnna Velt was born in the city of Morn and paints rivers.'
+TARSIA = '"Tarsia"\nTarsia is a country whose capital is Osk.'
+TOKEN = "s3cret"
+ERAS = ("auto", "legacy")  # the protocol of 2026, without a handshake, and the ones before
+
+
+def over_http(url: str, ask: Ask, mode: str = "auto", token: str | None = None) -> Any:
+    """What `ask(client)` gives."""
+    import httpx2
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
+
+    async def run() -> Any:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=PATIENCE_S) as http,
+            Client(streamable_http_client(f"{url}/mcp", http_client=http), mode=mode) as client,
+        ):
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str = "auto", *arguments: str) -> Any:
+    """What `ask(client)` gives, from a program that passes on to `url`."""
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    command = ["-m", "search_r1.search.mcp_tool", "--url", f"{url}/retrieve", *arguments]
+    program = StdioServerParameters(command=sys.executable, args=command, env=environment)
+
+    async def run() -> Any:
+        async with Client(stdio_client(program), mode=mode) as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+def search(*queries: str, **more: object) -> Ask:
+    return lambda client: client.call_tool("search", {"query_list": list(queries), **more})
+
+
+def error_of(result: Any) -> str:
+    """The message of a failed call, which has nothing else."""
+    assert result.is_error and result.structured_content is None
+    (content,) = result.content
+    return content.text
+
+
+@pytest.fixture(scope="module")
+def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [("p10", VELT), ("p20", MORN), ("p50", TARSIA)]
+    path = tmp_path_factory.mktemp("mcp") / "corpus.jsonl"
+    lines = (json.dumps({"id": identifier, "contents": text}) for identifier, text in rows)
+    path.write_text("\n".join(lines))
+    return path
+
+
+@contextmanager
+def running(service: RetrievalService, options: AppOptions) -> Iterator[str]:
+    """The server as `main` runs it with --mcp, in a thread."""
+    app = create_app(service, replace(options, mcp=True), service.metrics)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = DrainingServer(uvicorn.Config(app, log_level="error"), app.state.server)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=PATIENCE_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def words(corpus_path: Path) -> Iterator[str]:
+    """A server over real BM25, 2 passages a query by default."""
+    corpus = Corpus(corpus_path)
+    with running(RetrievalService(Bm25Retriever.build(corpus), corpus), AppOptions(topk=2)) as url:
+        yield url
+
+
+@pytest.fixture
+def stage(corpus_path: Path) -> Iterator[Callable[..., Stage]]:
+    """A server whose searches wait: `stage(timeout_s, **limits)`. Its warm-up has passed."""
+    corpus = Corpus(corpus_path)
+    retriever = GatedRetriever(len(corpus))
+    started: list[Any] = []
+
+    def start(timeout_s: float = PATIENCE_S, **limits: Any) -> Stage:
+        service = RetrievalService(retriever, corpus, ServiceOptions(**{"max_wait_ms": 0.0} | limits))
+        server = running(service, AppOptions(timeout_s=timeout_s))
+        started.append(server)
+        made = Stage(server.__enter__(), retriever, service)
+        retriever.let_pass()
+        made.wait_for_batches(1)
+        return made
+
+    yield start
+    retriever.open()
+    for server in started:
+        server.__exit__(None, None, None)
+
+
+@needs_mcp
+@pytest.mark.parametrize("mode", ERAS)
+@pytest.mark.parametrize("transport", ["http", "stdio"])
+def test_the_tool_is_listed_and_answers(
+    words: str, corpus_path: Path, server_environment: dict[str, str], transport: str, mode: str
+) -> None:
+    async def ask(client: Any) -> Any:
+        listed = await client.list_tools()
+        return listed.tools, await client.call_tool("search", {"query_list": ["river of Morn", "zyxxy", "capital"]})
+
+    if transport == "http":
+        (tool,), result = over_http(words, ask, mode)
+    else:
+        (tool,), result = over_stdio(words, ask, server_environment, mode, "--topk", "2")
+    assert tool.name == "search" and tool.input_schema["required"] == ["query_list"]
+    assert set(tool.input_schema["properties"]) == {"query_list", "topk"}
+    assert not result.is_error
+    (content,) = result.content
+    assert content.text == (
+        'Doc 1(Title: "Morn") Morn is a city in the country of Tarsia. Its river is the Lune.\n'
+        'Doc 2(Title: "Anna Velt") Anna Velt was born in the city of Morn and paints rivers.\n'
+        "---\n"
+        "No passages were found.\n"
+        "---\n"
+        'Doc 1(Title: "Tarsia") Tarsia is a country whose capital is Osk.'
+    )
+    corpus = Corpus(corpus_path)
+    (morn, velt), _, (tarsia,) = Bm25Retriever.build(corpus).search(["river of Morn", "zyxxy", "capital"], 2)
+    assert result.structured_content == {
+        "results": [
+            {
+                "query": "river of Morn",
+                "passages": [
+                    {"id": "p20", "title": "Morn", "contents": MORN, "score": morn.score},
+                    {"id": "p10", "title": "Anna Velt", "contents": VELT, "score": velt.score},
+                ],
+            },
+            {"query": "zyxxy", "passages": []},
+            {
+                "query": "capital",
+                "passages": [{"id": "p50", "title": "Tarsia", "contents": TARSIA, "score": tarsia.score}],
+            },
+        ]
+    }
+
+
+@needs_mcp
+def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str, server_environment: dict[str, str]) -> None:
+    one, default = search("city of Morn", topk=1), search("city of Morn")
+    assert over_http(words, one).content[0].text + "\n" == format_passage(1, MORN)
+    assert over_stdio(words, one, server_environment).content[0].text + "\n" == format_passage(1, MORN)
+    assert len(over_http(words, default).structured_content["results"][0]["passages"]) == 2
+
+
+@needs_mcp
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "query_list: Field required"),
+        ({"query_list": "Morn"}, "query_list: Input should be a valid list"),
+        ({"query_list": []}, "query_list: List should have at least 1 item after validation, not 0"),
+        ({"query_list": ["a", 3]}, "query_list.1: Input should be a valid string"),
+        ({"query_list": ["a"], "topk": 101}, "topk: Input should be less than or equal to 100"),
+        ({"query_list": ["a" * 32_769]}, "query_list.0: String should have at most 32768 characters"),
+    ],
+)
+def test_bad_arguments_are_a_tool_error(words: str, arguments: dict, message: str) -> None:
+    assert error_of(over_http(words, lambda client: client.call_tool("search", arguments))) == message
+
+
+@needs_mcp
+def test_an_unknown_tool_is_a_protocol_error(words: str) -> None:
+    from mcp import MCPError
+
+    with pytest.raises(ExceptionGroup) as refused:
+        over_http(words, lambda client: client.call_tool("find", {}))
+    assert refused.group_contains(MCPError, match="no tool 'find'; there is 'search'")
+
+
+@needs_mcp
+@pytest.mark.parametrize("mode", ERAS)
+def test_a_failed_search_is_a_tool_error_and_counted(stage, mode: str) -> None:
+    gated = stage()
+    gated.retriever.open()
+    assert "the gated retriever failed: RuntimeError: a poisoned query" in error_of(
+        over_http(gated.url, search("q 1", "poison"), mode)
+    )
+    assert gated.value("retrieval_errors_total") == 1
+    result = over_http(gated.url, search("q 1"), mode)
+    assert result.structured_content["results"][0]["passages"][0]["score"] == 1.0
+
+
+@needs_mcp
+def test_a_late_answer_is_a_tool_error(stage) -> None:
+    gated = stage(timeout_s=0.3)
+    assert error_of(over_http(gated.url, search("q 1"))) == "not answered within the deadline of 0.3 s"
+    assert gated.value("retrieval_expired_total") == 1
+
+
+@needs_mcp
+def test_a_full_queue_is_a_tool_error(stage) -> None:
+    gated = stage(max_queue=1)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(gated.ask, "q 1")
+        gated.wait_for_batches(2)
+        pool.submit(gated.ask, "q 2")
+        gated.wait_for_queue(1)
+        message = error_of(over_http(gated.url, search("q 3")))
+        gated.retriever.open()
+    assert message == "1 queries are queued and the limit is 1; try again in 1 s"
+    assert gated.value("retrieval_rejected_total") == 1
+
+
+@needs_mcp
+@pytest.mark.parametrize("version", ["2025-06-18", "2026-07-28"])
+def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: str) -> None:
+    gated = stage()
+    meta = {"protocolVersion": version, "clientCapabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+    call = {
+        "jsonrpc": "2.0",
+        "id": 1,
+        "method": "tools/call",
+        "params": {
+            "name": "search",
+            "arguments": {"query_list": ["q 2"]},
+            "_meta": {f"io.modelcontextprotocol/{key}": value for key, value in meta.items()},
+        },
+    }
+    headers = {
+        "Accept": "application/json, text/event-stream",
+        "MCP-Protocol-Version": version,
+        "Mcp-Method": "tools/call",
+        "Mcp-Name": "search",
+    }
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gated.ask, "q 1")
+        gated.wait_for_batches(2)
+        leaving = http.client.HTTPConnection(gated.url.removeprefix("http://"), timeout=PATIENCE_S)
+        leaving.request("POST", "/mcp", json.dumps(call), headers | {"Content-Type": "application/json"})
+        gated.wait_for_queue(1)
+        leaving.close()
+        wait_until(lambda: gated.value("retrieval_gone_total") == 1)
+        gated.wait_for_queue(0)
+        gated.retriever.open()
+    answered = requests.post(f"{gated.url}/mcp", json=call, headers=headers, timeout=PATIENCE_S).json()
+    assert answered["result"]["structuredContent"]["results"][0]["passages"][0]["score"] == 2.0
+    assert gated.retriever.batches[1:] == [["q 1"], ["q 2"]]  # once: not for the one who left
+
+
+@needs_mcp
+def test_a_server_that_is_not_there_is_a_tool_error(server_environment: dict[str, str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    message = error_of(over_stdio(url, search("q"), server_environment, "auto", "--timeout_s", "0.5"))
+    assert message.startswith(f"retriever {url}/retrieve is not available") and "retrieval_launch.sh" in message
+
+
+@needs_mcp
+def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, server_environment: dict[str, str]) -> None:
+    from mcp import MCPError
+
+    bm25 = ("--corpus_path", str(corpus_path), "--retriever_name", "bm25")
+    url = serve(*bm25, "--mcp", "--auth_token", TOKEN)
+    assert requests.post(f"{url}/mcp", json={}, timeout=PATIENCE_S).status_code == 401
+    with pytest.raises(ExceptionGroup) as refused:
+        over_http(url, search("Osk"))
+    assert refused.group_contains(MCPError, match="Server returned an error response")
+    assert over_http(url, search("Osk"), token=TOKEN).content[0].text + "\n" == format_passage(1, TARSIA)
+    assert "HTTP 401" in error_of(over_stdio(url, search("Osk"), server_environment))
+    with_token = server_environment | {"RETRIEVAL_AUTH_TOKEN": TOKEN}
+    assert over_stdio(url, search("Osk"), with_token).content[0].text + "\n" == format_passage(1, TARSIA)
+    metrics = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).text
+    assert 'retrieval_requests_total{route="/mcp",status="200"}' in metrics
+
+
+@needs_mcp
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "search.example.org"}, 200),
+        ({"Origin": "http://localhost:6274"}, 200),
+        ({"Host": "search.example.org", "Origin": "http://search.example.org"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_any_name_of_the_server_but_no_foreign_web_page(words: str, headers: dict, status: int) -> None:
+    accept = {"Accept": "application/json, text/event-stream"}
+    body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    assert requests.post(f"{words}/mcp", json=body, headers=accept | headers, timeout=PATIENCE_S).status_code == status
+
+
+@needs_mcp
+def test_there_is_no_stream_to_hold_open(words: str) -> None:
+    reply = requests.get(f"{words}/mcp", headers={"Accept": "text/event-stream"}, timeout=PATIENCE_S)
+    assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+
+
+def test_without_the_flag_there_is_no_tool(small_server: str) -> None:
+    assert requests.post(f"{small_server}/mcp", json={}, timeout=PATIENCE_S).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (mcp_tool.main, ["--url", "http://127.0.0.1:1/retrieve"]),
+        (retrieval_server.main, ["--corpus_path", "never_read.jsonl", "--retriever_name", "bm25", "--mcp"]),
+    ],
+)
+def test_without_the_package_the_error_names_the_extra(main, arguments, monkeypatch, capsys) -> None:
+    for name in ("mcp", "mcp.server", "mcp.server.stdio"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(arguments) == 1
+    message = capsys.readouterr().err
+    assert "pip install -e '.[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")

@@ -1,0 +1,200 @@
+"""Online engines behind real server processes: command line, statuses, record and replay, the published programs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from e2e_world import free_port
+from fastapi import Response
+from search_engines import Engine
+
+from search_r1.errors import RetrieverRejected
+from search_r1.http.metrics import Metrics
+from search_r1.search import retrieval_server
+from search_r1.search.client import RetrievalClient
+from search_r1.search.online import PROVIDERS
+from search_r1.search.online_arguments import ENGINES
+
+_ROOT = Path(__file__).resolve().parents[4]
+KEY = "k3y-AbCdEf-123"
+
+
+def _post(server: str, *queries: str, **more: Any) -> requests.Response:
+    body = {"queries": list(queries), "return_scores": True} | more
+    return requests.post(f"{server}/retrieve", json=body, timeout=120)
+
+
+def _hit(engine: str, host: str, query: str, score: float) -> dict[str, Any]:
+    url = f"https://{host}/{query}"
+    contents = f'"{query}"\nAbout {query}.'
+    return {
+        "document": {"id": url, "url": url, "contents": contents, "title": query, "source": engine},
+        "score": score,
+    }
+
+
+def test_the_names_are_those_of_the_engines() -> None:
+    assert tuple(PROVIDERS) == ENGINES
+
+
+def test_an_engine_is_served_and_its_failures_have_their_status(run_app, serve, tmp_path: Path) -> None:
+    engine = Engine("serper")
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY)
+    deny = tmp_path / "deny.txt"
+    deny.write_text("denied.org\n")
+    server = serve(
+        *("--retriever_name", "serper", "--online_endpoint", f"{run_app(engine.app)}/engine", "--topk", "2"),
+        *("--online_key_file", str(key_file), "--online_deny_file", str(deny)),
+        *("--online_field", "gl=us", "--online_field", "page:=2", "--online_cache_mode", "off"),
+    )
+    health = requests.get(f"{server}/healthz", timeout=120).json()
+    version = health.pop("index_version")
+    assert health == {"status": "ok", "retriever": "serper", "corpus_size": None, "topk": 2} and len(version) == 16
+    lune = [_hit("serper", "a.org", "lune", 1.0), _hit("serper", "b.org", "lune", 1 / 3)]
+    assert _post(server, "lune", topk=1, return_scores=False).json() == {"result": [[lune[0]["document"]]]}
+    assert _post(server, "lune", "nothing", "").json() == {"result": [lune, [], []]}
+    assert engine.requests[0][0].headers["X-API-KEY"] == KEY
+    assert engine.fields[0] == {"q": "lune", "num": 10, "gl": "us", "page": 2}
+
+    for trouble, detail in ((Response("bad key", 401), "HTTP 401: bad key"), (Response("<html>"), "not with search")):
+        engine.script = [trouble]
+        refused = _post(server, "lune")
+        assert refused.status_code == 424 and detail in refused.json()["detail"]
+    assert asyncio.run(_search_both(server, "refused", "morn")) == (424, "https://a.org/morn")
+    asked = len(engine.asked)
+    engine.script = [Response("used up", 429, headers={"Retry-After": "3600"})]
+    unavailable = _post(server, "lune")
+    assert unavailable.status_code == 503 and unavailable.headers["Retry-After"] == "1"
+    assert "HTTP 429: used up" in unavailable.json()["detail"] and len(engine.asked) == asked + 1
+    metrics = requests.get(f"{server}/metrics", timeout=120).text
+    assert 'retrieval_requests_total{route="/retrieve",status="424"} 2.0' in metrics
+    assert "retrieval_errors_total 3.0" in metrics
+    assert "retrieval_failed_queries_total 1.0" in metrics
+
+
+async def _search_both(server: str, bad: str, good: str) -> tuple[int, str]:
+    """Our client with a batch of two queries: what the one fails with, and what the other finds."""
+    client = RetrievalClient(f"{server}/retrieve", topk=1)
+    error, found = await asyncio.gather(client.search(bad), client.search(good), return_exceptions=True)
+    await client.close()
+    assert isinstance(error, RetrieverRejected) and isinstance(found, list)
+    return error.status, found[0]["url"]
+
+
+def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, tmp_path: Path) -> None:
+    engine = Engine("tavily")
+    cache = ("--retriever_name", "tavily", "--online_cache", str(tmp_path / "new" / "tavily.sqlite"))
+    recording = serve(*cache, "--online_endpoint", f"{run_app(engine.app)}/engine", TAVILY_API_KEY=KEY)
+    found = _post(recording, "lune").json()
+    assert [hit["score"] for hit in found["result"][0]] == [0.5, 0.5, 0.5]
+    assert _post(recording, "lune").json() == found and engine.asked == ["lune"]
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    replaying = serve(*cache, "--online_cache_mode", "replay", "--online_endpoint", nowhere, TAVILY_API_KEY="")
+    assert _post(replaying, "lune").json() == found
+    miss = _post(replaying, "lune", "morn")
+    assert miss.status_code == 424 and "has no answer of tavily" in miss.json()["detail"]
+    assert engine.asked == ["lune"]
+
+
+def test_the_published_serpapi_program(run_app, serve) -> None:
+    engine = Engine("serpapi")
+    server = serve(
+        *("--search_url", f"{run_app(engine.app)}/engine", "--topk", "1", "--serp_engine", "bing"),
+        *("--serp_api_key", KEY),
+        module="serp_search_server",
+    )
+    assert _post(server, "lune").json() == {"result": [[_hit("serpapi", "a.org", "lune", 1.0)]]}
+    assert engine.fields[0] == {"engine": "bing", "q": "lune", "num": "10", "api_key": KEY}
+
+
+def test_the_published_google_program(run_app, serve) -> None:
+    engine = Engine("google")
+    server = serve(
+        *("--cse_id", "engine-1", "--snippet_only", "--topk", "1"),
+        *("--online_endpoint", f"{run_app(engine.app)}/engine"),
+        module="google_search_server",
+        GOOGLE_API_KEY=KEY,
+    )
+    assert _post(server, "lune").json() == {"result": [[_hit("google", "a.org", "lune", 1.0)]]}
+    assert engine.fields[0] == {"cx": "engine-1", "q": "lune", "num": "10", "key": KEY}
+
+
+@pytest.fixture
+def end(server_environment: dict[str, str]) -> Callable[..., str]:
+    """Runs a program that cannot start; what it writes."""
+
+    def run(module: str, *arguments: str) -> str:
+        command = [sys.executable, "-m", f"search_r1.search.{module}", "--port", "0", *arguments]
+        variables = {name: value for name, value in server_environment.items() if not name.endswith("_API_KEY")}
+        ended = subprocess.run(command, cwd=_ROOT, env=variables, capture_output=True, text=True, timeout=120)
+        assert ended.returncode != 0 and "Traceback" not in ended.stderr and KEY not in ended.stderr
+        return ended.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no API key: set SERPER_API_KEY in the environment, or name a file"),
+        (("--online_key_file", "/nowhere"), "cannot read the API key file /nowhere"),
+        (("--online_cache_mode", "replay"), "--online_cache_mode replay needs --online_cache"),
+        (("--online_cache_mode", "replay", "--online_cache", "/nowhere"), "response cache /nowhere does not exist"),
+        (("--online_field", "gl"), "--online_field 'gl' is not NAME=VALUE or NAME:=JSON"),
+        (("--online_field", "page:=two"), "--online_field page: 'two' is not JSON"),
+        (("--online_per_second", "0"), "per_second is 0.0; it must be more than 0"),
+        (("--online_endpoint", "localhost"), "the endpoint 'localhost' is not an http:// or https:// URL"),
+    ],
+)
+def test_what_an_engine_lacks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    assert retrieval_server.main(["--retriever_name", "serper", "--port", "0", *arguments]) == 1
+    log = capsys.readouterr().err
+    assert message in log and log.startswith("error: ") and log.count("\n") == 1
+
+
+def test_the_cache_mode_off_leaves_the_file_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+    for mode, is_there in (("off", False), ("record", True)):
+        arguments = ["--retriever_name", "serper", "--online_cache", str(tmp_path / "c"), "--online_cache_mode", mode]
+        retrieval_server.load_source(retrieval_server.parse_arguments(arguments), Metrics())
+        assert (tmp_path / "c").exists() == is_there
+
+
+def test_a_local_retriever_says_that_it_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert retrieval_server.main(["--retriever_name", "bm25", "--port", "0"]) == 1
+    log = capsys.readouterr().err
+    assert log == "error: --retriever_name bm25 needs --corpus_path, a .jsonl file of passages\n"
+
+
+def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(end) -> None:
+    log = end("google_search_server", "--cse_id", "engine-1")
+    assert log.splitlines()[0] == "warning: pages are not fetched; the snippets are served, as with --snippet_only"
+    assert "set GOOGLE_API_KEY in the environment" in log
+    log = end("google_search_server", "--cse_id", "x", "--snippet_only", "--api_key", KEY, "--online_field", "gl")
+    assert log.splitlines()[0].startswith("warning: --api_key shows the key") and "pages" not in log
+    assert "unrecognized arguments: --num_results" in end(
+        "serp_search_server", "--search_url", "x", "--num_results", "3"
+    )
+
+
+def test_an_engine_loads_nothing_heavy_and_a_local_server_no_httpx(server_environment: dict[str, str]) -> None:
+    code = (
+        "import sys; from search_r1.search import retrieval_server as server; from search_r1.http.metrics import *; "
+        "import search_r1.search.serp_search_server, search_r1.search.google_search_server; "
+        "assert 'httpx' not in sys.modules, 'httpx'; "
+        "server.load_source(server.parse_arguments(['--retriever_name', 'brave']), Metrics()); "
+        "heavy = {'torch', 'numba', 'faiss', 'numpy', 'bm25s'} & set(sys.modules); assert not heavy, heavy"
+    )
+    variables = server_environment | {"BRAVE_API_KEY": KEY}
+    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=variables, check=True, timeout=120)

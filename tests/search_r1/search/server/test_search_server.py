@@ -1,0 +1,182 @@
+"""The server as a client sees it: a real process, real HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+
+from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.corpus import Corpus
+
+_QUERIES = ["the river of Morn", "capital of Tarsia", "東京"]
+
+
+def _post(server: str, **body: object) -> requests.Response:
+    return requests.post(f"{server}/retrieve", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 3])
+@pytest.mark.parametrize("return_scores", [True, False])
+def test_answers_every_query_in_order_in_both_modes(
+    small_server: str, corpus_file: Path, num_queries: int, return_scores: bool
+) -> None:
+    corpus = Corpus(corpus_file)
+    queries = _QUERIES[:num_queries]
+    found = Bm25Retriever.build(corpus).search(queries, 3)
+    expected = [
+        [{"document": corpus[hit.row], "score": hit.score} if return_scores else corpus[hit.row] for hit in hits]
+        for hits in found
+    ]
+    reply = _post(small_server, queries=queries, topk=3, return_scores=return_scores)
+    assert reply.status_code == 200 and reply.headers["content-type"] == "application/json"
+    assert reply.json() == {"result": expected}
+    assert all(expected)
+
+
+def test_documents_carry_the_corpus_id_and_extra_keys(small_server: str) -> None:
+    (hits,) = _post(small_server, queries=["Knowles"]).json()["result"]
+    assert [hit["id"] for hit in hits] == ["p30"]
+    assert hits[0]["url"] == "w/30" and hits[0]["contents"].startswith('"Beyoncé"\n')
+
+
+@pytest.mark.parametrize("topk", [None, 0])
+def test_topk_null_or_zero_is_the_servers_default(small_server: str, topk: int | None) -> None:
+    queries = ["city country river"]
+    assert len(_post(small_server, queries=queries, topk=topk).json()["result"][0]) == 2
+    assert len(_post(small_server, queries=queries).json()["result"][0]) == 2
+    assert len(_post(small_server, queries=queries, topk=1).json()["result"][0]) == 1
+    assert len(_post(small_server, queries=queries, topk=100).json()["result"][0]) == 3
+
+
+def test_single_query_field_of_skyrl(small_server: str) -> None:
+    as_list = _post(small_server, queries=["Morn"], topk=2, return_scores=True).json()
+    assert _post(small_server, query="Morn", topk=2, return_scores=True).json() == as_list
+    assert _post(small_server, query=["Morn"], topk=2, return_scores=True).json() == as_list
+
+
+def test_empty_lists_and_queries_without_a_match(small_server: str) -> None:
+    assert _post(small_server, queries=[], topk=3, return_scores=True).json() == {"result": []}
+    assert _post(small_server, queries=["", " ", "zyxxy", "Morn"], topk=1).json()["result"][:3] == [[], [], []]
+
+
+def test_agent_tags_never_leave_the_server(small_server: str) -> None:
+    (hits,) = _post(small_server, queries=["volcano"]).json()["result"]
+    assert hits[0]["contents"] == '"Trap"\nThe volcano Paris erupted.'
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, 'send "queries"'),
+        ({"queries": "Morn"}, "queries: Input should be a valid array"),
+        ({"queries": ["a", 3]}, "queries.1: Input should be a valid string"),
+        ({"queries": ["a"], "topk": -1}, "topk: Input should be greater than or equal to 0"),
+        ({"queries": ["a"], "topk": 101}, "topk: Input should be less than or equal to 100"),
+        ({"queries": ["a"] * 4097}, "queries: List should have at most 4096 items"),
+        ({"queries": ["a" * 32_769]}, "queries.0: String should have at most 32768 characters"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(small_server: str, body: dict, message: str) -> None:
+    reply = _post(small_server, **body)
+    assert reply.status_code == 422
+    assert message in reply.json()["detail"] and len(reply.text) < 500
+
+
+def test_bodies_that_are_no_json_or_too_large(small_server: str) -> None:
+    url = f"{small_server}/retrieve"
+    reply = requests.post(url, data=b"{queries", timeout=60)
+    assert reply.status_code == 422 and "Invalid JSON" in reply.json()["detail"]
+    chunks = (b"x" * (1 << 20) for _ in range(33))  # chunked: there is no Content-Length to trust
+    reply = requests.post(url, data=chunks, timeout=60)
+    assert reply.status_code == 413 and "send less at once" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "told"),
+    [
+        ("/retrieve", {"queries": ["Morn"], "top_k": 5}, 'top_k: unknown field; the nearest of .* is "topk"'),
+        ("/retrieve", {"query": "Morn", "return_score": True}, 'return_score: .* is "return_scores"'),
+        ("/retrieve", {"quries": ["Morn"]}, 'quries: .* is "queries"'),
+        ("/search", {"query": "Morn", "topn": 5}, 'topn: .*query, top_n, return_score is "top_n"'),
+        ("/batch_search", {"query": ["Morn"], "return_scores": True}, 'return_scores: .* is "return_score"'),
+    ],
+)
+def test_an_unknown_field_is_refused_by_the_name_of_the_nearest(
+    small_server: str, route: str, body: dict, told: str
+) -> None:
+    reply = requests.post(small_server + route, json=body, timeout=60)
+    assert reply.status_code == 422 and re.search(told, reply.json()["detail"]), reply.text
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/retrieve", {"queries": ["Morn"], "topk": 3, "return_scores": True}),  # Search-R1, verl, slime, ASearcher
+        ("/retrieve", {"query": "Morn", "topk": 3, "return_scores": True}),  # SkyRL
+        ("/search", {"query": "Morn", "top_n": 10, "return_score": False}),  # FlashRAG, ReCall
+        ("/batch_search", {"query": ["Morn"], "top_n": 5}),  # ReSearch
+    ],
+)
+def test_the_requests_of_published_clients_are_taken(small_server: str, route: str, body: dict) -> None:
+    assert requests.post(small_server + route, json=body, timeout=60).status_code == 200
+
+
+def test_health_says_what_is_served(small_server: str) -> None:
+    reply = requests.get(f"{small_server}/healthz", timeout=60)
+    served = {"retriever": "bm25", "corpus_size": 5, "topk": 2, "index_version": reply.json()["index_version"]}
+    assert reply.json() == {"status": "ok"} | served
+    info = requests.get(f"{small_server}/info", timeout=60).json()
+    limits = {"queries": 4096, "query_chars": 32768, "topk": 100, "body_bytes": 32 << 20}
+    assert info == served | {"batch_size": None, "limits": limits}
+
+
+def test_the_schema_of_the_request_is_published(small_server: str) -> None:
+    paths = requests.get(f"{small_server}/openapi.json", timeout=60).json()["paths"]
+    schema = paths["/retrieve"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(schema["properties"]) == {"queries", "query", "topk", "return_scores"}
+
+
+def test_a_burst_of_threads_gets_the_answers_that_one_gets(small_server: str) -> None:
+    queries = [f"{word} {number % 7}" for number, word in enumerate(["Morn", "Tarsia", "river", "singer"] * 32)]
+    alone = {query: _post(small_server, queries=[query], return_scores=True).json() for query in set(queries)}
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda query: _post(small_server, queries=[query], return_scores=True), queries))
+    assert [reply.json() for reply in together] == [alone[query] for query in queries]
+    at_once = _post(small_server, queries=queries, return_scores=True).json()["result"]
+    assert at_once == [alone[query]["result"][0] for query in queries]
+
+
+def test_the_largest_published_request_is_answered(small_server: str) -> None:
+    reply = _post(small_server, queries=[f"Morn {number}" for number in range(2560)], topk=3, return_scores=True)
+    result = reply.json()["result"]
+    assert len(result) == 2560 and all(hits[0]["document"]["id"] == "p20" for hits in result)
+
+
+def test_a_row_that_breaks_under_a_running_server_is_an_error_not_an_empty_result(
+    serve, tmp_path: Path, corpus_file: Path
+) -> None:
+    Bm25Retriever.build(Corpus(corpus_file)).save(tmp_path / "bm25")
+    server = serve(
+        "--corpus_path", str(corpus_file), "--index_path", str(tmp_path / "bm25"), "--retriever_name", "bm25"
+    )
+    text = corpus_file.read_bytes()
+    with corpus_file.open("r+b") as file:  # same inode and length: the server maps this file
+        file.write(text.replace(b'{"id": "p10"', b'["id": "p10"', 1))
+    reply = _post(server, queries=["Anna"])
+    assert reply.status_code == 500 and f"{corpus_file}, line 1" in reply.json()["detail"]
+    assert _post(server, queries=["capital"]).json()["result"][0][0]["id"] == "p50"
+
+
+def test_real_wikipedia_over_http(serve, wiki_mini: Path) -> None:
+    server = serve("--corpus_path", str(wiki_mini), "--retriever_name", "bm25")
+    assert requests.get(f"{server}/healthz", timeout=60).json()["corpus_size"] == 22_953
+    (hits,) = _post(server, queries=["Who was the brother of Lambert, Margrave of Tuscany?"]).json()["result"]
+    assert len(hits) == 3 and hits[0]["contents"].startswith('"Lambert, Margrave of Tuscany"\n')
+    with wiki_mini.open(encoding="utf-8") as file:
+        rows = {row["id"]: row for row in map(json.loads, file)}
+    assert all(rows[hit["id"]] == hit for hit in hits)
