@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from verl.trainer.performance import Performance
 from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
-from verl.trainer.roles import ActorGroup, CriticGroup, memory_metrics
+from verl.trainer.roles import ActorGroup, CriticGroup, actor_config, memory_metrics
 from verl.trainer.rollouts_ahead import rollout_source
 from verl.trainer.sampling_state import SamplingState
 from verl.trainer.scoring import Scorer
@@ -245,7 +245,7 @@ class RLTrainer:
             self.pool = pool = pools.training
             self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
             self._undo.append(self.rollouts.shutdown)
-            self.actor = ActorGroup(self._actor_config, pool, self.total_steps, has_anchor(self.config))
+            self.actor = ActorGroup(actor_config(config), pool, self.total_steps, has_anchor(config))
             self._undo.append(self.actor.shutdown)
             self.critic: CriticGroup | None = None
             if config.algorithm.adv_estimator == "gae" and not trainer.val_only:
@@ -287,14 +287,6 @@ class RLTrainer:
 
     def _steps_of_all_epochs(self) -> int:
         return max(1, len(self.train_prompts) // self.config.data.train_batch_size) * self.config.trainer.total_epochs
-
-    @property
-    def _actor_config(self) -> Config:
-        """Validation alone updates nothing, so its actor has no KL loss, which would need an anchor."""
-        if not self.config.trainer.val_only:
-            return self.config
-        role = self.config.actor_rollout_ref
-        return replace(self.config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
 
 
 def _due(frequency: int, step: int) -> bool:
