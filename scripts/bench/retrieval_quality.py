@@ -1,4 +1,4 @@
-"""AnswerTokens recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
+"""Answer recall of the retrievers over a corpus: how often one of the best k passages holds a gold answer.
 
     .venv/bin/python scripts/bench/retrieval_quality.py --corpus_path corpus.jsonl --questions nq/test.jsonl \\
       hotpotqa/dev.jsonl --work indexes/quality --model MODEL --output quality.json
@@ -218,7 +218,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="AnswerTokens recall of the retrievers over a corpus.")
+    parser = argparse.ArgumentParser(description="Answer recall of the retrievers over a corpus.")
     parser.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--questions", required=True, nargs="+", type=Path, help="files in the format of FlashRAG")
     parser.add_argument("--work", required=True, type=Path, help="folder of the indexes, kept for the next run")

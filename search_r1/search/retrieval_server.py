@@ -22,7 +22,7 @@ from search_r1.http.process import (
     serve,
 )
 from search_r1.search.library_threads import prepare_libraries
-from search_r1.search.mcp.tool import sdk_module
+from search_r1.search.mcp_server.tool import sdk_module
 from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.server.app import AppOptions

@@ -85,6 +85,11 @@ class Draws:
                 self._complete.append(group)
         self._raise_if_too_many_failed()
 
+    def require_few_failures(self) -> None:
+        """At the end, when nothing more is sampled. Raises RolloutError."""
+        self.num_unfinished = 0
+        self._raise_if_too_many_failed()
+
     def return_first(self, slots: Iterable[int]) -> None:
         """What was being sampled there is lost: it is the next to be sampled, with the seeds that it had."""
         self.waiting.extendleft(sorted(slots, reverse=True))

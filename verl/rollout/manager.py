@@ -95,6 +95,7 @@ class RolloutManager:
         """
         draws = Draws(self.config, groups, step, feed)
         self._surviving(partial(self._sample, draws))
+        draws.require_few_failures()
         if draws.num_failures:
             log.warning("step %d: %d attempts failed, the first: %s", step, draws.num_failures, draws.first_failure)
         self.stats = draws.stats()

@@ -40,6 +40,7 @@ class Stream:
         self.fleet, self.draws, self.timeout_s, self.abandoned = fleet, draws, timeout_s, abandoned
         self.places = [Place(engine) for engine in fleet.engines]
         self._calls: dict[Any, tuple[Place, float]] = {}  # with the time at which each was made
+        self._interrupts: set[Any] = set()  # those of the calls that interrupt
 
     def run(self) -> None:
         self._require_wanted()
@@ -51,9 +52,9 @@ class Stream:
             self._take_in()
             if not self.draws.is_enough:
                 self.draws.settle()
-                if self.draws.is_enough:
-                    self._interrupt()
-            if not self.draws.is_enough:
+            if self.draws.is_enough:
+                self._interrupt()
+            else:
                 self._hand_out()
 
     def _take_in(self) -> None:
@@ -63,6 +64,7 @@ class Stream:
         self._require_wanted()
         for call in done:
             place, _ = self._calls.pop(call)
+            self._interrupts.discard(call)
             try:
                 [finished] = wait_for([call], "rollout", self.timeout_s)
             except (EngineDied, WorkerDied) as error:
@@ -73,9 +75,16 @@ class Stream:
                 self.draws.record(slot, trajectory)
 
     def _interrupt(self) -> None:
-        """Call for what the engines have, besides the calls that are under way."""
+        """Call for what the engines still hold, besides the calls that are under way.
+
+        Until it has come: Ray may begin a `play` after an `interrupt` that was sent later.
+        """
+        asked = {id(self._calls[call][0]) for call in self._interrupts}
         for place in self.places:
-            self._calls[place.engine.worker.interrupt.remote()] = (place, time.monotonic())
+            if place.held and id(place) not in asked:
+                call = place.engine.worker.interrupt.remote()
+                self._calls[call] = (place, time.monotonic())
+                self._interrupts.add(call)
 
     def _require_wanted(self) -> None:
         if self.abandoned.is_set():

@@ -74,6 +74,7 @@ class RolloutWorker:
         self.device = device
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
         self._pause = Pause()
+        self._interrupting = asyncio.Lock()
         self._in_episodes, self._in_engine = OverlapRecorder("rollouts"), OverlapRecorder("generate")
 
     async def start(self, retriever: object = None) -> int:
@@ -110,6 +111,8 @@ class RolloutWorker:
         playing = self._playing
         for request in new:
             playing[asyncio.create_task(self._play(request, self._pause))] = request.slot
+        if not playing:  # interrupted before this call began
+            return []
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(playing, timeout=TOGETHER_S)
         if playing is not self._playing:  # they were abandoned or interrupted; what is played now is another call's
@@ -125,23 +128,28 @@ class RolloutWorker:
 
         Nothing is waited for but the next token of turns that are being sampled. Raises what episodes have raised.
         """
-        playing, self._playing = self._playing, {}
-        pause, self._pause = self._pause, Pause()
-        pause.begin()
-        left: set[asyncio.Task[Trajectory]] = set(playing)
-        try:
-            while left:
-                await self.engine.interrupt()
-                _, left = await asyncio.wait(left, timeout=TOGETHER_S)
-            return [(slot, task.result()) for task, slot in playing.items()]
-        except BaseException:
-            await _end(playing)
-            raise
+        async with self._interrupting:
+            playing, self._playing = self._playing, {}
+            if not playing:  # a call that was sent before is still on its way
+                await asyncio.sleep(TOGETHER_S)
+                return []
+            pause, self._pause = self._pause, Pause()
+            pause.begin()
+            left: set[asyncio.Task[Trajectory]] = set(playing)
+            try:
+                while left:
+                    await self.engine.interrupt()
+                    _, left = await asyncio.wait(left, timeout=TOGETHER_S)
+                return [(slot, task.result()) for task, slot in playing.items()]
+            except BaseException:
+                await _end(playing)
+                raise
 
     async def abandon(self) -> None:
-        """End all episodes."""
-        tasks, self._playing = list(self._playing), {}
-        await _end(tasks)
+        """End all episodes. Those that are being interrupted have ended too when this returns."""
+        async with self._interrupting:
+            tasks, self._playing = list(self._playing), {}
+            await _end(tasks)
 
     async def take_spans(self) -> list[Span]:
         """Since the last call: `rollouts`, and in them `generate`, or `WAITING` when no episode was in the engine."""
@@ -204,7 +212,10 @@ class RolloutWorker:
         place = f"group {request.group_id} ({request.prompt.data_source})"
         try:
             with self._in_episodes():
-                return await run_episode(request.prompt, request.group_id, *among, request.seed, request.begun, pause)
+                played = await run_episode(request.prompt, request.group_id, *among, request.seed, request.begun, pause)
+                if not played.num_turns:  # no room for a turn; else it knows the weights that sampled it
+                    played.weight_version = self.engine.weight_version
+                return played
         except VerlError as error:
             raise type(error)(f"{place}: {error}") from error
         except Exception as error:

@@ -26,8 +26,8 @@ class Backend(Protocol):
         """Take the metrics of a step; several calls for one step add up."""
         ...
 
-    def finish(self) -> None:
-        """Flush and close."""
+    def finish(self, failed: bool = False) -> None:
+        """Flush and close. `failed`: the run was ended by an error."""
         ...
 
 

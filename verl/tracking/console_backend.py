@@ -53,7 +53,7 @@ class ConsoleBackend:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
             self._progress.update(self._task, completed=step)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         with writing("standard output"):
             self._progress.stop()
 

@@ -30,5 +30,5 @@ class JsonlBackend:
         record |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         append(self._path, json.dumps(record).encode("ascii") + b"\n")
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         """Nothing is left to be written."""

@@ -41,7 +41,7 @@ class PrometheusBackend:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._latest.update(metrics, step)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -57,7 +57,7 @@ class TensorboardBackend:
         RecordWriter(record).write(event.SerializeToString())
         append(self._path, record.getvalue())
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         """Nothing is left to be written."""
 
 

@@ -56,7 +56,7 @@ class Tracker:
                     self._backends.append(_load(name)(run))
             self._backends += _prometheus(run)
         except BaseException:
-            self.finish()
+            self.finish(failed=True)
             raise
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -71,10 +71,10 @@ class Tracker:
             if samples and isinstance(backend, SampleBackend):
                 backend.log_samples(samples, step)
 
-    def finish(self) -> None:
-        """Close every back end; safe to call twice."""
+    def finish(self, failed: bool = False) -> None:
+        """Close every back end; safe to call twice. `failed`: an error has ended the run."""
         while self._backends:
-            self._backends.pop().finish()
+            self._backends.pop().finish(failed)
 
     def __enter__(self) -> Tracker:
         return self
@@ -82,7 +82,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish()
+        self.finish(failed=kind is not None)
 
 
 def settings_text(config: Mapping[str, Any]) -> str:

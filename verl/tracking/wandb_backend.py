@@ -48,9 +48,9 @@ class WandbBackend:
             )
         self._run.log({"trajectories/train": table}, step=step)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         """Close the run and end W&B's service process: without that, the file may still be written after the return."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
         wandb.teardown()
 
 

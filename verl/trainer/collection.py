@@ -64,6 +64,7 @@ class Collector:
 
     def collect(self, step: int) -> Collected:
         """Raises RolloutError when too much has failed (see `RolloutManager.collect`)."""
+        self.scorer.begin()
         selection = self._selection(step)
         num_carried = len(selection.groups)
         selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
@@ -138,6 +139,7 @@ class Collector:
         if not self._filtering:
             return [True] * len(groups)
         self.scorer.score_some([one for one in _trajectories(groups) if one.reward is None])
+        self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
         return [_is_informative(group.trajectories("train")) for group in groups]
 
     def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:

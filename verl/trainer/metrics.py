@@ -34,8 +34,8 @@ def step_metrics(
 
     `trajectories`: everything sampled in the step, failed ones included. `batch`: what was trained (None: nothing);
     `advantages`, `returns`, `values`, `rewards` (each [T], reward after the KL penalty) are read where present.
-    `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each data-parallel rank
-    (None: unknown, and no `global_seqlen/*`).
+    `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each data-parallel rank, or of
+    each group of ranks that share rows (None: unknown, and no `global_seqlen/*`).
     `max_prompt_length` (tokens) adds `prompt_length/clip_ratio`, the share of prompts at that length.
 
     Raises ValueError for a finished trajectory without a reward.

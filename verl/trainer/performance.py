@@ -75,7 +75,7 @@ def retriever_metrics(sampled: Sequence[Trajectory], seconds: float) -> dict[str
     - `p50_ms`, `p99_ms`: percentiles by nearest rank, the smallest time that so many percent do not exceed.
     """
     events = (event for trajectory in sampled for event in trajectory.events)
-    times = sorted(float(event["milliseconds"]) for event in events if "milliseconds" in event)
+    times = sorted(float(ms) for event in events if isinstance(ms := event.get("milliseconds"), int | float))
     if not times:
         return {}
     ranks = {f"p{percent}_ms": times[-(-percent * len(times) // 100) - 1] for percent in (50, 99)}

@@ -113,7 +113,7 @@ class RLTrainer:
                     self.checkpoints.save(step)
             if last:
                 metrics |= self._test(step)
-            self.tracker.log_samples(samples_to_show(trainer, collected.sampled, step, self.tokenizer.decode), step)
+            self.tracker.log_samples(samples_to_show(trainer, collected.sampled, step, self._show), step)
             self._log(metrics, step)
             if save:
                 self.writer.drain()  # the files of the test, of the last step
@@ -164,11 +164,12 @@ class RLTrainer:
         metrics = self.estimator.prepare(batch, self.actor, self.critic, timed)
         trained = for_losses(batch, self.updates.kept(collected.trained))
         metrics |= self.updates.run(trained, step, timed, partial(self._sync, step))
+        num_shares = self.pool.world_size // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
         metrics |= step_metrics(
             collected.sampled,
             trained,
             seconds=timed.seconds,
-            partitions=split_rows(trained.lengths_B, self.pool.world_size),
+            partitions=split_rows(trained.lengths_B, num_shares),
             max_prompt_length=config.data.max_start_length,
         )
         metrics |= staleness_metrics(collected.sampled, step, max_staleness(config))
@@ -234,10 +235,11 @@ class RLTrainer:
             self._undo.append(watchdog.stop)
             names = (trainer.project_name, trainer.experiment_name)
             self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
-            self._undo.append(self.tracker.finish)
+            self._undo.append(partial(self.tracker.finish, failed=True))  # unless the run has finished it
             self.writer = BackgroundWriter()
             self._undo.append(self.writer.close)
-            self._decode = copy.deepcopy(self.tokenizer).decode  # a tokenizer is not for two threads at once
+            # A tokenizer is not for two threads at once: the writer's, and the loop's beside sampling.
+            self._decode, self._show = (copy.deepcopy(self.tokenizer).decode for _ in range(2))
             pools = reserve_pools(config, device)
             self._undo.append(pools.release)
             for line in pools.table.splitlines():

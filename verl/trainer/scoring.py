@@ -89,6 +89,19 @@ class Scorer:
         self._num_unavailable += len(finished) - len(scored)
         return scored
 
+    def begin(self) -> None:
+        """Forget what was scored for a step that was then abandoned."""
+        self._num_asked = self._num_unavailable = 0
+
+    def require_enough_so_far(self, least: int) -> None:
+        """While more is to come: raises RolloutError when too much could not be scored, of at least `least`."""
+        unavailable, asked = self._num_unavailable, self._num_asked
+        if unavailable > self.max_failed_ratio * max(least, asked):
+            raise RolloutError(
+                f"{unavailable} of {asked} trajectories could not be scored so far, more than "
+                f"agent.max_failed_ratio={self.max_failed_ratio:g} allows for {max(least, asked)}"
+            )
+
     def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
         """Of what was scored since this was called last, for `trajectories`. Raises RolloutError as `score` does."""
         asked, unavailable = self._num_asked, self._num_unavailable

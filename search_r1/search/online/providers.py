@@ -93,7 +93,8 @@ def list_reader(
             return read_results(answer[name], url, lambda item: text_of(item, text), score)
         if found_nothing(answer):
             return []
-        raise ValueError(f"there is no {name!r}; 'error' is {answer.get('error')!r}")
+        said = f", and the search did not succeed: {answer['error']}" if answer.get("error") else ""
+        raise ValueError(f"there is no {name!r}{said}")
 
     return parse
 

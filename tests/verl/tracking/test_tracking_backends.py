@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from e2e_world import ROOT
 from rich.console import Console
 
 from verl.errors import ConfigError
+from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.backend import Run, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
 from verl.tracking.tracker import Tracker
+from verl.trainer.metrics import validation_metrics
 
 
 def run_tracker(loggers: list[str], run_dir: Path, config: dict[str, Any] | None = None) -> None:
@@ -116,6 +119,48 @@ def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest
     run_tracker(["mlflow"], tmp_path / "run")
     assert list((tmp_path / "shared").glob("*/*/metrics/critic/score/mean"))
     assert not (tmp_path / "run" / "mlruns").exists()
+
+
+def test_mlflow_takes_the_names_of_a_validation_and_odd_data_sources(tmp_path: Path) -> None:
+    """Its file store has no place for `val/num_questions` beside `val/num_questions/nq`."""
+    from mlflow import MlflowClient
+
+    questions = [Trajectory("g", Prompt((1,), "a+b", {}), status=Status.ANSWERED, reward=0.5)]
+    metrics = validation_metrics(questions, "val")
+    assert {"val/num_questions", "val/num_questions/a+b"} <= metrics.keys()
+    with Tracker(["mlflow"], "project", "experiment", tmp_path, {}) as tracker:
+        tracker.log(metrics, step=0)
+        tracker.log(metrics, step=10)
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.data.metrics["val/num_questions/all"] == run.data.metrics["val/num_questions/a_b"] == 1
+    assert len(run.data.metrics) == len(metrics)
+
+
+def test_a_server_of_mlflow_that_goes_away_is_a_warning_and_one_that_is_not_there_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracker = Tracker(["mlflow"], "project", "experiment", tmp_path, {})
+    shutil.rmtree(tmp_path / "mlruns")
+    tracker.log({"critic/score/mean": 0.5}, step=1)
+    tracker.finish()
+    assert "MLflow did not take step 1" in caplog.text and "MLflow did not take the end of the run" in caplog.text
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["critic/score/mean"] == 0.5
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:very-secret@127.0.0.1:9")
+    with pytest.raises(ConfigError, match="trainer.logger: mlflow: .*127.0.0.1") as caught:
+        Tracker(["mlflow"], "project", "experiment", tmp_path / "other", {})
+    assert "very-secret" not in str(caught.value)
+
+
+def test_mlflow_says_of_a_run_that_an_error_ended_that_it_failed(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    with pytest.raises(ZeroDivisionError), Tracker(["mlflow"], "project", "experiment", tmp_path, {}):
+        raise ZeroDivisionError
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.info.status == "FAILED"
 
 
 def test_a_back_end_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

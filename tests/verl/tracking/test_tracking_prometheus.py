@@ -65,7 +65,7 @@ def test_the_tracker_serves_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_nothing_is_served_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prometheus_client.start_http_server", None)
+    monkeypatch.setattr("verl.tracking.prometheus_backend.start_http_server", None)
     for trainer in ({}, {"metrics_port": None, "metrics_host": "127.0.0.1"}):
         Tracker([], "project", "experiment", tmp_path, {"trainer": trainer}).finish()
 

@@ -55,6 +55,12 @@ class Rollouts:
 class Scorer:
     stats = {"reward/unavailable_ratio": 0.0}
 
+    def begin(self) -> None:
+        pass
+
+    def require_enough_so_far(self, least: int) -> None:
+        pass
+
     def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 

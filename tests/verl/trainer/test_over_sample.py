@@ -95,6 +95,12 @@ class Scorer:
         for place, trajectory in enumerate(trajectories):
             trajectory.reward = float(place % 2 and trajectory.prompt.row["number"] % 2)
 
+    def begin(self) -> None:
+        pass
+
+    def require_enough_so_far(self, least: int) -> None:
+        pass
+
     def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 

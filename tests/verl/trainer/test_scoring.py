@@ -222,3 +222,18 @@ def test_a_function_with_other_arguments_is_refused_at_once(rule):
 def test_a_class_without_a_score_is_refused_at_once():
     with pytest.raises(ConfigError, match=r"Trajectory.*score\(trajectory, tokenizer\)"):
         scorer(Trajectory, "reward.kwargs={group_id: g, prompt: p}")
+
+
+def test_too_much_that_cannot_be_scored_is_said_before_all_is_sampled():
+    """Three of at least ten may be missing; what an abandoned step has asked for does not count in the next one."""
+    found = scorer(Length, "agent.max_failed_ratio=0.3")
+    found.score_some(episodes(13, 13, 13))
+    found.require_enough_so_far(10)
+    found.score_some(episodes(13))
+    with pytest.raises(RolloutError, match="4 of 4 .* so far, more than agent.max_failed_ratio=0.3 allows for 10"):
+        found.require_enough_so_far(10)
+    found.begin()
+    found.score_some(episodes(2))
+    found.require_enough_so_far(1)
+    found.require_enough(episodes(2))
+    assert found.stats == {"reward/unavailable_ratio": 0.0}

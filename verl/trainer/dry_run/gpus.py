@@ -58,7 +58,7 @@ class Groups:
         """How many ranks take part in one of that kind, and whether they are all on one node."""
         if collective == "all-reduce" and self.replicas > 1:  # of gradients, between ranks that hold the same shard
             return self.replicas, self.shard * self.replicas <= self.per_node
-        size = self.sequence if collective == "all-to-all" else self.shard
+        size = self.sequence if collective == "all-to-all" and self.sequence > 1 else self.shard
         return size, size <= self.per_node
 
 

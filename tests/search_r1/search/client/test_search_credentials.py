@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from search_r1.errors import RetrieverError
 from search_r1.search.client import RetrievalClient
-from search_r1.search.mcp.remote_server import HttpSource
+from search_r1.search.mcp_server.remote_server import HttpSource
 
 SECRET = "hunter2"
 

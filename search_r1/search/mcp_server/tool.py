@@ -3,7 +3,7 @@
     .venv/bin/python -m search_r1.search.mcp_tool --url http://127.0.0.1:8000/retrieve
 
 speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
-tool by HTTP (`mcp_http.py`). Needs the extra `retrieval-mcp`.
+tool by HTTP (`http.py`). Needs the extra `retrieval-mcp`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
 from search_r1.http.metrics import Metrics
-from search_r1.search.mcp.remote_server import HttpSource
+from search_r1.search.mcp_server.remote_server import HttpSource
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import ScoredPassage, Source
 from search_r1.search.server.wire import MAX_TOPK, Queries, explain

@@ -27,7 +27,7 @@ from search_r1.llm_agent.observations import format_passage
 from search_r1.search import retrieval_server
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.mcp import tool as mcp_tool
+from search_r1.search.mcp_server import tool as mcp_tool
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.server.app import AppOptions
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
