@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from asyncio import to_thread
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -94,7 +95,10 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     async def in_time(http: Request, work: Callable[[], Awaitable[T]]) -> Response:
-        return PlainResponse(await answer_in_time(http, timeout_s, lambda _: work()))
+        async def answered(_: bytes) -> Response:
+            return await to_thread(PlainResponse, await work())  # the text of a large answer takes a while
+
+        return await answer_in_time(http, timeout_s, answered)
 
     @router.get("/runs")
     def runs() -> Response:

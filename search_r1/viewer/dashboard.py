@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,17 @@ from search_r1.viewer.runs import Run
 from verl.errors import DataError
 from verl.tracking.changed_settings import changed_settings
 from verl.tracking.jsonl_backend import FILE_NAME
-from verl.tracking.run_data import RunData, load_run
+from verl.tracking.run_data import Curve, RunData, load_run
 from verl.tracking.timeline import FOLDER
 
 Row = dict[str, Any]
 
 SEEDS = frozenset({"trainer.seed", "data.seed"})
 """Runs that differ in nothing else that may change what is learned are seeds of one configuration."""
+MAX_POINTS = 2000  # of a curve, about: a chart has fewer pixels
+ROUNDING_S = 1e-6  # more than the times of a timeline's file are rounded by
 _TIMELINE = re.compile(r"step_(\d+)\.json")
+Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,16 @@ def version_of(runs: Sequence[Run]) -> str:
 def dashboard(runs: Sequence[Run], by_seed: bool) -> Row:
     """Panels with their series. With `by_seed` the runs of one configuration are one series, with its range as a band.
 
-    Raises DataError for metrics that cannot be read.
+    A series of many steps is thinned to about MAX_POINTS. Raises DataError for metrics that cannot be read.
     """
     measured = [Measured(run, _metrics(run)) for run in runs]
     groups = _configurations(measured) if by_seed else [[one] for one in measured]
+    named = [(group, list(dict.fromkeys(name for one in group for name in one.data.names("")))) for group in groups]
     return {
         "version": version_of(runs),
         "runs": [_summary(one) for one in measured],
         "groups": [{"label": _label(group), "runs": [one.run.name for one in group]} for group in groups],
-        "panels": [panel for panel in (_drawn(panel, groups) for panel in PANELS) if panel["series"]],
+        "panels": [panel for panel in (_drawn(panel, named) for panel in PANELS) if panel["series"]],
         "alarms": [alarm for one in measured for alarm in alarms_of(one)],
     }
 
@@ -65,14 +70,11 @@ def timeline(run: Run, step: int) -> Row:
     """
     path = run.folder / FOLDER / f"step_{step}.json"
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        rows = _rows(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing: the run was made with trainer.save_timeline=False, or moved") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not the timeline of a step ({error!r}); remove it") from error
-    names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    spans = sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["tid"], one["ts"], -one["dur"]))
-    rows = [{"name": names[tid], "spans": _nested(list(row))} for tid, row in groupby(spans, lambda one: one["tid"])]
     ends = [one["start"] + one["seconds"] for row in rows for one in row["spans"]]
     return {"run": run.name, "step": step, "seconds": max(ends, default=0.0), "rows": rows}
 
@@ -81,12 +83,17 @@ def alarms_of(one: Measured) -> list[Row]:
     """The steps in which the collapse guard gave an alarm, with the conditions that held then."""
     found = []
     for step, row in one.data.metrics.items():
-        if row.get(ALARM):
-            held = {name.removeprefix(GUARD): int(row[name]) for name in row if name.startswith(GUARD) and row[name]}
-            found.append(
-                {"run": one.run.name, "step": step, "conditions": {k: v for k, v in held.items() if k != "alarm"}}
-            )
+        held = {name: int(row[name]) for name in row if name.startswith(GUARD) and math.isfinite(row[name])}
+        if held.pop(ALARM, 0):
+            conditions = {name.removeprefix(GUARD): steps for name, steps in held.items() if steps}
+            found.append({"run": one.run.name, "step": step, "conditions": conditions})
     return found
+
+
+def _rows(events: Sequence[Mapping[str, Any]]) -> list[Row]:
+    names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    spans = sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["tid"], one["ts"], -one["dur"]))
+    return [{"name": names[tid], "spans": _nested(list(row))} for tid, row in groupby(spans, lambda one: one["tid"])]
 
 
 def _nested(spans: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -95,23 +102,25 @@ def _nested(spans: Sequence[Mapping[str, Any]]) -> list[Row]:
     found = []
     for span in spans:
         start, seconds = span["ts"] / 1e6, span["dur"] / 1e6
-        while open_ends and open_ends[-1] <= start:
+        while open_ends and open_ends[-1] <= start + ROUNDING_S:
             open_ends.pop()
         found.append({"name": span["name"], "start": start, "seconds": seconds, "depth": len(open_ends)})
         open_ends.append(start + seconds)
     return found
 
 
-def _drawn(panel: Panel, groups: Sequence[Sequence[Measured]]) -> Row:
-    series = [one for group in groups for one in _series(panel, group)]
+def _drawn(panel: Panel, named: Iterable[tuple[Sequence[Measured], Sequence[str]]]) -> Row:
+    series = [one for group, names in named for one in _series(panel, group, metrics_of(panel, names))]
     return {"key": panel.key, "title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "series": series}
 
 
-def _series(panel: Panel, group: Sequence[Measured]) -> Iterable[Row]:
-    names = dict.fromkeys(name for one in group for row in one.data.metrics.values() for name in row)
-    for metric in metrics_of(panel, names):
-        curves = [one.data.curve(metric) for one in group]
-        steps = sorted({step for curve in curves for step in curve})
+def _series(panel: Panel, group: Sequence[Measured], metrics: Sequence[str]) -> Iterable[Row]:
+    """The parts of a stack keep the same steps: where one part is missing, the whole would be too low."""
+    curves_of = {metric: [one.data.curve(metric) for one in group] for metric in metrics}
+    stack = set(_thinned(_steps(curve for curves in curves_of.values() for curve in curves)))
+    for metric, curves in curves_of.items():
+        steps = _steps(curves)
+        steps = [step for step in steps if step in stack] if panel.stacked else _thinned(steps)
         if not steps:
             continue
         values = [[curve[step] for curve in curves if step in curve] for step in steps]
@@ -120,7 +129,7 @@ def _series(panel: Panel, group: Sequence[Measured]) -> Iterable[Row]:
             "metric": metric,
             "label": panel.label(metric),
             "group": _label(group),
-            "run": group[0].run.name,
+            "runs": [one.run.name for one in group],
             "kind": kind_of(metric),
             "steps": steps,
             "mean": [fmean(seeds) for seeds in values],
@@ -128,6 +137,16 @@ def _series(panel: Panel, group: Sequence[Measured]) -> Iterable[Row]:
             "high": [max(seeds) for seeds in values] if band else None,
             "num_runs": [len(seeds) for seeds in values],
         }
+
+
+def _steps(curves: Iterable[Curve]) -> list[int]:
+    return sorted(set().union(*curves))
+
+
+def _thinned(steps: list[int]) -> list[int]:
+    """Evenly about MAX_POINTS of them, with the first and the last; of 1, 2, 3, ... the multiples of a number."""
+    stride = -(-len(steps) // MAX_POINTS)
+    return steps if stride <= 1 else [steps[0], *steps[stride - 1 : -1 : stride], steps[-1]]
 
 
 def _configurations(measured: Sequence[Measured]) -> list[list[Measured]]:
@@ -171,18 +190,33 @@ def _timelines(run: Run) -> list[int]:
 def _metrics(run: Run) -> RunData:
     path = run.folder / FILE_NAME
     stamp = _stamp(path)
-    if not run.path.is_dir() or stamp is None or not stamp[1]:
+    if not run.path.is_dir() or stamp is None:
         return RunData(run.folder, {}, {})
-    return _loaded(run.folder, stamp)
+    return _newest(run.folder).at(stamp)
 
 
-@lru_cache(maxsize=64)
-def _loaded(folder: Path, stamp: tuple[int, int]) -> RunData:
-    """Read once for every `stamp` of the file."""
-    return load_run(folder)
+@dataclass
+class _Newest:
+    """The metrics of a run as its file was last read; what was read before is let go."""
+
+    folder: Path
+    read: tuple[Stamp, RunData] | None = None
+
+    def at(self, stamp: Stamp) -> RunData:
+        """Read again if the file has another `stamp`."""
+        read = self.read
+        if read is None or read[0] != stamp:
+            read = self.read = stamp, load_run(self.folder, may_be_empty=True)
+        return read[1]
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+@lru_cache(maxsize=16)
+def _newest(folder: Path) -> _Newest:
+    """The same one for a folder, of the runs that were last asked for."""
+    return _Newest(folder)
+
+
+def _stamp(path: Path) -> Stamp | None:
     try:
         found = path.stat()
     except OSError:

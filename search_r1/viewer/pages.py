@@ -93,11 +93,11 @@ class Pages:
 
     async def dashboard(self, names: Sequence[str], by_seed: bool) -> Row:
         """The curves of runs."""
-        return await to_thread(lambda: dashboard.dashboard([self._run(name) for name in names], by_seed))
+        return await to_thread(lambda: dashboard.dashboard(self._runs(names), by_seed))
 
     async def dashboard_version(self, names: Sequence[str]) -> Row:
         """Changes when one of the runs logs a step."""
-        return {"version": await to_thread(lambda: dashboard.version_of([self._run(name) for name in names]))}
+        return {"version": await to_thread(lambda: dashboard.version_of(self._runs(names)))}
 
     async def timeline(self, run: str, step: int) -> Row:
         """What each process did in a step."""
@@ -107,10 +107,14 @@ class Pages:
         return await self._database.run(work)
 
     def _run(self, name: str) -> Run:
-        found = next((run for run in find_runs(self._paths) if run.name == name), None)
-        if found is None:
-            raise DataError(f"there is no run {name!r}; was its folder moved?")
-        return found
+        return self._runs([name])[0]
+
+    def _runs(self, names: Sequence[str]) -> list[Run]:
+        found = {run.name: run for run in find_runs(self._paths)}
+        missing = next((name for name in names if name not in found), None)
+        if missing is not None:
+            raise DataError(f"there is no run {missing!r}; was its folder moved?")
+        return [found[name] for name in names]
 
     def _open(self, run: str, name: str) -> tuple[Run, StepFile, RunSettings]:
         found = self._run(run)

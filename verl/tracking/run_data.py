@@ -43,39 +43,49 @@ class RunData:
         return value
 
 
-def load_run(run_dir: Path | str) -> RunData:
+def load_run(run_dir: Path | str, may_be_empty: bool = False) -> RunData:
     """Read metrics.jsonl and config.yaml (which may be absent).
 
     Lines of one step are merged and a later line wins, so a step repeated after a resume counts once. A last line
-    cut short by a crash is ignored. Raises DataError without metrics or for any other line that is not JSON.
+    cut short by a crash is ignored. Raises DataError for any other line that is not the metrics of a step, for a
+    config.yaml that is not YAML, without metrics.jsonl, and unless it `may_be_empty` without a step in it.
     """
     run_dir = Path(run_dir)
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise DataError(f"{path} is missing: give the folder of a run (trainer.default_local_dir)")
     metrics: dict[int, dict[str, float]] = {}
-    for record in _records(path):
-        row = metrics.setdefault(int(record.pop("step")), {})
-        record.pop("time", None)
-        row |= {name: math.nan if value is None else float(value) for name, value in record.items()}
-    if not metrics:
+    for step, row in _steps(path):
+        metrics.setdefault(step, {}).update(row)
+    if not metrics and not may_be_empty:
         raise DataError(f"{path} has no step yet")
     return RunData(run_dir, dict(sorted(metrics.items())), _config(run_dir / CONFIG_FILE))
 
 
-def _records(path: Path) -> Iterable[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def _steps(path: Path) -> Iterable[tuple[int, dict[str, float]]]:
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+        except ValueError as error:
             if number == len(lines):
                 return
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from error
+        try:
+            yield int(record["step"]), {name: _number(record[name]) for name in record if name not in ("step", "time")}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{path}, line {number}: not the metrics of a step ({error!r}); remove the line") from error
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise DataError(f"{path} is not YAML: {error}; correct it, or remove it") from error
     return loaded if isinstance(loaded, dict) else {}

@@ -66,11 +66,13 @@ export function Dashboard({ runs, run, state }) {
   const [missing, setMissing] = useState("");
   const range = state.from !== undefined && state.to !== undefined ? [Number(state.from), Number(state.to)] : undefined;
   const zoom = (wanted) => go({ from: wanted?.[0].toFixed(2), to: wanted?.[1].toFixed(2) }, true);
-  const open = (series, step) => {
-    const stored = runs.find((one) => one.name === series.run)?.files.some((file) => file.kind === series.kind && file.step === step);
-    if (!stored) return setMissing(`${series.run} has stored no trajectories of step ${step} (${series.kind}).`);
+  // Of the runs that a point is about, the first that has stored its step.
+  const open = ({ runs: asked, kind }, step) => {
+    const has = (one) => one?.files.some((file) => file.kind === kind && file.step === step);
+    const stored = asked.find((name) => has(runs.find((one) => one.name === name)));
+    if (!stored) return setMissing(`There are no stored trajectories of step ${step} (${kind}) of ${asked.join(", ")}.`);
     const clear = { offset: undefined, file: undefined, row: undefined, group: undefined, at: undefined };
-    return go({ ...clear, view: "list", run: series.run, kind: series.kind, step: String(step) });
+    return go({ ...clear, view: "list", run: stored, kind, step: String(step) });
   };
   const choose = (name, on) => {
     const chosen = on ? [...others, name] : others.filter((one) => one !== name);
@@ -121,5 +123,5 @@ function Alarms({ alarms, open }) {
   const held = (one) => Object.entries(one.conditions).map(([name, steps]) => `${name} for ${steps} ${steps === 1 ? "step" : "steps"}`).join(", ");
   return html`<section class="alarms" aria-label="Alarms"><h2>Alarms of the collapse guard <small>(dashed lines)</small></h2>
     <ul>${alarms.map((one) => html`<li><a href=${linkTo({ view: "list", run: one.run, kind: "train", step: String(one.step), offset: undefined })}
-      onClick=${(event) => { event.preventDefault(); open({ run: one.run, kind: "train" }, one.step); }}>${one.run}, step ${one.step}</a>: ${held(one)}</li>`)}</ul></section>`;
+      onClick=${(event) => { event.preventDefault(); open({ runs: [one.run], kind: "train" }, one.step); }}>${one.run}, step ${one.step}</a>: ${held(one)}</li>`)}</ul></section>`;
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,13 @@ import pytest
 from dashboard_world import score, settings, trained_run
 from viewer_world import Episodes, client_of
 
+from search_r1.viewer import pages
+from search_r1.viewer.app import PlainResponse
 from search_r1.viewer.panels import PANELS, metrics_of
+from search_r1.viewer.runs import Run, find_runs
+from verl.tracking.run_data import RunData
+from verl.tracking.spans import Span
+from verl.tracking.timeline import write_timeline
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +41,15 @@ def asked(folder: Path, *names: str, **more: Any) -> dict[str, Any]:
 
 def series(found: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return next(panel for panel in found["panels"] if panel["key"] == key)["series"]
+
+
+def written(folder: Path, *lines: str | dict[str, Any]) -> Path:
+    """A run of these lines."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("trainer: {seed: 0}\n")
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "metrics.jsonl").write_text("\n".join(texts))
+    return folder
 
 
 def test_a_curve_is_what_was_logged(runs: Path) -> None:
@@ -97,6 +115,87 @@ def test_a_step_changes_the_version(runs: Path, tmp_path: Path) -> None:
     assert series(asked(tmp_path / "live", "live"), "reward")[0]["mean"][-1] == 0.75
 
 
+def test_spans_that_follow_each_other_are_beside_each_other(tmp_path: Path) -> None:
+    """The first seems to end 0.1 us after the second begins: 0.06 + 100.06 us are written as 0.1 + 100.1."""
+    run = written(tmp_path / "run", {"step": 1})
+    follow = [Span("score", 6e-8, 1.0012e-4), Span("update", 1.0012e-4, 2e-4)]
+    write_timeline(run, 1, {"driver": [Span("step", 0.0, 2e-4)], "actor 0": follow})
+    rows = client_of(run).get("/api/timeline", params={"run": "run", "step": 1}).json()["rows"]
+    assert [(span["name"], span["depth"]) for span in rows[1]["spans"]] == [("score", 0), ("update", 0)]
+
+
+def test_of_a_growing_run_only_the_newest_metrics_are_kept(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", {"step": 1, "critic/score/mean": 0.5})
+    for step in range(2, 6):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write("\n" + json.dumps({"step": step, "critic/score/mean": 0.5}))
+        assert asked(run, "run")["runs"][0]["last_step"] == step
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is RunData and one.run_dir == run]
+    assert [max(one.metrics) for one in kept] == [5]
+
+
+def test_runs_are_looked_for_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans: list[Sequence[Path]] = []
+
+    def counted(paths: Sequence[Path]) -> list[Run]:
+        scans.append(paths)
+        return find_runs(paths)
+
+    monkeypatch.setattr(pages, "find_runs", counted)
+    asked(runs, "seed0", "seed1", "fast")
+    client_of(runs).get("/api/dashboard/version", params={"run": ["seed0", "seed1", "fast"]})
+    assert len(scans) == 2
+
+
+def test_names_of_metrics_are_looked_for_once(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look goes through all rows."""
+
+    class Rows(dict[int, dict[str, float]]):
+        looks = 0
+
+        def values(self) -> Any:
+            Rows.looks += 1
+            return super().values()
+
+    alike = RunData.__init__
+    monkeypatch.setattr(RunData, "__init__", lambda self, *args: alike(self, args[0], Rows(args[1]), args[2]))
+    shutil.copytree(runs / "seed0", tmp_path / "seed0")
+    assert len(asked(tmp_path, "seed0")["panels"]) > 5 and Rows.looks == 1
+
+
+def test_a_long_curve_is_thinned_and_its_alarms_are_not(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": step, "critic/score/mean": step / 10, "timing_s/gen": 1.0} for step in range(1, 9004)
+    ]
+    for line in lines[::2]:
+        line["timing_s/update_actor"] = 2.0
+    for line in lines[99::100]:
+        line["val/test_score/mean"] = 0.5
+    lines[41] |= {"health/guard/alarm": 1, "health/guard/min_reward": 3}
+    found = asked(written(tmp_path / "run", *lines), "run")
+    [reward] = series(found, "reward")
+    assert reward["steps"][:3] == [1, 5, 10] and reward["steps"][-2:] == [9000, 9003]
+    assert len(reward["steps"]) <= 2002 and reward["mean"] == [step / 10 for step in reward["steps"]]
+    assert series(found, "val_reward")[0]["steps"] == list(range(100, 9004, 100))
+    gen, update = series(found, "phases")
+    assert gen["steps"] == reward["steps"] and update["steps"] == [step for step in gen["steps"] if step % 2]
+    assert found["alarms"] == [{"run": "run", "step": 42, "conditions": {"min_reward": 3}}]
+
+
+def test_answers_are_written_beside_the_event_loop(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_loop: list[bool] = []
+    render = PlainResponse.render
+
+    def watched(self: PlainResponse, content: Any) -> bytes:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return render(self, content)
+
+    monkeypatch.setattr(PlainResponse, "render", watched)
+    asked(runs, "seed0")
+    assert in_loop == [False]
+
+
 @pytest.mark.parametrize(
     ("path", "params", "said"),
     [
@@ -119,11 +218,42 @@ def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
     assert "metrics.jsonl, line 13: not JSON" in client.get("/api/dashboard?run=hurt").json()["detail"]
 
 
-def test_a_run_without_a_step_has_no_panels(tmp_path: Path, episodes: Episodes) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/config.yaml").write_text("trainer: {seed: 0}\n")
-    (tmp_path / "new/metrics.jsonl").touch()
-    found = asked(tmp_path / "new", "new")
+@pytest.mark.parametrize(
+    "line",
+    ['{"time": 1.0}', "[1, 2]", '{"step": null}', '{"step": 2, "reward": "high"}', '{"step": 2, "reward": [1]}'],
+)
+def test_a_line_that_is_not_of_a_step_is_named(tmp_path: Path, line: str) -> None:
+    run = written(tmp_path / "run", {"step": 1}, line, {"step": 3})
+    reply = client_of(run).get("/api/dashboard?run=run")
+    assert reply.status_code == 404
+    assert "metrics.jsonl, line 2: not the metrics of a step" in reply.json()["detail"]
+
+
+def test_other_damage_is_named(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", {"step": 1}, "line", {"step": 3})
+    client = client_of(run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().replace(b"line", b'{"step": 2, "\xff": 1}'))
+    assert "metrics.jsonl, line 2: not JSON" in client.get("/api/dashboard?run=run").json()["detail"]
+    metrics.write_text('{"step": 1}\n')
+    (run / "config.yaml").write_text("trainer:\n  seed: {0\n")
+    said = client.get("/api/dashboard?run=run").json()["detail"]
+    assert "config.yaml is not YAML" in said and "line 3" in said
+    (run / "timeline").mkdir()
+    (run / "timeline/step_1.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    assert "step_1.json is not the timeline" in client.get("/api/timeline?run=run&step=1").json()["detail"]
+
+
+def test_a_guard_value_that_is_no_number_is_no_alarm(tmp_path: Path) -> None:
+    whole = {"step": 1, "health/guard/alarm": 1, "health/guard/min_reward": 2, "health/guard/max_kl": None}
+    lost = {"step": 2, "health/guard/alarm": None, "health/guard/min_reward": 3}
+    found = asked(written(tmp_path / "run", whole, lost), "run")
+    assert found["alarms"] == [{"run": "run", "step": 1, "conditions": {"min_reward": 2}}]
+
+
+@pytest.mark.parametrize("line", ["", '{"step": 1, "ti'])
+def test_a_run_without_a_step_has_no_panels(tmp_path: Path, line: str) -> None:
+    found = asked(written(tmp_path / "new", line), "new")
     assert found["panels"] == [] and found["runs"][0]["last_step"] is None
 
 

@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from dashboard_world import settings, trained_run
 from playwright.sync_api import Locator, Page, expect
-from viewer_world import Episodes, served
+from viewer_world import Episodes, river_step, served, write_step
 
 BOTH = quote(json.dumps(["seed1", "fast"]))
 
@@ -23,6 +23,7 @@ def dashboards(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> 
     folder = tmp_path_factory.mktemp("dashboard_page")
     for seed in (0, 1):
         trained_run(folder / f"seed{seed}", episodes, seed)
+    write_step(folder / "seed1", episodes, "train", 7, river_step(episodes)[:1])
     trained_run(folder / "fast", episodes, 0, config=settings(0, actor_rollout_ref={"actor": {"optim": {"lr": 1e-3}}}))
     with served(folder) as url:
         yield url
@@ -75,7 +76,20 @@ def test_a_click_on_a_point_opens_the_trajectories_of_its_step(page: Page, dashb
     box = over.bounding_box()
     assert box
     page.mouse.click(box["x"] + box["width"] * (7 - 1) / 11, box["y"] + box["height"] / 2)
-    expect(page.get_by_text("seed0 has stored no trajectories of step 7 (train).")).to_be_visible()
+    expect(page.get_by_text("There are no stored trajectories of step 7 (train) of seed0.")).to_be_visible()
+
+
+def test_a_click_on_the_curve_of_several_seeds_opens_one_that_has_the_step(page: Page, dashboards: str) -> None:
+    page.goto(f"{dashboards}/#run=seed0&view=dashboard&with={quote(json.dumps(['seed1']))}")
+    expect(legend(page, "reward")).to_have_count(1)
+    chart = panel(page, "reward").locator(".chart")
+    chart.focus()
+    for _ in range(7):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page.locator(".total")).to_have_text("1 to 1 of 1")
+    expect(page.locator("select[name=run]")).to_have_value("seed1")
+    expect(page.get_by_label("Step")).to_have_value("7")
 
 
 def test_the_keyboard_reaches_every_point(page: Page, dashboards: str) -> None:
