@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from verl.agent.environment import Sampling
 from verl.config import load_config
 from verl.errors import WeightSyncError
 from verl.phases import Phase
@@ -143,7 +144,7 @@ def test_an_engine_whose_weights_are_gone_does_not_sample() -> None:
     with pytest.raises(WeightSyncError, match="no complete weights"):
         asyncio.run(engine.enter(Phase.SAMPLE))
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
+        asyncio.run(engine.generate([1], Sampling()))
 
 
 @pytest.mark.parametrize("sleep_mode", [True, False])
@@ -155,7 +156,7 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(sleep_
         manager.load_weights(lambda: publish(calls, "right", "changed", "right"))
     assert calls[-3:] == ["export", "collective_rpc load_bucket", "release"]
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        asyncio.run(anext(engine._complete([1], None, None)))  # type: ignore[arg-type]
+        asyncio.run(engine.generate([1], Sampling()))
     assert engine.weight_version == 0
     with pytest.raises(WeightSyncError, match="broke off half-way; start a new engine"):
         manager.load_weights(lambda: publish(calls))
