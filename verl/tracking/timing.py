@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl.tracking.spans import Span, now
@@ -22,16 +22,23 @@ class Timer:
         timer.spans    # [Span("gen", ...), Span("step", ...)], in the order of their ends
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
+        """`entered` is told the innermost phase whenever that changes; "" outside of all."""
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
+        self._entered = entered
+        self._inside: list[str] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = now()
+        self._inside.append(phase)
+        self._entered(phase)
         try:
             yield
         finally:
+            self._inside.remove(phase)
+            self._entered(self._inside[-1] if self._inside else "")
             self.spans.append(Span(phase, start, now()))
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self.spans[-1].seconds
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
 from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.save_progress import saving
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,15 @@ class Checkpoints:
         critic: CriticGroup | None,
         with_anchor: bool,
         max_to_keep: int | None = None,
+        model_bytes: int | None = None,
     ) -> None:
-        """`with_anchor`: there is an anchor that moves, so it is saved too."""
+        """`with_anchor`: there is an anchor that moves, so it is saved too. `model_bytes`: about as large a saved model
+        becomes, where that is known, so that the first save can say how long it will take.
+        """
         self.run_dir = run_dir
         self.with_anchor = with_anchor
         self.max_to_keep = max_to_keep
+        self.model_bytes = model_bytes
         self.actor = actor
         self.critic = critic
         self.steps: list[int] = []
@@ -58,11 +64,14 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
-        self.actor.save(self.path("actor", step))
+        with self._saving("actor", step) as path:
+            self.actor.save(path)
         if self.with_anchor:
-            self.actor.save(self.path("ref", step), of="anchor")
+            with self._saving("ref", step) as path:
+                self.actor.save(path, of="anchor")
         if self.critic is not None:
-            self.critic.save(self.path("critic", step))
+            with self._saving("critic", step) as path:
+                self.critic.save(path)
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -96,8 +105,11 @@ class Checkpoints:
         step, temporary = self._writing
         if not wait and not self._nobody_writes():
             return
+        path = saved_state.state_path(self.run_dir, step)
         try:
-            saved_state.finish(temporary, saved_state.state_path(self.run_dir, step), self._written(timeout_s))
+            with saving(path):
+                written = self._written(timeout_s)
+            saved_state.finish(temporary, path, written)
         except VerlError as error:
             self._give_up(temporary, error, timeout_s)
             raise
@@ -149,6 +161,12 @@ class Checkpoints:
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
+
+    @contextmanager
+    def _saving(self, role: str, step: int) -> Iterator[Path]:
+        path = self.path(role, step)
+        with saving(path, self.model_bytes):
+            yield path
 
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"

@@ -37,6 +37,7 @@ from verl.trainer.failing import last_words, tell_stall
 from verl.trainer.health import health_metrics
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics import step_metrics, validation_metrics
+from verl.trainer.model_shape import policy_shape
 from verl.trainer.performance import Performance
 from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
@@ -71,7 +72,7 @@ class RLTrainer:
         tell(f"prompts: {len(self.train_prompts)} for training, {len(self.val_prompts)} for validation")
         self.scorer = Scorer(config, self.tokenizer)
         self.estimator = Estimator(config)
-        self.timer = Timer()
+        self.timer = Timer(self._now_in)
         self._undo: list[Callable[[], None]] = []  # how to stop what was started, oldest first
         self._start(device)
 
@@ -259,7 +260,12 @@ class RLTrainer:
             self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
             self._undo.append(self.source.close)
             self.checkpoints = Checkpoints(
-                self.run_dir, self.actor, self.critic, anchor_moves(config), trainer.max_ckpt_to_keep
+                self.run_dir,
+                self.actor,
+                self.critic,
+                anchor_moves(config),
+                trainer.max_ckpt_to_keep,
+                4 * policy_shape(config).num_params,  # saved in float32
             )
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
@@ -280,7 +286,10 @@ class RLTrainer:
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self.tracker.log(metrics | self.timer.metrics(), step)  # phases may have gone on since the step's metrics
         self.performance.write_timeline(step, self.timer)
-        self.timer = Timer()
+        self.timer = Timer(self._now_in)
+
+    def _now_in(self, phase: str) -> None:
+        self.tracker.now_in(phase)
 
     def _store(self, trajectories: list[Trajectory], split: Kind, step: int, values: TokenValues | None = None) -> None:
         if self.config.trainer.save_trajectories:
