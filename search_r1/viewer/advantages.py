@@ -34,7 +34,7 @@ def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> 
 
 
 def stored_advantages(columns: Sequence[Sequence[float | None] | None]) -> tuple[list[float | None], str]:
-    """One advantage a sample from the `advantages` of its tokens, and how it was made. What was not trained on has none.
+    """One advantage a sample from the `advantages` of its tokens, None for what was not trained on; how it was made.
 
     With GRPO all tokens of a sample have the same one; with GAE or a KL in the reward it is their mean.
     """
