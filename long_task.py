@@ -70,7 +70,8 @@ class Progress:
         self.what, self.total, self.done, self.unit = what, total, done, unit
         self.note = ""
         self._before, self._started = done, time.monotonic()
-        self._told_at = self._started
+        self._told_at = self._reached_at = self._started
+        self._times_reached = 0
         self._over = threading.Event()
         self._changes = threading.Lock()
         self._display = _display(console) if shown else None
@@ -99,6 +100,9 @@ class Progress:
     def reach(self, done: int, note: str | None = None) -> None:
         """So many are done in all."""
         with self._changes:
+            if done != self.done:
+                self._reached_at = time.monotonic()
+                self._times_reached += 1
             before, self.done = self.done, done
             self.note = self.note if note is None else note
             if self._display is not None:
@@ -109,6 +113,7 @@ class Progress:
     def begin(self, done: int, seconds: float = 0.0) -> None:
         """The rate and the time left are those since `done` were done, `seconds` ago: before was something else."""
         self._before, self._started = done, time.monotonic() - seconds
+        self._times_reached = 0
 
     def close(self) -> None:
         """The last bar stays on the screen; in a file nothing more is told."""
@@ -121,13 +126,23 @@ class Progress:
 
     def rate(self) -> float:
         """A second, of this run; 0 while nothing is done."""
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._started - self._waited()
         return max(0.0, self.done - self._before) / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
         """At this rate; None if it is not known."""
         rate = self.rate()
-        return None if self.total is None or not rate else max(0.0, (self.total - self.done) / rate)
+        return None if self.total is None or not rate else max(0.0, (self.total - self.done) / rate - self._waited())
+
+    def _waited(self) -> float:
+        """Seconds since anything was done, which are a part of the next item; 0 where they are more than that.
+
+        So the time left of a task with few long items counts down, and grows only when an item takes too long.
+        """
+        now = time.monotonic()
+        waited = now - self._reached_at
+        usual = (self._reached_at - self._started) / self._times_reached if self._times_reached else 0.0
+        return waited if waited <= 2 * usual else 0.0
 
     def counts(self) -> str:
         """`2100 of 21000 passages`, `1.2 GB of 14.3 GB`."""
@@ -274,7 +289,14 @@ def _bars(console: Console) -> Bars:
 
     name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
     # What is printed meanwhile goes above the bars; standard output only where it is a terminal too, and not a file.
-    return Bars(name, BarColumn(bar_width=20), Told(), console=console, redirect_stdout=sys.stdout.isatty())
+    return Bars(
+        name,
+        BarColumn(bar_width=20),
+        Told(),
+        console=console,
+        refresh_per_second=4,
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 _STDERR: list[_Display] = []  # one for all, made when there is a bar to draw

@@ -96,6 +96,20 @@ def test_the_time_left_is_that_of_this_run(monkeypatch: pytest.MonkeyPatch) -> N
         assert progress.pace() == "20 s each, 16 h 40 min left"
 
 
+def test_the_time_left_counts_down_within_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four steps in 200 s. 60 s into the third 140 s are left; when it takes more than 200 s that shows."""
+    clock = [50.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with Progress("train", 4, unit="steps", lines=False) as progress:
+        for _ in range(2):
+            clock[0] += 100
+            progress.update()
+        clock[0] += 60
+        assert progress.pace() == "100 s each, 2 min 20 s left"
+        clock[0] += 240
+        assert progress.pace() == "250 s each, 8 min 20 s left"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s"), (3599.9, "1 h 0 min"), (9000, "2 h 30 min")],

@@ -35,7 +35,7 @@ WORTH_TELLING = 0.01  # of a step's time
 class ConsoleBackend:
     """Prints a line for every `log`, with the time that is left; on a terminal there is a bar below the lines.
 
-    The bar shows the phase that the run is in and, of the step before, reward and exact match. A file holds lines
+    The bar shows the phase that the run is in, and the newest reward, exact match and validation score. A file holds lines
     alone.
     """
 
@@ -43,11 +43,11 @@ class ConsoleBackend:
         self._console = console
         self._total_steps = run.total_steps
         self._bar = Progress(run.experiment, run.total_steps, unit="steps", lines=False, console=console)
-        self._phase, self._scores = "", ""
+        self._phase, self._scores = "", dict[str, float]()
         self._has_begun = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._scores = scores(metrics) or self._scores
+        self._scores |= {name: metrics[name] for name, _ in SCORES if name in metrics}
         if not self._has_begun:  # what was before is loading, or the steps of an earlier start
             self._has_begun = True
             self._bar.begin(max(0, step - 1), metrics.get(f"{TIMING}step", 0.0))
@@ -71,12 +71,8 @@ class ConsoleBackend:
             self._bar.close()
 
     def _show(self) -> None:
-        self._bar.update(0, note=", ".join(filter(None, [self._phase, self._scores])))
-
-
-def scores(metrics: Mapping[str, float]) -> str:
-    """`reward 0.412, em 0.388, val 0.402`: those of them that a step has."""
-    return ", ".join(f"{short} {metrics[name]:.3f}" for name, short in SCORES if name in metrics)
+        scores = (f"{short} {self._scores[name]:.3f}" for name, short in SCORES if name in self._scores)
+        self._bar.update(0, note=", ".join(filter(None, [self._phase, *scores])))
 
 
 def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | None = None) -> str:
