@@ -159,7 +159,7 @@ class Progress:
         if self.unit == BYTES:
             speed = f"{size(rate)} a second"
         else:
-            speed = f"{rate:.3g} a second" if rate > SLOW else f"{1 / rate:.3g} s each"
+            speed = f"{1 / rate:.3g} s each" if rate < SLOW else f"{rate:{'.0f' if rate > 100 else '.3g'}} a second"
         return speed if left is None or self._is_done() else f"{speed}, {duration(left)} left"
 
     def _is_done(self) -> bool:
@@ -289,14 +289,8 @@ def _bars(console: Console) -> Bars:
 
     name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
     # What is printed meanwhile goes above the bars; standard output only where it is a terminal too, and not a file.
-    return Bars(
-        name,
-        BarColumn(bar_width=20),
-        Told(),
-        console=console,
-        refresh_per_second=4,
-        redirect_stdout=sys.stdout.isatty(),
-    )
+    columns = (name, BarColumn(bar_width=20), Told())
+    return Bars(*columns, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty())
 
 
 _STDERR: list[_Display] = []  # one for all, made when there is a bar to draw

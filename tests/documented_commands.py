@@ -78,6 +78,15 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
         yield _line_of(text, fence.start(2)), fence[1], fence[2]
 
 
+def files_of(text: str) -> Iterator[tuple[str, str]]:
+    """(name, content) of what a page tells its reader to write: a block behind a paragraph that names `mine/FILE`."""
+    for line, language, block in blocks(text):
+        before = "\n".join(text.splitlines()[: line - 2]).rstrip().rpartition("\n\n")[2]
+        named = re.findall(r"`(mine/\w+\.\w+)`", before)
+        if named and language in ("python", "text"):
+            yield named[-1], block
+
+
 def parse(line: str, where: str = "") -> Iterator[Command]:
     """The commands of one shell line, split at pipes and the like; comments and `> FILE` are left out."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;>")

@@ -35,8 +35,7 @@ WORTH_TELLING = 0.01  # of a step's time
 class ConsoleBackend:
     """Prints a line for every `log`, with the time that is left; on a terminal there is a bar below the lines.
 
-    The bar shows the phase that the run is in, and the newest reward, exact match and validation score. A file holds lines
-    alone.
+    The bar shows the phase that the run is in, and the newest reward, exact match and validation score.
     """
 
     def __init__(self, run: Run, console: Console | None = None) -> None:

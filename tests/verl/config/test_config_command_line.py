@@ -84,7 +84,7 @@ def test_the_documentation_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl.config.docs"
 
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 KEY = re.compile(
     rf"`((?:{'|'.join(sorted({key.partition('.')[0] for key in leaves(Config) if '.' in key}))})(?:\.\w+)+)[=`]"
 )
