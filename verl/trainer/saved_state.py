@@ -68,8 +68,8 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / MANIFEST} does not list {TRAINER}")
     for name, expected in files.items():
         try:
-            with reading(path / name, f"verify {path.name}/{name}") as file:
-                found = digest_of(file)
+            with reading(path / name, f"verify {path.name}/{name}") as opened:
+                found = digest_of(opened)
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from error
         if found != expected:
