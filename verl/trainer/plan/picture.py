@@ -1,4 +1,4 @@
-"""The plan as a PNG: a step of each layout by phase, and how the best one scales."""
+"""The plan as a PNG: a step of each layout by phase, and how the best one scales and what it is bound by there."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def _curve(axes: Axes, scaled: Sequence[Scaled]) -> None:
     seconds = [one.planned.seconds for one in scaled]
     axes.loglog(numbers, seconds, marker="o", label="a step")
     axes.loglog(numbers, [seconds[0] * numbers[0] / number for number in numbers], linestyle=":", label="at best")
+    for one in scaled:
+        text = one.planned.bottleneck + ("" if one.planned.fits else " (does not fit)")
+        axes.annotate(text, (one.num_gpus, one.planned.seconds), (4, 6), textcoords="offset points", fontsize=8)
+    axes.margins(x=0.2, y=0.15)  # room for the texts
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
     axes.set_xlabel("GPUs")
