@@ -15,6 +15,8 @@ from search_r1.rewards.component import ComponentReward
 from search_r1.rewards.judge import Judge
 from verl.config import Config, check_supported, load_config
 from verl.errors import ConfigError, RewardUnavailable, WorkerError
+from verl.single_controller import wait_for
+from verl.single_controller.node_server import Launch, end_servers, start_server
 from verl.trainer.layout import reserve_pools
 from verl.trainer.preflight.devices import judge_nodes
 from verl.trainer.preflight.inputs import check_sources
@@ -88,6 +90,15 @@ def test_a_command_that_ends_is_an_error_with_its_last_words(ray_session: Any) -
     with pytest.raises(RewardUnavailable, match=r"reward.launch \(.*\) ended with status 3; .*\nno such model$"):
         server.check(Scorer(config, None, server.address))
     server.close()
+
+
+def test_one_that_does_not_listen_for_others_is_an_error_that_says_so(ray_session: Any) -> None:
+    told = {"name": "reward server", "setting": "reward.launch", "already": "", "unheard": "; let it listen for others"}
+    launch = Launch("exec sleep 60", "127.0.0.1", free_port(), **told, error=RewardUnavailable)
+    started = start_server(launch, {"num_cpus": 0}, timeout_s=1.0)
+    with pytest.raises(RewardUnavailable, match=r"does not listen at \S+ after 1 s .*; let it listen for others; its"):
+        wait_for([started.ready], "waiting", START_S)
+    end_servers([started])
 
 
 def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(tinywiki: Path, tiny_model_dir: Path) -> None:
