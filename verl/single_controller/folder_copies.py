@@ -7,25 +7,28 @@ to read is lent to them for as long as they read it.
 from __future__ import annotations
 
 import hashlib
-import os
+import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.errors import CheckpointError, Stalled, StorageError, VerlError, WorkerDied
+from verl.single_controller.progress import note_progress
 from verl.single_controller.resource_pool import ResourcePool
 from verl.storage import Digests, could_not_write, sync, writing
 from verl.working_dir import enter_working_dir
 
 CHUNK = 64 * 2**20
-MANIFEST = "manifest.json"  # sent last, so that a folder that has it is whole
+REMOVE_S = 10.0  # at most, for what is only in the way: its node may be lost without Ray's knowing it yet
+MANIFEST = "manifest.json"
 
 
 class NodeFolder:
@@ -39,7 +42,7 @@ class NodeFolder:
         """Make the run folder, with a file in it that tells whose it is."""
         with _told(run_dir):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
-            self._marker = Path(run_dir) / f".seen-by-{socket.gethostname()}-{os.getpid()}"
+            self._marker = Path(run_dir) / f".seen-by-{socket.gethostname()}-{secrets.token_hex(8)}"
             self._marker.touch()
         return self._marker.name
 
@@ -57,10 +60,23 @@ class NodeFolder:
                 shutil.rmtree(folder, ignore_errors=True)
                 Path(folder).mkdir(parents=True)
 
-    def manifest(self, folder: str) -> bytes | None:
-        """b"" for a folder without one, None for no folder."""
+    def begin_copy(self, folder: str, manifest: bytes | None) -> bool:
+        """Whether the folder has to be copied here, which `remove` takes away again: not if a state with this manifest
+        is here, wherever it is from. Raises CheckpointError when something else is.
+        """
         path = Path(folder)
-        return None if not path.exists() else (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
+        with _told(folder):
+            if path.exists() and not _mark_of(path).exists():
+                if manifest is not None and (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == manifest:
+                    return False
+                raise CheckpointError(
+                    f"on host {socket.gethostname()} there is another {folder}, where the run has to put a copy of its "
+                    "own: move it away there"
+                )
+            shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _mark_of(path).touch()
+        return True
 
     def files(self, folder: str) -> list[tuple[str, int]]:
         """Of a folder and those in it, with their bytes."""
@@ -84,6 +100,7 @@ class NodeFolder:
     def remove(self, folders: Sequence[str]) -> None:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+            _mark_of(Path(folder)).unlink(missing_ok=True)
 
 
 class FolderCopies:
@@ -95,7 +112,7 @@ class FolderCopies:
     def __init__(self, pool: ResourcePool, nodes: Sequence[int], run_dir: Path, timeout_s: float) -> None:
         """Raises StorageError when a node cannot make the folder."""
         self._run_dir, self._timeout_s = run_dir, timeout_s
-        self._background = ThreadPoolExecutor(1)
+        self._has_first = 0 in nodes
         self._disks: list[Any] = [ray.remote(NodeFolder).options(**pool.plain_options(node)).remote() for node in nodes]
         try:
             self._keep_one_of_each()
@@ -111,12 +128,23 @@ class FolderCopies:
         """In the background: move what lies in the folder on the other disks into it here. Bytes and SHA-256 by name,
         as they arrived.
         """
-        return self._background.submit(self._bring, folder, folder) if self._disks else nothing_to_bring()
+        if not self._disks:
+            return nothing_to_bring()
+        arriving: Future[Digests] = Future()
+
+        def bring() -> None:
+            try:
+                arriving.set_result(self._bring(self._disks, folder, folder))
+            except BaseException as error:
+                arriving.set_exception(error)
+
+        Thread(target=bring, daemon=True).start()  # a run that ends does not wait for it
+        return arriving
 
     def bring(self, folder: Path) -> None:
-        """Here and now, one that a rank may have made on another disk; it appears whole or not at all."""
+        """Here and now, one that rank 0 has made, where its disk is another; it appears whole or not at all."""
         temporary = folder.with_name(f".{folder.name}.writing")
-        if self._bring(folder, temporary):
+        if self._has_first and self._bring(self._disks[:1], folder, temporary):
             with writing(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 temporary.rename(folder)
@@ -128,23 +156,20 @@ class FolderCopies:
         try:
             for folder in folders:
                 for disk in self._disks:
-                    if self._lacks(disk, folder):
+                    if self._ask(disk, "begin_copy", str(folder), _manifest_of(folder)):
                         copied.append((disk, folder))
                         self._send(disk, folder)
             yield
         finally:
             for disk, folder in copied:
-                with suppress(VerlError):  # the node is lost
-                    self._ask(disk, "remove", [str(folder)])
+                self._remove(disk, folder)
 
     def remove(self, folder: Path) -> None:
         """On the other disks, as far as that is possible."""
         for disk in self._disks:
-            with suppress(VerlError):
-                self._ask(disk, "remove", [str(folder)])
+            self._remove(disk, folder)
 
     def close(self) -> None:
-        self._background.shutdown(wait=False, cancel_futures=True)
         for disk in self._disks:
             ray.kill(disk)
         self._disks = []
@@ -159,12 +184,12 @@ class FolderCopies:
                 ray.kill(disk)
                 del self._disks[number]
 
-    def _bring(self, folder: Path, into: Path) -> Digests:
+    def _bring(self, disks: Sequence[Any], folder: Path, into: Path) -> Digests:
         found: Digests = {}
-        for disk in self._disks:
+        for disk in disks:
             for name, size in self._ask(disk, "files", str(folder)):
                 found[name] = self._fetch(disk, folder, into, name, size)
-            self._ask(disk, "remove", [str(folder)])
+            self._remove(disk, folder)
         return found
 
     def _fetch(self, disk: Any, folder: Path, into: Path, name: str, size: int) -> tuple[int, str]:
@@ -182,22 +207,16 @@ class FolderCopies:
             sync(path)
         return offset, checksum.hexdigest()
 
-    def _lacks(self, disk: Any, folder: Path) -> bool:
-        """Whether a disk needs a copy. The run's own folder is known not to be shared; another one may be."""
-        there = self._ask(disk, "manifest", str(folder))
-        if there is not None and folder.absolute().is_relative_to(self._run_dir.absolute()):
-            self._ask(disk, "remove", [str(folder)])  # left behind by a run that was killed
-        elif there is not None:
-            if not there or there != (folder / MANIFEST).read_bytes():
-                raise CheckpointError(f"{folder} is another folder on a node of the run: move it away there")
-            return False
-        return True
-
     def _send(self, disk: Any, folder: Path) -> None:
-        for name, size in sorted(_files(folder), key=lambda file: file[0] == MANIFEST):
+        for name, size in _files(folder):
             with open(folder / name, "rb") as file:
                 for offset in range(0, max(1, size), CHUNK):
+                    note_progress()
                     self._ask(disk, "write", str(folder), name, offset, file.read(CHUNK))
+
+    def _remove(self, disk: Any, folder: Path) -> None:
+        with suppress(VerlError):  # the node is lost
+            _answers([disk.remove.remote([str(folder)])], "remove", REMOVE_S)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return _answers([getattr(disk, method).remote(*args) for disk in self._disks], method, self._timeout_s)
@@ -213,11 +232,13 @@ def nothing_to_bring() -> Future[Digests]:
     return nothing
 
 
-def require_arrived(arrived: Mapping[str, tuple[int, str]], written: Mapping[str, tuple[int, str]]) -> None:
-    """Raise CheckpointError when a file is not what its rank has written."""
+def require_arrived(folder: Path, arrived: Digests, written: Digests) -> None:
+    """Raise CheckpointError when a file is not what its rank has written, or is not here."""
     for name, found in arrived.items():
         if written.get(name) != found:
-            raise CheckpointError(f"{name} has {found[0]} bytes here, and was another file on the node that wrote it")
+            raise CheckpointError(f"{folder / name} is another file than the one that was copied from its node")
+    if missing := [name for name in written if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / missing[0]} is on none of the nodes that do not share {folder.parent}")
 
 
 def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
@@ -232,6 +253,16 @@ def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
         if isinstance(error.cause, VerlError):
             raise error.cause from error
         raise
+
+
+def _mark_of(path: Path) -> Path:
+    """A file beside a folder that says that it is a copy, which is going to be removed."""
+    return path.with_name(f".{path.name}.lent")
+
+
+def _manifest_of(folder: Path) -> bytes | None:
+    """Of a state; models have none."""
+    return (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:

@@ -130,7 +130,7 @@ class Checkpoints:
 
     def _require_arrived(self, temporary: Path, written: Digests, timeout_s: float | None) -> None:
         try:
-            require_arrived(self._bringing(temporary).result(timeout_s), written)
+            require_arrived(temporary, self._bringing(temporary).result(timeout_s), written)
         except TimeoutError as error:
             raise Stalled(f"{temporary} was not brought here from its nodes within {timeout_s} s") from error
 

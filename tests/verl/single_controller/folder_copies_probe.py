@@ -51,7 +51,6 @@ def probe(pools: Pools, run_dir: Path) -> dict[str, Any]:
     found["left"] = ray.get(there.names.remote(str(run_dir)))
 
     elsewhere = run_dir.with_name("another")
-    ray.get(there.write.remote(str(run_dir / "nobody"), b""))
     elsewhere.mkdir()
     (elsewhere / "manifest.json").write_text("{}")
     ray.get(there.__ray_call__.remote(_make, str(elsewhere)))

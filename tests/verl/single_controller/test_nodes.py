@@ -70,7 +70,7 @@ def test_files_go_between_nodes_that_do_not_share_the_run_s_folder(network: Netw
     done = network.hosts[0].run(PYTHON, COPIES_PROBE, "/dev/shm/run", **variables)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["arrived"] and found["lent"] and found["left"] == []
-    assert found["another"].startswith("CheckpointError: /dev/shm/another is another folder on a node of the run")
+    assert found["another"].startswith("CheckpointError: on host host2 there is another /dev/shm/another, which")
     assert found["kept"] == found["mine"] == ["/dev/shm/another/manifest.json"]
 
 
