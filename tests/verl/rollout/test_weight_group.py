@@ -21,7 +21,7 @@ from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_checksum import differing, sums_of
 from verl.rollout.weight_group import Meeting, WeightDrain, WeightGroup, WeightSource
 from verl.rollout.weight_memory import HostBuckets
-from verl.rollout.weight_sync import failure_of
+from verl.rollout.weight_sync import WeightSyncExtension, failure_of
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -235,6 +235,33 @@ def test_a_group_of_nccl_is_made_as_pytorch_wants_it(monkeypatch: pytest.MonkeyP
     group.finish(group.begin(ones(3)))
     group.leave()
     assert nccl.is_aborted
+
+
+class NotedDrain(WeightDrain):
+    """Joins nothing, and notes one of NCCL's settings as it is while it would."""
+
+    proto: str | None = None
+
+    def join(self, meeting: Meeting, rank: int) -> None:
+        self.proto = os.environ.get("NCCL_PROTO")
+
+
+def test_a_group_does_not_have_the_nccl_settings_of_a_batch_invariant_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer has others, and NCCL hangs where members of a group have different ones."""
+    from vllm.utils import nccl
+
+    for name in ("NCCL_PROTO", "NCCL_NO_CACHE"):
+        monkeypatch.setenv(name, "")  # so that both are as they were after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)  # of the NCCL that GPU machines have
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple"})
+    rank = WeightSyncExtension()
+    rank.rank, rank.weight_drain = 0, NotedDrain(CPU)
+    assert rank.join_weight_group(HOST, 1, 2, 1) == ""
+    assert rank.weight_drain.proto is None and os.environ["NCCL_PROTO"] == "Simple"
 
 
 def send_all(source: WeightSource, bucket: ExportedWeights) -> None:
