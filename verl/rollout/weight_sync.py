@@ -63,7 +63,12 @@ class WeightSyncExtension:
 
         What went wrong; empty when nothing did, here and below.
         """
-        return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        with (
+            unpinned_nccl_env()
+        ):  # what vLLM sets for batch invariance is for its own groups: the trainer has not set it
+            return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
 
     def receive_bucket(self, packed: bytes, ticket: bytes) -> str:
         """Receive the bucket that is sent, for `load_bucket` with this ticket among the exports."""
