@@ -11,12 +11,12 @@ on the same prompts and seeds, and have to give the same ids:
                   when the last one has, all their queries are one request
     in_process    the same loop with `LLM.generate` of vLLM in this process, which is how TRL samples
     over_sample   steps with `rollout.over_sample`: more prompts are in progress, a step ends when enough groups are
-                  complete, and the others go on in the next one, with an empty cache as under new weights. Its ids are
-                  its own. `age` is how many steps ago the groups of a step were begun, in the mean; a side for each
-                  value of `--over_sample`
+                  complete, and the others go on in the next one. Its ids are its own. `age` is how many steps ago the
+                  groups of a step were begun, in the mean. A side for each value of `--over_sample`
 
-`--retriever_ms` puts slow_retriever.py in front of the server. `idle` is the share of time in which the engine has no
-request. Further `key=value` arguments are settings of the run. The last line is JSON, with medians of the rounds.
+Each step begins with an empty prefix cache, as under new weights. `--retriever_ms` puts slow_retriever.py in front of
+the server. `idle` is the share of time in which the engine has no request. `--set key=value` changes settings of the
+run. The last line is JSON, with medians of the rounds; seconds are of all `--steps` of a round.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ ALL_IN_ONE = 1_000_000  # queries a request
 SIDES = ("episodes", "synchronous", "in_process", "over_sample")
 
 Batch = Sequence[tuple[Sequence[int], Sampling]]
+Play = Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]
 
 
 def main() -> None:
@@ -143,9 +144,9 @@ class Bench:
             ids = []
             for side, play in sides.items():
                 await asyncio.sleep(0.7)  # connections of the side before end
-                await play(requests[0])
+                await self.step(play, requests[0])
                 self.watched.begin()
-                played = [await play(one) for one in requests[1:]]
+                played = [await self.step(play, one) for one in requests[1:]]
                 trajectories = [trajectory for step in played for trajectory in step]
                 found = figures(trajectories, self.watched)
                 if isinstance(play, OverSampled):
@@ -157,14 +158,19 @@ class Bench:
             assert all(other == ids[0] for other in ids), "the sides sampled different ids"
         return seen
 
+    async def step(self, play: Play, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        """With an empty cache, as under new weights: else a side would find in it what the one before has sampled."""
+        assert await self.worker.engine._llm.reset_prefix_cache()
+        return await play(requests)
+
     def requests(self, step: int) -> list[EpisodeRequest]:
         n = self.config.actor_rollout_ref.rollout.n_agent
         groups = groups_of(self.prompts.next(self.options.trajectories // n), ["train"] * n, step)
         draws = Draws(self.config, groups, step)
         return draws.take(len(draws.waiting))
 
-    def sides(self) -> dict[str, Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]]:
-        found: dict[str, Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]] = {}
+    def sides(self) -> dict[str, Play]:
+        found: dict[str, Play] = {}
         for name in self.options.sides:
             if name == "episodes":
                 found[name] = self.episodes
@@ -175,7 +181,7 @@ class Bench:
             elif name == "synchronous":
                 found[name] = partial(self.together, sample_all=self.all_at_once)
             else:
-                found[name] = partial(self.together, sample_all=InProcess(self.config, self.watched).sample_all)
+                found[name] = partial(InProcess(self.config, self.watched).play, self)
         return found
 
     async def episodes(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
@@ -323,7 +329,6 @@ class OverSampled:
             draws.settle()
         for slot, trajectory in await self._worker.interrupt():
             draws.record(slot, trajectory)
-        assert await self._worker.engine._llm.reset_prefix_cache()
 
 
 class Turns:
@@ -369,6 +374,10 @@ class InProcess:
         own = {one.name: getattr(given, one.name) for one in fields(EngineArgs)}
         own["scheduler_cls"] = None
         self._watched, self._llm = watched, LLM(**{name: value for name, value in own.items() if value is not None})
+
+    async def play(self, bench: Bench, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        assert self._llm.reset_prefix_cache()
+        return await bench.together(requests, self.sample_all)
 
     async def sample_all(self, batch: Batch) -> list[Generation]:
         from vllm import SamplingParams, TokensPrompt
