@@ -56,9 +56,13 @@ class Draws:
 
         Where an episode was interrupted its search goes on: elsewhere it has to be asked again.
         """
-        if any(group.begun for group in self.groups):
-            self.waiting = deque(sorted(self.waiting, key=lambda slot: self._is_elsewhere(slot, engine)))
-        return [self.request(self.waiting.popleft()) for _ in range(min(most, len(self.waiting)))]
+        taken, elsewhere = list[int](), list[int]()
+        while self.waiting and len(taken) < most:
+            slot = self.waiting.popleft()
+            (elsewhere if self._is_elsewhere(slot, engine) else taken).append(slot)
+        room = most - len(taken)
+        self.waiting.extendleft(reversed(elsewhere[room:]))
+        return [self.request(slot) for slot in [*taken, *elsewhere[:room]]]
 
     def request(self, slot: int) -> EpisodeRequest:
         group, index = self.slots[slot]
