@@ -13,6 +13,7 @@ from verl.config.inert import inert_problems
 from verl.config.model import ModelConfig, OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
 from verl.config.placement import fewer_nodes_problems, placement_problems
+from verl.config.reward_server import reward_server_problems
 from verl.config.rollout import ValKwargs
 from verl.config.schema import Config
 from verl.errors import ConfigError
@@ -246,6 +247,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _batches,
     placement_problems,
     fewer_nodes_problems,
+    reward_server_problems,
     asynchronous_problems,
     _strategies,
     _advantages,

@@ -25,6 +25,7 @@ class Group:
     number: int  # within its step
     results: dict[int, Trajectory] = field(default_factory=dict)
     begun: dict[int, Trajectory] = field(default_factory=dict)
+    begun_at: dict[int, str] = field(default_factory=dict)  # the name of the engine
     attempts: dict[int, int] = field(default_factory=dict)
 
     @property

@@ -10,11 +10,13 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from verl.errors import CheckpointError, VerlError
+from verl.errors import CheckpointError, Stalled, VerlError
+from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring, require_arrived
 from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
@@ -41,10 +43,12 @@ class Checkpoints:
         critic: CriticGroup | None,
         with_anchor: bool,
         max_to_keep: int | None = None,
+        copies: FolderCopies | None = None,
         model_bytes: int | None = None,
     ) -> None:
-        """`with_anchor`: there is an anchor that moves, so it is saved too. `model_bytes`: about as large a saved model
-        becomes, where that is known, so that the first save can say how long it will take.
+        """`with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
+        do not share it. `model_bytes`: about as large a saved model becomes, where that is known, so that the first
+        save can say how long it will take.
         """
         self.run_dir = run_dir
         self.with_anchor = with_anchor
@@ -55,7 +59,9 @@ class Checkpoints:
         self.steps: list[int] = []
         self.scores: dict[int, float] = {}  # validation scores by saved step
         self.abandoned: list[int] = []
+        self._copies = copies
         self._writing: tuple[int, Path] | None = None  # step, and temporary name of its state
+        self._arriving: Future[Digests] | None = None  # what others have written of it
 
     @property
     def best(self) -> int | None:
@@ -72,6 +78,9 @@ class Checkpoints:
         if self.critic is not None:
             with self._saving("critic", step) as path:
                 self.critic.save(path)
+        if self._copies:  # rank 0 may be on another node
+            for role in ("actor", "ref", "critic"):
+                self._copies.bring(self.path(role, step))
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -87,6 +96,8 @@ class Checkpoints:
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
         try:
+            if self._copies:
+                self._copies.make([temporary / role for role in self._groups()])
             for role, group in self._groups().items():
                 group.start_saving_state(temporary / role)
         except VerlError as error:
@@ -103,29 +114,48 @@ class Checkpoints:
         if self._writing is None:
             return
         step, temporary = self._writing
-        if not wait and not self._nobody_writes():
+        if not wait and not self._is_here(temporary):
             return
         path = saved_state.state_path(self.run_dir, step)
         try:
             with saving(path):
                 written = self._written(timeout_s)
+                self._require_arrived(temporary, written, timeout_s)
             saved_state.finish(temporary, path, written)
         except VerlError as error:
             self._give_up(temporary, error, timeout_s)
             raise
-        self._writing = None
+        self._writing = self._arriving = None
         self._rotate(step)
+
+    def _is_here(self, temporary: Path) -> bool:
+        """Whether all of a state is written, and what lay on other nodes has been brought."""
+        return self._nobody_writes() and self._bringing(temporary).done()
+
+    def _bringing(self, temporary: Path) -> Future[Digests]:
+        """Of what ranks have written on other nodes; begun when they are all done."""
+        if self._arriving is None:
+            self._arriving = self._copies.begin_bringing(temporary) if self._copies else nothing_to_bring()
+        return self._arriving
+
+    def _require_arrived(self, temporary: Path, written: Digests, timeout_s: float | None) -> None:
+        try:
+            require_arrived(temporary, self._bringing(temporary).result(timeout_s), written)
+        except TimeoutError as error:
+            raise Stalled(f"{temporary} was not brought here from its nodes within {timeout_s} s") from error
 
     def _give_up(self, temporary: Path, error: VerlError, timeout_s: float | None = None) -> None:
         """Remove a state that cannot be written. Ranks that could write their part are waited for, or they would fill
         the folder again; those that do not answer are not.
         """
-        self._writing = None
+        self._writing = self._arriving = None
         deadline = time.monotonic() + (WRITERS_S if timeout_s is None else timeout_s)
         with suppress(VerlError):
             while isinstance(error, CheckpointError) and not self._nobody_writes() and time.monotonic() < deadline:
                 time.sleep(0.05)
         saved_state.discard(temporary)
+        if self._copies:
+            self._copies.remove(temporary)
 
     def _nobody_writes(self) -> bool:
         return all(group.state_is_saved() for group in self._groups().values())
@@ -141,10 +171,12 @@ class Checkpoints:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""
-        for role, group in self._groups().items():
+        for role in self._groups():
             if not (path / role).is_dir():
                 raise CheckpointError(f"{path} has no {role}: it is of a run with other roles; start a new run")
-            group.load_state(path / role)
+        with self._lent(path):
+            for role, group in self._groups().items():
+                group.load_state(path / role)
         progress = saved_state.read_progress(path)
         self.steps = [step for step in progress["saved"] if self.path("actor", step).is_dir()]
         self.scores = {step: score for step, score in progress.get("scores", []) if step in self.steps}
@@ -153,11 +185,12 @@ class Checkpoints:
 
     def load(self, step: int) -> None:
         """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
-        self.actor.load(self.path("actor", step))
-        if self.with_anchor:
-            self.actor.load(self.path("ref", step), of="anchor")
-        if self.critic is not None:
-            self.critic.load(self.path("critic", step))
+        with self._lent(*(path for role in ("actor", "ref", "critic") if (path := self.path(role, step)).is_dir())):
+            self.actor.load(self.path("actor", step))
+            if self.with_anchor:
+                self.actor.load(self.path("ref", step), of="anchor")
+            if self.critic is not None:
+                self.critic.load(self.path("critic", step))
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
@@ -170,6 +203,10 @@ class Checkpoints:
 
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"
+
+    def _lent(self, *folders: Path) -> AbstractContextManager[None]:
+        """Meanwhile ranks on all nodes can read them."""
+        return self._copies.lent(*folders) if self._copies else nullcontext()
 
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}

@@ -42,6 +42,7 @@ from verl.trainer.performance import Performance
 from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
+from verl.trainer.reward_server import RewardServer
 from verl.trainer.roles import ActorGroup, CriticGroup, actor_config, memory_metrics
 from verl.trainer.rollouts_ahead import rollout_source
 from verl.trainer.sampling_state import SamplingState
@@ -70,7 +71,6 @@ class RLTrainer:
             self.train_prompts, self.val_prompts, self.test_prompts = load_prompts(config, self.tokenizer)
         self.total_steps = config.trainer.total_training_steps or self._steps_of_all_epochs()
         tell(f"prompts: {len(self.train_prompts)} for training, {len(self.val_prompts)} for validation")
-        self.scorer = Scorer(config, self.tokenizer)
         self.estimator = Estimator(config)
         self.timer = Timer(self._now_in)
         self._undo: list[Callable[[], None]] = []  # how to stop what was started, oldest first
@@ -246,6 +246,9 @@ class RLTrainer:
             for line in pools.table.splitlines():
                 tell(line)
             self.pool = pool = pools.training
+            server = RewardServer(config, pools.reward_server)
+            self._undo.append(server.close)
+            self.scorer = Scorer(config, self.tokenizer, server.address)
             self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
             self._undo.append(self.rollouts.shutdown)
             self.actor = ActorGroup(actor_config(config), pool, self.total_steps, has_anchor(config))
@@ -259,17 +262,13 @@ class RLTrainer:
             collector = Collector(config, self.train_prompts, self.rollouts, self.scorer, self.total_steps)
             self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
             self._undo.append(self.source.close)
-            self.checkpoints = Checkpoints(
-                self.run_dir,
-                self.actor,
-                self.critic,
-                anchor_moves(config),
-                trainer.max_ckpt_to_keep,
-                4 * policy_shape(config).num_params,  # saved in float32
-            )
+            moves, most = anchor_moves(config), trainer.max_ckpt_to_keep
+            size = 4 * policy_shape(config).num_params  # saved in float32
+            self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
             self.recovery = Recovery(trainer.collapse_guard, self.checkpoints)
             self.steps_done = self._resume()
             self.rollouts.check()
+            server.check(self.scorer)
             self.source.load(self.steps_done)
         except BaseException:
             self.shutdown()

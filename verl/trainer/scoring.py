@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from verl.by_name import dotted_name, in_words, load_by_name
 from verl.config import Config
+from verl.config.reward_server import expected_address, with_server
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_score
@@ -47,12 +48,14 @@ class Scorer:
     `stats` describes the latest `score`: `reward/unavailable_ratio` is the share that could not be scored.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, server: str | None = None) -> None:
+        """`server`: host:port of the one that `reward.launch` has started, where it is known."""
         reward = config.reward
-        self.train = make_reward(config, reward.function, reward.kwargs)
+        address = server or expected_address(reward)
+        self.train = make_reward(config, reward.function, with_server(reward.kwargs, address))
         self.validation = self.train
         if reward.val_kwargs is not None:
-            self.validation = make_reward(config, reward.function, reward.val_kwargs)
+            self.validation = make_reward(config, reward.function, with_server(reward.val_kwargs, address))
         self.tokenizer = tokenizer
         self.max_failed_ratio = config.agent.max_failed_ratio
         self.stats: dict[str, float] = {}

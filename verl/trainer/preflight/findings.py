@@ -76,6 +76,8 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
 
 
 def _tried_reward(config: Config, sources: Sources) -> Finding:
+    if config.reward.launch is not None:
+        return Finding("ok", "reward", "the run starts a server for it, and asks that before the first step")
     try:
         return Finding("ok", "reward", try_reward(config, sources))
     except VerlError as error:

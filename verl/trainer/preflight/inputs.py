@@ -53,7 +53,8 @@ def check_inputs(config: Config) -> Models:
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
-    try_reward(config, sources)
+    if config.reward.launch is None:
+        try_reward(config, sources)
     run_to_end(_check(config, sources.environment))
     return models
 
@@ -65,8 +66,9 @@ def check_sources(config: Config) -> Sources:
     for files in (data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    scorer = Scorer(config, None)
-    scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
+    scorer = Scorer(config, None)  # here, so that a wrong name or argument is known before a model is loaded
+    if config.reward.launch is None:
+        scorer.check()
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         _check_critic(config)
     tokenizer = load_policy_tokenizer(config)
