@@ -14,6 +14,7 @@ import torch
 
 from verl.algorithms.kl import EXACT_KL, TOPK_KL, importance_weight, sampled_kl
 from verl.config import ActorConfig
+from verl.config.predicates import has_exact_kl, policy_topk, topk_of
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, values_at
 from verl.engine.head import TokenStats
@@ -42,19 +43,9 @@ def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
     return TopkTerm(actor, anchor) if topk_of(actor) else FullTerm(actor, anchor)
 
 
-def topk_of(actor: ActorConfig) -> int:
-    """k of the Top-k KL, 0 when the KL is another one."""
-    return max(0, actor.kl_topk_tokens or 0) if actor.use_kl_loss and actor.kl_loss_type in EXACT_KL else 0
-
-
-def policy_topk(actor: ActorConfig) -> int:
-    """k of the policy's most likely tokens, `top_index`, that the KL sums over; 0 for none."""
-    return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
-
-
 def reads_anchor(actor: ActorConfig, batch: TrainBatch) -> bool:
     """Whether the loss of a batch reads the anchor's weights, beside the policy's."""
-    return actor.use_kl_loss and (actor.kl_loss_type in EXACT_KL or "ref_log_probs" not in batch.tokens)
+    return has_exact_kl(actor) or (actor.use_kl_loss and "ref_log_probs" not in batch.tokens)
 
 
 class SampledTerm:

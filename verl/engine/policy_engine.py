@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.algorithms import anchor as anchor_rule
 from verl.config import Config, RefConfig, RolloutConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
-from verl.config.objective import anchor_is_base
+from verl.config.predicates import anchor_is_base
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import Budget, ModelInput, RankValues, plan, trained_rows
 from verl.engine.device import set_threads

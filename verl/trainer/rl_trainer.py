@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.asynchronous import max_staleness
-from verl.config.objective import has_anchor, stores_token_values
+from verl.config.predicates import has_anchor, stores_token_values
 from verl.data.prompts import PromptSource
 from verl.determinism import seed_everything
 from verl.engine.batching import split_rows

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from verl.config import Config
-from verl.config.objective import has_anchor, scores_in_update, stores_token_values
+from verl.config.predicates import anchor_moves, scores_in_update, stores_token_values
 from verl.engine.token_values import POLICY_SCORES
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
@@ -88,7 +88,3 @@ class Updates:
         with timed("update_ref_policy_ema"):
             self.actor.follow_anchor(tau)
         return {"ref_policy/ema_tau": tau}
-
-
-def anchor_moves(config: Config) -> bool:
-    return has_anchor(config) and config.algorithm.ref_policy_ema_tau < 1.0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config import Config
+from verl.config.predicates import has_critic
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase, device_phases
 from verl.trainer.dry_run.place import Place
@@ -72,7 +73,7 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
     for key, frugal in CHANGES[worst.name]:
         changed = copy.deepcopy(config)
         value = frugal(_get(changed, key))
-        if value is None or (key.startswith(CRITIC) and config.algorithm.adv_estimator != "gae"):
+        if value is None or (key.startswith(CRITIC) and not has_critic(config)):
             continue
         _set(changed, key, value)
         again = [_changed(role, key, changed, place, worst.name) for role in roles]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from verl.config import Config
-from verl.config.objective import needs_ref_log_probs, scores_in_update
+from verl.config.predicates import needs_ref_log_probs, scores_in_update
 from verl.protocol import TrainBatch
 
 MICRO_BATCHES = 2

@@ -11,10 +11,16 @@ import torch
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
 from verl.config.model import FsdpConfig
-from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_update
 from verl.config.placement import RoleName, num_ranks
+from verl.config.predicates import (
+    anchor_moves,
+    has_anchor,
+    has_critic,
+    needs_ref_log_probs,
+    policy_topk,
+    scores_in_update,
+)
 from verl.engine.device import DTYPES
-from verl.engine.kl_objective import policy_topk
 from verl.engine.lora import adapted_layers, is_adapter
 from verl.engine.model import Decoder
 from verl.engine.policy_engine import PolicyEngine
@@ -74,7 +80,7 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
     Raises ConfigError for settings that no engine can be made of.
     """
-    names: list[RoleName] = ["actor", "critic"] if config.algorithm.adv_estimator == "gae" else ["actor"]
+    names: list[RoleName] = ["actor", "critic"] if has_critic(config) else ["actor"]
     return [run_role(name, config, kind) for name in names]
 
 
@@ -110,7 +116,7 @@ class _Dry:
             epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
             self._measure(Phase.UPDATE, "update", lambda: self._update(engine, large), large, epochs)
             self._reduced_once(role.actor.fsdp_config)
-            if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
+            if anchor_moves(self.config):
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
             groups = groups_of(self.asked, role.actor.fsdp_config.fsdp_size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from verl.agent.environment import Environment, make_environment
 from verl.config import Config
 from verl.config.counts import window_of
+from verl.config.predicates import has_critic
 from verl.data.prompts import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
@@ -67,7 +68,7 @@ def check_sources(config: Config) -> Sources:
             check_files(files, data.prompt_key)
     scorer = Scorer(config, None)
     scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
-    if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
+    if has_critic(config):
         _check_critic(config)
     tokenizer = load_policy_tokenizer(config)
     require_prompts(config, data.train_data_num or num_prompts)

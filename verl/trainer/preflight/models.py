@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl.config import Config
-from verl.config.objective import anchor_is_base, has_anchor
+from verl.config.predicates import anchor_is_base, has_anchor, has_critic
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora
 from verl.trainer.model_shape import ModelShape, model_shape, policy_shape, value_shape
@@ -38,7 +38,7 @@ def models_of(config: Config) -> Models:
         else model_shape(role.ref.path, settings.override_config, settings.trust_remote_code)
     )
     critic = None
-    if config.algorithm.adv_estimator == "gae":
+    if has_critic(config):
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
         critic = value_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
