@@ -215,12 +215,10 @@ class TrainBatch:
         import torch
 
         index_B = torch.as_tensor(row_indices, dtype=torch.int64)
-        ends_B = self.lengths_B.cumsum(0)
-        spans = [torch.arange(int(ends_B[i] - self.lengths_B[i]), int(ends_B[i])) for i in index_B.tolist()]
-        token_index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        index_T = flat_positions(self.lengths_B, index_B)
         return TrainBatch(
             self.lengths_B[index_B],
-            {name: value[token_index] for name, value in self.tokens.items()},
+            {name: value[index_T] for name, value in self.tokens.items()},
             {name: value[index_B] for name, value in self.rows.items()},
         )
 
@@ -231,6 +229,16 @@ class TrainBatch:
         return torch.nn.utils.rnn.pad_sequence(
             list(self.tokens[name].split(self.lengths_B.tolist())), batch_first=True, padding_value=value
         )
+
+
+def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """[T'] int64: where the tokens of `rows`, one row after the other, lie in the whole batch's flat order."""
+    import torch
+
+    index_B = torch.as_tensor(rows, dtype=torch.int64)
+    own_lengths_B = lengths_B[index_B]
+    shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
+    return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)
 
 
 def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

@@ -37,11 +37,19 @@ class HfModel(ABC):
     auto_class: ClassVar[Any]  # of transformers
     setting: ClassVar[str]  # that names the path
     kind: ClassVar[str]  # in words
+    new_head: ClassVar[bool] = False  # whether an output layer that the files lack may start at zero
 
     @property
     def source(self) -> str:
         """What transformers loads from. Raises ConfigError for a folder without a model in it."""
-        return source_of(self.path, self.setting)
+        folder = Path(self.path).expanduser()
+        if self.path.startswith((".", "/", "~")) and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"no model at '{self.path}': there is no config.json; set {self.setting} to a Hugging Face folder"
+            )
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
         """A new one, without dropout. Raises as `source`, OSError or ValueError when there is no usable config.json."""
@@ -106,15 +114,6 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
     model.initialize_weights()
-
-
-def source_of(path: str, setting: str) -> str:
-    """What to load a model from. Raises ConfigError, naming `setting`, for a folder without a model in it."""
-    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"no model at '{path}': there is no config.json; set {setting} to a Hugging Face folder")
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def switch_off_dropout(config: Any) -> None:

@@ -147,16 +147,6 @@ def own_values(tensor: torch.Tensor) -> slice:
     return slice(shards.values.start, shards.values.stop if shards.replica == 0 else shards.values.start)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered to all ranks (a collective), detached, in memory of its own, on the CPU.
-
-    One that is off-loaded is gathered on the device too: between the CPUs that takes ten times as long.
-    """
-    tensor = tensor.detach()
-    full = on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-    return torch.empty(full.shape, dtype=full.dtype).copy_(full)
-
-
 def on_mesh(tensor: DTensor) -> DTensor:
     """The same tensor with its local part on its mesh's device."""
     part, device = tensor.to_local(), tensor.device_mesh.device_type

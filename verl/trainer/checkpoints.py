@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from verl.errors import CheckpointError, VerlError
 from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.roles import ActorGroup, CriticGroup, Role
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,8 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
-        self.actor.save(self.path("actor", step))
-        if self.with_anchor:
-            self.actor.save(self.path("ref", step), of="anchor")
-        if self.critic is not None:
-            self.critic.save(self.path("critic", step))
+        for name, role, of in self._models():
+            role.save(self.path(name, step), of)
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -141,11 +139,8 @@ class Checkpoints:
 
     def load(self, step: int) -> None:
         """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
-        self.actor.load(self.path("actor", step))
-        if self.with_anchor:
-            self.actor.load(self.path("ref", step), of="anchor")
-        if self.critic is not None:
-            self.critic.load(self.path("critic", step))
+        for name, role, of in self._models():
+            role.load(self.path(name, step), of)
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
@@ -156,6 +151,14 @@ class Checkpoints:
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
         return {"step": step, "best": self.best} | known
+
+    def _models(self) -> Iterator[tuple[str, Role, str | None]]:
+        """Each model by its folder, with the role that has it and what it is called there."""
+        yield "actor", self.actor, None
+        if self.with_anchor:
+            yield "ref", self.actor, "anchor"
+        if self.critic is not None:
+            yield "critic", self.critic, None
 
     def _groups(self) -> dict[str, ActorGroup | CriticGroup]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl.config import Config
-from verl.engine.hf_model import source_of
+from verl.engine.hf_model import HfModel
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora, add_adapters
-from verl.engine.model import decoder_layers
+from verl.engine.model import CausalLm, decoder_layers
 from verl.engine.sharding import num_parameters
-from verl.engine.value_model import token_classifier_config
+from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
-from verl.pretrained import load_model_config
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,7 @@ def model_shape(
     """Of the language model in the folder (config.json suffices) or of that hub name, with adapters if any are asked
     for. Raises ConfigError.
     """
-
-    def make() -> PreTrainedModel:
-        source = source_of(path, "actor_rollout_ref.model.path")
-        config = load_model_config(source, trust_remote_code, override_config)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-    return _shape(path, make, lora)
+    return _shape(CausalLm(path, CPU, override_config or {}, trust_remote_code), lora)
 
 
 def value_shape(
@@ -74,20 +69,15 @@ def value_shape(
     lora: Lora | None = None,
 ) -> ModelShape:
     """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
-
-    def make() -> PreTrainedModel:
-        config = token_classifier_config(path, override_config, trust_remote_code)
-        return AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
-
-    return _shape(path, make, lora)
+    return _shape(TokenClassifier(path, CPU, override_config or {}, trust_remote_code), lora)
 
 
-def _shape(path: str, make: Callable[[], PreTrainedModel], lora: Lora | None) -> ModelShape:
+def _shape(hf: HfModel, lora: Lora | None) -> ModelShape:
     try:
         with torch.device("meta"):
-            model = make()
+            model = hf.auto_class.from_config(hf.config(), trust_remote_code=hf.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: the model's config cannot be used: {error}") from error
+        raise ConfigError(f"{hf.path}: the model's config cannot be used: {error}") from error
     config = model.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -94,6 +94,14 @@ class Role:
         """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
         self.group.call_all("load_state", str(folder))
 
+    def load(self, path: Path, of: str | None = None) -> None:
+        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer starts anew."""
+        self.group.call_all("load", str(path), of)
+
+    def save(self, path: Path, of: str | None = None) -> None:
+        """Write a model (None: the trained one) in Hugging Face format to `path`."""
+        self.group.call_all("save", str(path), of)
+
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""
         self.group.call_all("scale_lr", factor)
@@ -151,13 +159,6 @@ class ActorGroup(Role):
         buckets = stream_buckets(export, self._sender.send)
         return WeightStream(buckets, partial(self.group.call_all, "release_weights"), self._sender)
 
-    def load(self, path: Path, of: str = "policy") -> None:
-        """Replace the weights by a saved model's; the optimizer starts anew."""
-        self.group.call_all("load", str(path), of)
-
-    def save(self, path: Path, of: str = "policy") -> None:
-        self.group.call_all("save", str(path), of)
-
     def shutdown(self) -> None:
         with suppress(VerlError):  # a rank that is dead or stuck
             self.group.call_all("close", timeout_s=CLOSE_S)
@@ -187,13 +188,6 @@ class CriticGroup(Role):
 
     def _values(self, batch: TrainBatch, begun: Call) -> torch.Tensor:
         return merged(batch, begun())["value"]
-
-    def load(self, path: Path) -> None:
-        """Replace the weights by a saved critic's; the optimizer starts anew."""
-        self.group.call_all("load", str(path))
-
-    def save(self, path: Path) -> None:
-        self.group.call_all("save", str(path))
 
 
 def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:

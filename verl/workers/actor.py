@@ -113,11 +113,3 @@ class ActorWorker(RankWorker):
         """Take away what would outlive this process."""
         if hasattr(self, "exporter"):
             self.exporter.close()
-
-    def load(self, path: str, of: Which) -> None:
-        """Replace the weights by a saved model's; the optimizer starts anew."""
-        self.engine.load_saved(Path(path), of)
-
-    def save(self, path: str, of: Which) -> None:
-        """Write the model and tokenizer in Hugging Face format to `path`."""
-        self.engine.save_pretrained(Path(path), self.tokenizer, of=of)
