@@ -11,6 +11,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl.columns import Columns
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -161,8 +163,9 @@ class TrainBatch:
     """Rows of different lengths, stored without padding.
 
     `tokens[name]` is [T] (or [T, ...]): all rows' tokens one after the other. `rows[name]` is [B].
-    Always present: `tokens["ids"]` int64, `tokens["loss_mask"]` bool. A per-token value at position t belongs to
-    token t (its log-prob given the tokens before it in the same row); at a row's first token it is 0 and masked.
+    `verl.columns` says what each column is, and checks one that is set. Always present: `tokens["ids"]` int64 and
+    `tokens["loss_mask"]` bool. A per-token value at position t belongs to token t (its log-prob given the tokens before
+    it in the same row); at a row's first token it is 0 and masked.
 
     Its methods import torch themselves: programs that only play episodes start, and refuse, without waiting for it.
     """
@@ -170,6 +173,11 @@ class TrainBatch:
     lengths_B: torch.Tensor
     tokens: dict[str, torch.Tensor]
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a column that is none, or not of its type and length."""
+        self.tokens = Columns("tokens", int(self.lengths_B.sum()), self.tokens)
+        self.rows = Columns("rows", len(self.lengths_B), self.rows)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:

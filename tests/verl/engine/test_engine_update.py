@@ -109,7 +109,7 @@ def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: 
     batch.rows["adv_batch_std"] = torch.full((len(batch),), 0.25)
     halved = gradients(make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)), batch)
     del batch.rows["adv_batch_std"]
-    plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))).gradients(batch)
+    plain = gradients(make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))), batch)
     assert relative_error(halved, plain) < 1e-5
 
 
