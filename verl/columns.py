@@ -32,6 +32,7 @@ _HEALTH = "verl.trainer.health"
 _OBJECTIVE = "verl.engine.policy_objective.PolicyObjective"
 _KL = "verl.engine.kl_objective"
 _STORED = "verl.trainer.stored_values.token_values"
+_SCORES = "verl.trainer.policy_scores.PolicyScores.of"
 _INPUT = "verl.engine.batching"
 _METRICS = "verl.trainer.metrics.batch_metrics"
 
@@ -49,10 +50,10 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
             "float32",
             "log-probs under the policy before the step, nats",
             _PREPARE,
-            (f"{_KL}.old_log_probs", f"{_HEALTH}.sampler_mismatch", _STORED),
+            (f"{_KL}.old_log_probs", _SCORES),
         ),
         "ref_log_probs": Column("float32", "log-probs under the anchor, nats", _PREPARE, (f"{_KL}.SampledTerm",)),
-        "entropy": Column("float32", "of the policy before the step, nats", _PREPARE, (f"{_HEALTH}.entropy",)),
+        "entropy": Column("float32", "of the policy before the step, nats", _PREPARE, (_SCORES,)),
         "top_index": Column(
             "int32",
             "[T, k] the policy's most likely ids before the step; each rank keeps those of its rows",
@@ -78,10 +79,7 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
         ),
         "keep": Column("bool", "tokens that are not rejected", _PREPARE, ("verl.trainer.estimates.for_losses",)),
         "log_probs": Column(
-            "float32", "as `old_log_probs`, of the update's own pass", f"{_UPDATES}.run", (f"{_UPDATES}.scored",)
-        ),
-        "scored": Column(
-            "bool", "tokens with `old_log_probs` and `entropy`", f"{_UPDATES}.scored", (_HEALTH + ".entropy", _STORED)
+            "float32", "as `old_log_probs`, of the update's own pass", f"{_UPDATES}.run", (f"{_UPDATES}.scores",)
         ),
         "loss_weight": Column(
             "float32",

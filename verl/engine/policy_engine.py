@@ -57,7 +57,8 @@ class PolicyEngine(TrainedEngine):
         layout = layout_of(loaded, self.role.model.use_remove_padding, sequence)
         temperature = self.role.rollout.temperature
         self.reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
-        self.objective = PolicyObjective(actor, self.policy, temperature, self.reader)
+        trains = not config.trainer.val_only
+        self.objective = PolicyObjective(actor, self.policy, temperature, self.reader, trains)
         models: dict[str, Decoder] = {"policy": self.policy}
         if isinstance(self.anchor, CausalModel):
             models["anchor"] = self.anchor

@@ -31,8 +31,15 @@ class PolicyObjective:
     ratio 1. What the KL needs is said in `kl_objective`.
     """
 
-    def __init__(self, actor: ActorConfig, model: CausalModel, temperature: float, anchor: AnchorReader | None) -> None:
-        """Raises ConfigError when the KL needs an anchor and there is none."""
+    def __init__(
+        self,
+        actor: ActorConfig,
+        model: CausalModel,
+        temperature: float,
+        anchor: AnchorReader | None,
+        trains: bool = True,
+    ) -> None:
+        """Raises ConfigError when the KL needs an anchor and there is none; without `trains` there is no KL."""
         self.actor = actor
         self.model = model
         self.temperature = temperature
@@ -40,7 +47,7 @@ class PolicyObjective:
         low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
         self.clip = Clip(low, high, actor.clip_ratio_c)
-        self.kl = build_kl(actor, anchor) if actor.use_kl_loss else None
+        self.kl = build_kl(actor, anchor) if actor.use_kl_loss and trains else None
 
     def weigh(self, batch: TrainBatch) -> torch.Tensor:
         """Each token's weight [T] in the loss of a mini-batch (`actor.loss_agg_mode`)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -108,14 +107,6 @@ class Role:
 
     def shutdown(self) -> None:
         self.group.shutdown()
-
-
-def actor_config(config: Config) -> Config:
-    """Validation alone updates nothing, so its actor has no KL loss, which would need an anchor."""
-    if not config.trainer.val_only:
-        return config
-    role = config.actor_rollout_ref
-    return replace(config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
 
 
 class ActorGroup(Role):

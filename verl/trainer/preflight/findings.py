@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config
+from verl.config.counts import num_training_steps
 from verl.config.doubtful import doubts
 from verl.data.files import check_files
 from verl.errors import VerlError
@@ -114,10 +115,8 @@ def _start(config: Config) -> Iterator[Finding]:
 
 def num_steps(config: Config) -> int | None:
     """RL steps of the run; None while the prompt files cannot be read."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
     try:
         rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
     except VerlError:
-        return None
-    return max(1, rows // config.data.train_batch_size) * config.trainer.total_epochs
+        return config.trainer.total_training_steps
+    return num_training_steps(config, rows)
