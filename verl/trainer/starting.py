@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from verl.stacks import offer_stacks
 from verl.startup import phase, tell
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
-from verl.tracking.trajectory_columns import Decode
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator
@@ -70,7 +69,7 @@ class Run:
     tracker: Tracker
     writer: BackgroundWriter
     files: TrajectoryFiles
-    decode: Decode
+    decode: Callable[[Sequence[int]], str]  # for the loop: the writer has its own
     shutdown: Callable[[], None]
 
 

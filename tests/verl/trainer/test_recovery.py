@@ -81,11 +81,11 @@ def test_rollback_puts_every_role_back_and_halves_the_learning_rate() -> None:
     assert watch(guard, BAD, 7) == 2, "step 5 has the weights that step 6 sampled with"
     folder = "global_step_2"
     assert actor.calls == [
-        ("load", RUN / "actor" / folder),
+        ("load", RUN / "actor" / folder, None),
         ("load", RUN / "ref" / folder, "anchor"),
         ("scale_lr", 0.5),
     ]
-    assert critic.calls == [("load", RUN / "critic" / folder), ("scale_lr", 0.5)]
+    assert critic.calls == [("load", RUN / "critic" / folder, None), ("scale_lr", 0.5)]
     assert guard.checkpoints.steps == [2], "what was saved after the good step is no longer one to go back to"
 
 
