@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from verl.algorithms.traits import Read
 from verl.config.asynchronous import asynchronous_problems
 from verl.config.counts import trajectories_per_step
-from verl.config.critic import CriticModelConfig
 from verl.config.inert import inert_problems
 from verl.config.model import ModelConfig, OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
@@ -226,7 +225,7 @@ def _adapters(config: Config) -> Iterator[str]:
     yield from adapter_problems(config.critic.model, "critic.model")
 
 
-def adapter_problems(model: ModelConfig | CriticModelConfig, section: str) -> Iterator[str]:
+def adapter_problems(model: ModelConfig, section: str) -> Iterator[str]:
     """Settings of adapters that contradict each other, of the model in that section."""
     usual = ModelConfig()
     if model.lora_rank:

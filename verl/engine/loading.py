@@ -58,7 +58,7 @@ def load_sharded_critic(settings: CriticModelConfig, device: torch.device, seed:
 def _load(
     hf: HfModel,
     wrap: Callable[[PreTrainedModel], D],
-    settings: ModelConfig | CriticModelConfig,
+    settings: ModelConfig,
     fsdp: FsdpConfig | FrozenFsdpConfig,
     precision: Precision,
     trained: bool,

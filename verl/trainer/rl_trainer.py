@@ -25,7 +25,7 @@ from verl.trainer.health import health_metrics
 from verl.trainer.metrics import step_metrics
 from verl.trainer.roles import memory_metrics
 from verl.trainer.staleness import staleness_metrics
-from verl.trainer.starting import start
+from verl.trainer.starting import Run
 from verl.trainer.stored_values import token_values
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RLTrainer:
 
     def __init__(self, config: Config, device: str) -> None:
         self.config = config
-        self.run = start(config, device)
+        self.run = Run(config, device)
         self.timer = Timer()
 
     def fit(self) -> Path:

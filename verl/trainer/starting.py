@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +27,10 @@ from verl.trainer.evaluation import Evaluator
 from verl.trainer.failing import tell_stall
 from verl.trainer.layout import reserve_pools
 from verl.trainer.performance import Performance
-from verl.trainer.prompt_sets import PromptSets, load_prompts
+from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
-from verl.trainer.rollout_source import RolloutSource
 from verl.trainer.rollouts_ahead import rollout_source
 from verl.trainer.sampling_state import SamplingState
 from verl.trainer.scoring import Scorer
@@ -44,115 +43,91 @@ log = logging.getLogger(__name__)
 WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 
 
-@dataclass
 class Run:
-    """What a loop works with. `steps_done` are those of the run that is resumed. `shutdown` stops every process that
-    was started, whatever state it is in.
+    """What a loop works with, started or resumed on "cpu" or "cuda". `steps_done` are those of the run that is resumed.
+
+    What was started is stopped again when something fails.
     """
 
-    config: Config
-    run_dir: Path
-    prompts: PromptSets
-    total_steps: int
-    steps_done: int
-    num_shares: int  # groups of the actor's ranks, each with rows of its own
-    rollouts: RolloutManager
-    actor: ActorGroup
-    critic: CriticGroup | None
-    source: RolloutSource
-    estimator: Estimator
-    updates: Updates
-    evaluator: Evaluator
-    checkpoints: Checkpoints
-    recovery: Recovery
-    performance: Performance
-    tracker: Tracker
-    writer: BackgroundWriter
-    files: TrajectoryFiles
-    decode: Callable[[Sequence[int]], str]  # for the loop: the writer has its own
-    shutdown: Callable[[], None]
+    def __init__(self, config: Config, device: str) -> None:
+        self.config, self.run_dir = config, Path(config.trainer.default_local_dir)
+        seed_everything(config.trainer.seed)  # for rewards and environments that draw from the shared generators
+        self.tokenizer = load_policy_tokenizer(config)
+        with phase("loading the prompts"):
+            self.prompts = load_prompts(config, self.tokenizer)
+        tell(f"prompts: {len(self.prompts.train)} for training, {len(self.prompts.val)} for validation")
+        self.total_steps = num_training_steps(config, len(self.prompts.train))
+        self.estimator = Estimator(config)
+        with ExitStack() as started:
+            self._start_driver(started)
+            self._start_roles(started, device)
+            self.steps_done = self._resume()
+            self.rollouts.check()
+            self.source.load(self.steps_done)
+            self._started = started.pop_all()
 
+    def shutdown(self) -> None:
+        """Stop every process that was started, whatever state it is in."""
+        self._started.close()
 
-def start(config: Config, device: str) -> Run:
-    """Start or resume the run on "cpu" or "cuda". What was started is stopped again when something fails."""
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    seed_everything(trainer.seed)  # for rewards and environments that draw from the shared generators
-    tokenizer = load_policy_tokenizer(config)
-    with phase("loading the prompts"):
-        prompts = load_prompts(config, tokenizer)
-    total_steps = num_training_steps(config, len(prompts.train))
-    tell(f"prompts: {len(prompts.train)} for training, {len(prompts.val)} for validation")
-    scorer, estimator = Scorer(config, tokenizer), Estimator(config)
-    with ExitStack() as started:
+    def _start_driver(self, started: ExitStack) -> None:
+        """What works in this process: the folder, the watchdog, the trackers."""
+        config, trainer = self.config, self.config.trainer
         prepare_folder(trainer)
         for change in settings_since(config):
             log.log(logging.INFO if change.harmless else logging.WARNING, "other than before: %s", change)
         offer_stacks()
-        watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(tell_stall, run_dir))
+        watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(tell_stall, self.run_dir))
         started.callback(_stop, watchdog.stop)
         names = (trainer.project_name, trainer.experiment_name)
-        tracker = Tracker(trainer.logger, *names, run_dir, asdict(config), total_steps)
-        started.callback(_stop, partial(tracker.finish, failed=True))  # unless the run has finished it
-        writer = BackgroundWriter()
-        started.callback(_stop, writer.close)
+        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
+        started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
+        self.writer = BackgroundWriter()
+        started.callback(_stop, self.writer.close)
         # A tokenizer is not for two threads at once: the writer's, and the loop's beside sampling.
-        files = TrajectoryFiles(config, run_dir, writer, copy.deepcopy(tokenizer).decode)
+        self.files = TrajectoryFiles(config, self.run_dir, self.writer, copy.deepcopy(self.tokenizer).decode)
+        self.decode = copy.deepcopy(self.tokenizer).decode
+
+    def _start_roles(self, started: ExitStack, device: str) -> None:
+        """What works on the devices, and what the loop does with it."""
+        config = self.config
         pools = reserve_pools(config, device)
         started.callback(_stop, pools.release)
         for line in pools.table.splitlines():
             tell(line)
-        rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
-        started.callback(_stop, rollouts.shutdown)
-        actor = ActorGroup(config, pools.training, total_steps, has_anchor(config))
-        started.callback(_stop, actor.shutdown)
-        critic = CriticGroup(config, pools.critic, total_steps) if has_critic(config) else None
-        if critic is not None:
-            started.callback(_stop, critic.shutdown)
-        collector = Collector(config, prompts.train, rollouts, scorer, total_steps)
-        source = rollout_source(config, collector, rollouts, actor, total_steps)
-        started.callback(_stop, source.close)
-        checkpoints = Checkpoints(run_dir, actor, critic, anchor_moves(config), trainer.max_ckpt_to_keep)
-        run = Run(
-            config=config,
-            run_dir=run_dir,
-            prompts=prompts,
-            total_steps=total_steps,
-            steps_done=0,
-            num_shares=pools.training.world_size // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
-            rollouts=rollouts,
-            actor=actor,
-            critic=critic,
-            source=source,
-            estimator=estimator,
-            updates=Updates(config, actor, critic),
-            evaluator=Evaluator(config, prompts, rollouts, scorer, files),
-            checkpoints=checkpoints,
-            recovery=Recovery(trainer.collapse_guard, checkpoints),
-            performance=Performance(config, rollouts, actor, critic, run_dir),
-            tracker=tracker,
-            writer=writer,
-            files=files,
-            decode=copy.deepcopy(tokenizer).decode,
-            shutdown=started.close,
-        )
-        run.steps_done = _resume(run)
-        rollouts.check()
-        source.load(run.steps_done)
-        run.shutdown = started.pop_all().close
-    return run
+        self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
+        started.callback(_stop, self.rollouts.shutdown)
+        self.actor = ActorGroup(config, pools.training, self.total_steps, has_anchor(config))
+        started.callback(_stop, self.actor.shutdown)
+        self.critic = CriticGroup(config, pools.critic, self.total_steps) if has_critic(config) else None
+        if self.critic is not None:
+            started.callback(_stop, self.critic.shutdown)
+        ranks_per_row = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        self.num_shares = (
+            pools.training.world_size // ranks_per_row
+        )  # groups of the actor's ranks with rows of their own
+        scorer = Scorer(config, self.tokenizer)
+        collector = Collector(config, self.prompts.train, self.rollouts, scorer, self.total_steps)
+        self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
+        started.callback(_stop, self.source.close)
+        keep = config.trainer.max_ckpt_to_keep
+        self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, anchor_moves(config), keep)
+        self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints)
+        self.updates = Updates(config, self.actor, self.critic)
+        self.evaluator = Evaluator(config, self.prompts, self.rollouts, scorer, self.files)
+        self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
 
-
-def _resume(run: Run) -> int:
-    """Put the state of an earlier run back, if that is asked for. Returns the number of steps that it has done."""
-    path = state_to_resume(run.config.trainer)
-    if path is None:
-        return 0
-    progress = run.checkpoints.resume(path)
-    SamplingState.from_json(progress).put_back(run.prompts.train)
-    run.estimator.kl_weight.value = progress["kl_weight"]
-    run.recovery.guard.load_state_dict(progress["guard"])
-    log.info("going on after step %d, from %s", progress["step"], path)
-    return int(progress["step"])
+    def _resume(self) -> int:
+        """Put the state of an earlier run back, if that is asked for. Returns the number of steps that it has done."""
+        path = state_to_resume(self.config.trainer)
+        if path is None:
+            return 0
+        progress = self.checkpoints.resume(path)
+        SamplingState.from_json(progress).put_back(self.prompts.train)
+        self.estimator.kl_weight.value = progress["kl_weight"]
+        self.recovery.guard.load_state_dict(progress["guard"])
+        log.info("going on after step %d, from %s", progress["step"], path)
+        return int(progress["step"])
 
 
 def _stop(stop: Callable[[], None]) -> None:
