@@ -1,4 +1,4 @@
-"""What a program tells while it starts: one line a phase, and from its libraries only what somebody can act on.
+"""What a program logs while it starts: one line a phase, and from its libraries only what a user can act on.
 
     log_to_stderr()
     with phase("starting Ray"):

@@ -102,8 +102,8 @@ class ModelInput:
 
 
 class RankValues(NamedTuple):
-    """One rank's answer: row numbers, and CPU values [T, ...] by name of those rows one after the other (0 where
-    unmasked). `merge_rows` puts the answers of all ranks together.
+    """One rank's results: row numbers, and CPU values [T, ...] by name of those rows one after the other (0 where
+    unmasked). `merge_rows` merges those of all ranks.
     """
 
     rows: list[int]

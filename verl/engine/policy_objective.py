@@ -28,7 +28,7 @@ class PolicyObjective:
     """The actor's loss on one micro-batch; needs `advantages` [T] float32 in `batch.tokens`.
 
     Without `old_log_probs` [T] float32 the policy is still the one before the step: l_old is l without gradient, the
-    ratio 1. What the KL needs is said in `kl_objective`.
+    ratio 1. `kl_objective` says what the KL needs.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class PolicyObjective:
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
         """Loss and reports per selected token of a micro-batch."""
         actor = self.actor
-        kl = None if self.kl is None else self.kl(batch, inputs)
-        asked = {} if kl is None else kl.asked
-        stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **asked)
+        request = None if self.kl is None else self.kl(batch, inputs)
+        requested = {} if request is None else request.requested
+        stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **requested)
         old_N, advantage_N = old_log_probs(batch, inputs, stats), values_at(batch, "advantages", inputs)
         row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
         policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
@@ -75,8 +75,8 @@ class PolicyObjective:
             loss_N = loss_N * values_at(batch, "correction", inputs)
         if actor.entropy_coeff:
             loss_N = loss_N - actor.entropy_coeff * stats.entropy_N
-        if kl is not None:
-            raw_N = kl.answer(stats)
+        if request is not None:
+            raw_N = request.kl(stats)
             scores["kl"] = raw_N.detach()
             kl_N = raw_N / _kl_divisor(batch, inputs)
             loss_N = loss_N + actor.kl_loss_coef * kl_N
@@ -89,7 +89,7 @@ class PolicyObjective:
 
 
 def require_old_policy(actor: ActorConfig, batch: TrainBatch, own: RankValues | None, num_steps: int) -> None:
-    """After the first of several optimizer steps the policy does not say any more what it was. Raises ValueError."""
+    """Several optimizer steps need what the policy was before the first one. Raises ValueError for what is missing."""
     if num_steps < 2:
         return
     there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())

@@ -56,8 +56,8 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, last: bool, every_time: bool) -> None:
-    """Say before the backward of a micro-batch what becomes of gradients: of the `last` one of a mini-batch they are
-    reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
+    """Set before the backward of a micro-batch how its gradients are reduced. Those of the `last` one of a mini-batch
+    are reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
     add up their shards; or not at all, and every rank adds up whole gradients.
     """
     for module in model.modules():

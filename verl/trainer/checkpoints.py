@@ -1,4 +1,4 @@
-"""Checkpoints of a run: models that anyone can load, and the state from which the run itself goes on.
+"""Checkpoints of a run: models that anyone can load, and the state from which the run itself resumes.
 
 `{run folder}/{actor,critic,ref}/global_step_N` are in Hugging Face format; `verl.trainer.saved_state` describes
 `{run folder}/state/global_step_N`.
@@ -84,7 +84,7 @@ class Checkpoints:
         self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Give a state that is on the disk its name, and remove what is too old.
+        """Rename a state that is completely written, and remove what is too old.
 
         `wait` for one that is being written, at most `timeout_s` seconds where that is given. Raises VerlError when it
         could not be written; then it is removed.
@@ -117,7 +117,7 @@ class Checkpoints:
         return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
-        """By all roles. What one of them cannot write is told while another is still at work."""
+        """By all roles. An error of one is raised while another is still writing."""
         calls = {role: group.begin_saved_state(timeout_s) for role, group in self._groups().items()}
         written = {
             role: wait_beside(call, [other for other in calls.values() if other is not call])

@@ -1,4 +1,4 @@
-"""Signs that a policy is losing its way, before its score shows it: plain floats named `health/...`.
+"""Signs that a policy degrades, before its score shows it: plain floats named `health/...`.
 
 What the policy did is read from the trajectories, what the models computed from the train batch. Failed trajectories
 count nowhere. A name whose mean would be over nothing is left out.

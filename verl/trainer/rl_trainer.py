@@ -138,7 +138,7 @@ class RLTrainer:
         """
         metrics |= self.run.recovery.watch(metrics, step)
         try:
-            rolled_back = self.run.recovery.answer(step) is not None
+            rolled_back = self.run.recovery.act(step) is not None
         except TrainingCollapsed:
             self._log(metrics, step)
             raise

@@ -24,7 +24,7 @@ from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
-from verl.trainer.failing import tell_stall
+from verl.trainer.failing import report_stall
 from verl.trainer.layout import reserve_pools
 from verl.trainer.performance import Performance
 from verl.trainer.prompt_sets import load_prompts
@@ -77,7 +77,7 @@ class Run:
         for change in settings_since(config):
             log.log(logging.INFO if change.harmless else logging.WARNING, "other than before: %s", change)
         offer_stacks()
-        watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(tell_stall, self.run_dir))
+        watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(report_stall, self.run_dir))
         started.callback(_stop, watchdog.stop)
         names = (trainer.project_name, trainer.experiment_name)
         self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)

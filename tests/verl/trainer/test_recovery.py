@@ -40,7 +40,7 @@ def recovery(action: str, **settings: Any) -> tuple[Recovery, Role, Role]:
 
 def watch(recovery: Recovery, metrics: dict[str, float], step: int) -> int | None:
     recovery.watch(metrics, step)
-    return recovery.answer(step)
+    return recovery.act(step)
 
 
 GOOD, BAD = {"health/repetition": 0.1}, {"health/repetition": 0.9}
@@ -137,7 +137,7 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
     for step in range(1, 202):
         metrics = alive if step == 1 else dead
         logged.append(metrics | loop.watch(metrics, step))
-        assert loop.answer(step) is None
+        assert loop.act(step) is None
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == ["step 21", "step 41", "step 81", "step 161"]
     assert all("every trajectory had the same reward, 0.8" in line for line in lines)

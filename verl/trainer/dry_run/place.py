@@ -1,4 +1,4 @@
-"""Where a run is thought to be: the devices that `--gpus` describes, or those of this machine."""
+"""The devices that a run is estimated for: those that `--gpus` describes, or those of this machine."""
 
 from __future__ import annotations
 
