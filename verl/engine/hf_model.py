@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
+from verl.config.model import ModelConfig
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config
 
@@ -38,6 +39,12 @@ class HfModel(ABC):
     setting: ClassVar[str]  # that names the path
     kind: ClassVar[str]  # in words
     new_head: ClassVar[bool] = False  # whether an output layer that the files lack may start at zero
+
+    @classmethod
+    def of(cls, path: str, settings: ModelConfig, device: torch.device, trained: bool = False) -> Self:
+        """The model at `path` as `settings` say; one that is not `trained` keeps no activations to recompute."""
+        checkpointing = trained and settings.enable_gradient_checkpointing
+        return cls(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
 
     @property
     def source(self) -> str:

@@ -39,8 +39,7 @@ def load_sharded(
 
     `seed` is for the first values of adapters. Raises ConfigError.
     """
-    checkpointing = trained and settings.enable_gradient_checkpointing
-    hf = CausalLm(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    hf = CausalLm.of(path, settings, device, trained)
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     head = head_chunk_tokens, resolve_head_dtype(device, head_dtype, precision)
     return _load(hf, lambda model: CausalModel(model, *head), settings, fsdp, precision, trained, seed)
@@ -48,8 +47,7 @@ def load_sharded(
 
 def load_sharded_critic(settings: CriticModelConfig, device: torch.device, seed: int = 0) -> ValueModel:
     """The value model that `settings` describe, sharded. `seed` is for adapters. Raises ConfigError."""
-    checkpointing = settings.enable_gradient_checkpointing
-    hf = TokenClassifier(settings.path, device, settings.override_config, settings.trust_remote_code, checkpointing)
+    hf = TokenClassifier.of(settings.path, settings, device, trained=True)
     mixed = settings.fsdp_config.mixed_precision
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
     return _load(hf, ValueModel, settings, settings.fsdp_config, precision, True, seed)

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 
 from verl.algorithms import anchor as anchor_rule
-from verl.config import Config, RefConfig, RolloutConfig
+from verl.config import Config
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
 from verl.config.predicates import anchor_is_base
+from verl.config.rollout import LogProbConfig
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, RankValues
 from verl.engine.device import set_threads
@@ -72,7 +73,7 @@ class PolicyEngine(TrainedEngine):
         these tokens. Raises NumericalError when a log-prob or entropy is not finite.
         """
         model = self.model_of(of)
-        settings: RolloutConfig | RefConfig = self.role.rollout if of == "policy" else self.role.ref
+        settings: LogProbConfig = self.role.rollout if of == "policy" else self.role.ref
         budget = self.budget(
             settings.log_prob_use_dynamic_bsz,
             settings.log_prob_max_token_len_per_gpu,

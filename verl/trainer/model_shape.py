@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +13,6 @@ from verl.engine.loading import import_modules
 from verl.engine.lora import Lora, add_adapters
 from verl.engine.model import CausalLm, decoder_layers
 from verl.engine.sharding import num_parameters
-from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -47,32 +44,13 @@ def policy_shape(config: Config) -> ModelShape:
     """Of the policy that a run would load. Raises ConfigError."""
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
-    return model_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
+    return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
 
 
-def model_shape(
-    path: str,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    lora: Lora | None = None,
-) -> ModelShape:
-    """Of the language model in the folder (config.json suffices) or of that hub name, with adapters if any are asked
-    for. Raises ConfigError.
+def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
+    """Of a language model, or of one that is made into a critic, with adapters if any are asked for; a folder needs a
+    config.json alone. Raises ConfigError.
     """
-    return _shape(CausalLm(path, CPU, override_config or {}, trust_remote_code), lora)
-
-
-def value_shape(
-    path: str,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    lora: Lora | None = None,
-) -> ModelShape:
-    """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
-    return _shape(TokenClassifier(path, CPU, override_config or {}, trust_remote_code), lora)
-
-
-def _shape(hf: HfModel, lora: Lora | None) -> ModelShape:
     try:
         with torch.device("meta"):
             model = hf.auto_class.from_config(hf.config(), trust_remote_code=hf.trust_remote_code)

@@ -295,6 +295,7 @@ def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[
     dist.barrier()
     engine.start_saving_state(folder / "state")
     engine.resumable.saved()
+    dist.barrier()  # rank 0 alone writes it, after its shards
     return results | {"base": json.loads((folder / "state" / "base.json").read_text())}
 
 
