@@ -35,7 +35,7 @@ class SpanRecorder:
     """
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []  # in the order of their ends
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -43,11 +43,11 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self._spans.append(Span(name, start, now()))
+            self.spans.append(Span(name, start, now()))
 
     def take(self) -> list[Span]:
         """Those that have ended since the last call."""
-        taken, self._spans = self._spans, []
+        taken, self.spans = self.spans, []
         return taken
 
 
