@@ -26,81 +26,46 @@ class Column(NamedTuple):
 
 
 _BATCH = "verl.protocol.TrainBatch.from_trajectories"
+_MODEL = "verl.engine.batching.model_input"
+_COLLECT = "verl.trainer.collection.Collector.collect"
 _PREPARE = "verl.trainer.estimates.Estimator.prepare"
-_UPDATES = "verl.trainer.updates.Updates"
-_HEALTH = "verl.trainer.health"
-_OBJECTIVE = "verl.engine.policy_objective.PolicyObjective"
-_KL = "verl.engine.kl_objective"
-_STORED = "verl.trainer.stored_values.token_values"
-_SCORES = "verl.trainer.policy_scores.PolicyScores.of"
-_INPUT = "verl.engine.batching"
-_METRICS = "verl.trainer.metrics.batch_metrics"
+_UPDATES, _SCORES = "verl.trainer.updates.Updates.run", "verl.trainer.updates.Updates.scores"
+_ENGINE, _LEARNER = "verl.engine.policy_engine.PolicyEngine", "verl.engine.learner.Learner.accumulate"
+_LOSS, _KL = "verl.engine.policy_objective.PolicyObjective", "verl.engine.kl_objective"
+_CRITIC = "verl.engine.value_engine.ValueEngine.loss"
+_MISMATCH = "verl.trainer.health.sampler_mismatch"
+_METRICS, _STORED = "verl.trainer.metrics.batch_metrics", "verl.trainer.stored_values.token_values"
 
 COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
     "tokens": {
-        "ids": Column("int64", "token ids", _BATCH, (f"{_INPUT}.model_input",)),
-        "loss_mask": Column(
-            "bool", "the policy's tokens, or those that a loss covers", _BATCH, (f"{_INPUT}.model_input",)
-        ),
-        "rollout_log_probs": Column(
-            "float32", "the sampler's log-probs, nats", _BATCH, (_PREPARE, f"{_HEALTH}.sampler_mismatch")
-        ),
-        "labels": Column("int64", "ids whose log-probs are taken, where not `ids`", "", (f"{_INPUT}.labels_of",)),
+        "ids": Column("int64", "token ids", _BATCH, (_MODEL,)),
+        "loss_mask": Column("bool", "the policy's tokens, or those of a loss", _BATCH, (_MODEL,)),
+        "rollout_log_probs": Column("float32", "the sampler's log-probs, nats", _BATCH, (_PREPARE, _MISMATCH)),
+        "labels": Column("int64", "ids whose log-probs are taken, where not `ids`", "", (_MODEL,)),
         "old_log_probs": Column(
-            "float32",
-            "log-probs under the policy before the step, nats",
-            _PREPARE,
-            (f"{_KL}.old_log_probs", _SCORES),
+            "float32", "under the policy before the step, nats", _PREPARE, (f"{_KL}.old_log_probs", _SCORES)
         ),
-        "ref_log_probs": Column("float32", "log-probs under the anchor, nats", _PREPARE, (f"{_KL}.SampledTerm",)),
+        "ref_log_probs": Column("float32", "under the anchor, nats", _PREPARE, (f"{_KL}.SampledTerm",)),
         "entropy": Column("float32", "of the policy before the step, nats", _PREPARE, (_SCORES,)),
-        "top_index": Column(
-            "int32",
-            "[T, k] the policy's most likely ids before the step; each rank keeps those of its rows",
-            "verl.engine.policy_engine.PolicyEngine.log_probs",
-            (f"{_KL}.TopkTerm",),
-            ndim=2,
+        "top_index": Column(  # which each rank keeps of its rows
+            "int32", "[T, k] the likeliest ids before the step", f"{_ENGINE}.log_probs", (f"{_KL}.TopkTerm",), ndim=2
         ),
-        "values": Column(
-            "float32", "the critic's values before the step", _PREPARE, ("verl.engine.value_engine.ValueEngine.loss",)
-        ),
-        "kl": Column(
-            "float32", "to the anchor, nats: in the reward, or in the loss before its weight", _PREPARE, (_STORED,)
-        ),
-        "rewards": Column("float32", "token rewards, less the KL in the reward", _PREPARE, (_METRICS,)),
-        "advantages": Column(
-            "float32", "what a policy token is worth", _PREPARE, (_OBJECTIVE, f"{_HEALTH}.zero_advantages", _STORED)
-        ),
-        "returns": Column(
-            "float32", "the critic's targets", _PREPARE, ("verl.engine.value_engine.ValueEngine.loss", _METRICS)
-        ),
-        "correction": Column(
-            "float32", "weight of the policy loss, for the sampler's mismatch", _PREPARE, (_OBJECTIVE,)
-        ),
+        "values": Column("float32", "the critic's before the step", _PREPARE, (_CRITIC, _METRICS)),
+        "kl": Column("float32", "to the anchor, nats, before its weight", _PREPARE, (_STORED,)),
+        "rewards": Column("float32", "of a token, less the KL in the reward", _PREPARE, (_METRICS,)),
+        "advantages": Column("float32", "what a policy token is worth", _PREPARE, (_LOSS, _METRICS, _STORED)),
+        "returns": Column("float32", "the critic's targets", _PREPARE, (_CRITIC, _METRICS)),
+        "correction": Column("float32", "weight of the policy loss, for the mismatch", _PREPARE, (_LOSS,)),
         "keep": Column("bool", "tokens that are not rejected", _PREPARE, ("verl.trainer.estimates.for_losses",)),
-        "log_probs": Column(
-            "float32", "as `old_log_probs`, of the update's own pass", f"{_UPDATES}.run", (f"{_UPDATES}.scores",)
-        ),
-        "loss_weight": Column(
-            "float32",
-            "weight of each token in the loss of a mini-batch",
-            "verl.engine.learner.Learner.accumulate",
-            ("verl.engine.learner.Learner.accumulate",),
-        ),
+        "log_probs": Column("float32", "as `old_log_probs`, of the update's own pass", _UPDATES, (_SCORES,)),
+        "loss_weight": Column("float32", "of a token in the loss of a mini-batch", _LEARNER, (_LEARNER,)),
     },
     "rows": {
-        "reward": Column("float32", "of the trajectory", _BATCH, ("verl.trainer.estimates.token_rewards", _METRICS)),
+        "reward": Column("float32", "of the trajectory", _BATCH, (_PREPARE, _METRICS)),
         "group": Column("int64", "number of the prompt, 0.. in order of first use", _BATCH, (_PREPARE,)),
-        "baseline": Column(
-            "float32", "reward of the greedy answer", "verl.trainer.collection.Collector.collect", (_PREPARE,)
-        ),
-        "adv_batch_std": Column("float32", "deviation that the advantages were divided by", _PREPARE, (_OBJECTIVE,)),
-        "row": Column(
-            "int64",
-            "number of the row in the step's batch",
-            "verl.engine.policy_engine.PolicyEngine.update",
-            ("verl.engine.policy_engine.PolicyEngine.update",),
-        ),
+        "baseline": Column("float32", "reward of the greedy answer", _COLLECT, (_PREPARE,)),
+        "adv_batch_std": Column("float32", "what the advantages were divided by", _PREPARE, (_LOSS,)),
+        "row": Column("int64", "number in the batch of the step", f"{_ENGINE}.update", (f"{_ENGINE}.update",)),
     },
 }
 

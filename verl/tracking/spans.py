@@ -1,4 +1,4 @@
-"""What was done when: named spans of wall-clock time, from which the timeline of a step is made."""
+"""Named spans of wall-clock time, from which the timeline of a step is made."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class Span:
 
 
 class SpanRecorder:
-    """Spans of things done one after the other, or one inside the other.
-
-    An exception still ends the span.
-    """
+    """Records spans that follow each other or are nested. An exception still ends the span."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []  # in the order of their ends

@@ -1,4 +1,4 @@
-"""Who sits where: the devices of a run, divided among the roles."""
+"""The layout of a run: its devices, divided among the roles."""
 
 from __future__ import annotations
 

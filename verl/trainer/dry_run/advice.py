@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config import Config
+from verl.config.keys import value_at
 from verl.config.predicates import has_critic
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DevicePhase, device_phases
@@ -72,7 +73,7 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
     gains = []
     for key, frugal in CHANGES[worst.name]:
         changed = copy.deepcopy(config)
-        value = frugal(_get(changed, key))
+        value = frugal(value_at(changed, key))
         if value is None or (key.startswith(CRITIC) and not has_critic(config)):
             continue
         _set(changed, key, value)
@@ -90,13 +91,6 @@ def _changed(role: Role, key: str, config: Config, place: Place, phase: Phase) -
     return run_role(role.name, config, place.kind, [phase]) if role.name == of else role
 
 
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _set(config: Config, key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
-    setattr(_get(config, section), name, value)
+    setattr(value_at(config, section), name, value)

@@ -1,4 +1,4 @@
-"""Who has how much of one device in each phase of a step: the roles and the engine share it, or have devices of their
+"""How much of one device each holder takes in each phase of a step: roles and engine share it, or have devices of their
 own (`trainer.layout=split`, `critic.n_gpus_per_node`).
 """
 

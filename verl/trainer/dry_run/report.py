@@ -1,4 +1,4 @@
-"""What a dry run says: memory by phase, work, the least time it takes, and what was assumed."""
+"""The report of a dry run: memory by phase, work, the least time it takes, and the assumptions."""
 
 from __future__ import annotations
 
