@@ -238,7 +238,7 @@ def test_split_devices(tmp_path: Path) -> None:
     split = ["trainer.layout=split", "trainer.rollout_gpus_per_node=2", "trainer.n_gpus_per_node=8"]
     config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), "trainer.device=auto", *split))
     found = dry_run(config, parse_gpus("8x80"))
-    assert [(phase.name, phase.device) for phase in found.phases] == [
+    assert [(phase.phase, phase.device) for phase in found.phases] == [
         ("sample", "samples"), ("score", "trains"), ("update", "trains"), ("sync", "trains")
     ]  # fmt: skip
     sampling, *training = found.phases
@@ -263,7 +263,7 @@ def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
     """Each role is sharded over its own GPUs, and takes nothing of the other's; engines are beside the actor alone."""
     config = load_config("tinywiki", own_critic(tmp_path))
     found = dry_run(config, parse_gpus("8x80"))
-    assert [(phase.name, phase.device) for phase in found.phases] == [
+    assert [(phase.phase, phase.device) for phase in found.phases] == [
         *((phase, "trains the actor") for phase in ("sample", "score", "update", "sync")),
         *((phase, "trains the critic") for phase in ("score", "update")),
     ]
@@ -273,7 +273,7 @@ def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
         assert working == ({"critic", "processes"} if of_critic else {"actor", "engine", "processes"})
         awake = bool(phase.parts.get("engine"))
         assert phase.parts["processes"] == GIB * (1 if of_critic or awake else 2)
-        assert ("CUDA graphs" in phase.parts) == (not of_critic and phase.name is not Phase.SAMPLE)
+        assert ("CUDA graphs" in phase.parts) == (not of_critic and phase.phase is not Phase.SAMPLE)
     actor, critic = found.roles
     assert actor.idle.allocated == pytest.approx(16 * actor.num_params / 6, rel=0.03)  # and the anchor
     assert critic.idle.allocated == pytest.approx(12 * critic.num_params / 2, rel=0.03)
@@ -305,7 +305,7 @@ def test_advice_is_about_the_gpu_that_is_full(tmp_path: Path) -> None:
     config = load_config("tinywiki", own_critic(tmp_path, *large, f"{ACTOR}.ppo_mini_batch_size=2048"))
     place = parse_gpus("8x24")
     found = dry_run(config, place, advise=False)
-    worst = max((one for one in found.phases if one.name == "update"), key=lambda one: one.total)
+    worst = max((one for one in found.phases if one.phase == "update"), key=lambda one: one.total)
     assert worst.device == "trains the critic"
     changes = [change for change, _ in three_settings(located(config, place), found.roles, place, worst)]
     assert f"{CRITIC}.ppo_max_token_len_per_gpu=131072" in changes

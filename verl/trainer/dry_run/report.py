@@ -8,7 +8,7 @@ from verl.config import Config
 from verl.config.counts import trajectories_per_step, window_of
 from verl.config.placement import Placement, critic_gpus, placement_of
 from verl.phases import Phase
-from verl.trainer.dry_run.device import DevicePhase
+from verl.trainer.dry_run.device import DeviceUse
 from verl.trainer.dry_run.gpus import GIB, Gpu, least_seconds
 from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
@@ -17,7 +17,7 @@ FILLED = 0.5  # of the window, by the average trajectory
 TERA = 1e12
 
 
-def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: Place) -> str:
+def report(config: Config, roles: list[Role], phases: list[DeviceUse], place: Place) -> str:
     """The whole text but the verdict."""
     models = ", ".join(map(_parameters, roles))
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
@@ -55,12 +55,12 @@ def _others(found: Placement, place: Place) -> str:
     return f"rank 0 of {found.num_ranks}; of {gpus}, {own}"
 
 
-def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
+def _memory(phases: list[DeviceUse], place: Place) -> Iterator[str]:
     yield f"{'phase':<8} {'GiB':>8} {'left':>8}  of which"
     for phase in phases:
         parts = [f"{name} {part / GIB:.2f}" for name, part in phase.parts.items() if part >= GIB / 200]
         left = f"{(place.memory - phase.total) / GIB:8.2f}"
-        name = phase.name if phase.device == "any" else f"{phase.name:<8} (a GPU that {phase.device})"
+        name = phase.phase if phase.device == "any" else f"{phase.phase:<8} (a GPU that {phase.device})"
         yield f"{name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
 
 
