@@ -116,6 +116,7 @@ class TopkTerm:
     def _kl(
         self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats, reference: TokenStats, index_Nk: torch.Tensor
     ) -> torch.Tensor:
+        assert stats.log_prob_Nk is not None and reference.log_prob_Nk is not None
         return self.formula(
             stats.log_prob_Nk,
             reference.log_prob_Nk,
