@@ -24,6 +24,7 @@ class ModelShape:
 
     Of `num_params`, `num_looked_up` are in no product: an embedding that is not the head too.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
+    `num_heads`: attention heads of a layer, of its queries and of its keys.
     """
 
     num_params: int
@@ -34,6 +35,8 @@ class ModelShape:
     window: int | None
     num_looked_up: int = 0
     num_adapted: int = 0
+    num_heads: int = 0
+    num_key_heads: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -58,16 +61,19 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         raise ConfigError(f"{hf.path}: the model's config cannot be used: {error}") from error
     config = model.config
     heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
         num_params=num_parameters(model),
         num_layers=len(decoder_layers(model)),
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        key_width=key_heads * head_size,
         window=getattr(config, "max_position_embeddings", None),
         num_looked_up=0 if config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
         num_adapted=0 if lora is None else _num_adapted(model, lora),
+        num_heads=heads,
+        num_key_heads=key_heads,
     )
 
 
