@@ -131,7 +131,7 @@ def test_the_command(
         "--estimate_only", *place, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
         f"actor_rollout_ref.model.path={tiny_model_dir}", "data.train_files=gone", "data.val_files=gone",
         "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40",
-        "actor_rollout_ref.actor.ppo_micro_batch_size=16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=16", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]  # fmt: skip
     assert main(given) == status
     out = capsys.readouterr().out.splitlines()
