@@ -16,8 +16,6 @@ from verl.protocol import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptSource", "check_files", "encode_prompt"]
-
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]

@@ -10,7 +10,7 @@ from verl.agent.environment import Environment, make_environment
 from verl.config import Config
 from verl.config.counts import window_of
 from verl.config.predicates import has_critic
-from verl.data.prompts import check_files
+from verl.data.files import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
 from verl.pretrained import load_critic_tokenizer, load_model_config, load_policy_tokenizer
