@@ -28,7 +28,7 @@ _ADVICE: dict[int | None, str] = {
 def could_not_write(path: Path | str, error: BaseException) -> str:
     """A message that names the path, the reason and what to do.
 
-    Some libraries pass the operating system's reason on in words, and some not at all: then the free space is asked.
+    Some libraries pass the operating system's reason on in words, and some not at all: then the free space decides.
     """
     number = _reason(error)
     if number is None and free_bytes(Path(path)) < _FULL_BYTES:

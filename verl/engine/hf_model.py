@@ -67,16 +67,16 @@ class HfModel(ABC):
     def whole(self) -> PreTrainedModel:
         """With all its weights in CPU memory."""
         with self._named():
-            model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._asked())
+            model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._arguments())
         self._complete(model, set(report["missing_keys"]))
         return self._ready(model)
 
     def blank(self) -> PreTrainedModel:
         """With parameters on `meta` and buffers on the CPU: no memory is taken and no weight is read."""
         with self._named():
-            asked = self._asked()
+            arguments = self._arguments()
             with torch.device("meta"), meta_device_safe_creation_ops():
-                model: PreTrainedModel = self.auto_class.from_config(**asked)
+                model: PreTrainedModel = self.auto_class.from_config(**arguments)
         _initialize_buffers(model)
         if model.can_generate():
             with contextlib.suppress(OSError):  # there need not be a generation_config.json
@@ -91,7 +91,7 @@ class HfModel(ABC):
     def _check(self, model: PreTrainedModel) -> None:
         """Raise ConfigError for a model that the engine would not compute right."""
 
-    def _asked(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {
             "config": self.config(),
             "dtype": torch.float32,

@@ -1,4 +1,4 @@
-"""From settings to a sharded model: import what is asked for, load, shard."""
+"""From settings to a sharded model: import user modules, load, shard."""
 
 from __future__ import annotations
 

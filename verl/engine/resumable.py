@@ -2,7 +2,7 @@
 
 Weights, optimizer and anchor are written shard by shard, so that any number of ranks reads what any other number wrote.
 Of a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
-Writing goes on in the background while training does: what is written are copies in CPU memory.
+Files are written in the background while training continues: what is written are copies in CPU memory.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class TrainedEngine(ABC):
 
     def load_saved(self, path: Path, of: str | None = None) -> None:
         """Replace the weights of a model, by default the trained one, by saved ones. The optimizer of the trained one
-        starts anew. Raises CheckpointError.
+        is reset. Raises CheckpointError.
         """
         load_saved(self.own_weights(of), path)
         if of in (None, self.trained):

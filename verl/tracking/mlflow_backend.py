@@ -34,7 +34,7 @@ class MlflowBackend:
 
     Metrics keep their names, but for characters that MLflow refuses (`_` in their place), and a metric `a` beside one
     `a/b` is `a/all`: MLflow's folders cannot have both. The settings of the run are its parameters. A step that a
-    server does not take is a warning, and the run goes on: `metrics.jsonl` has it.
+    server does not take is a warning, and the run continues: `metrics.jsonl` has it.
 
     Raises ConfigError when the run cannot be made.
     """

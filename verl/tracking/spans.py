@@ -70,7 +70,7 @@ class OverlapRecorder:
                 self._spans.append(Span(self.name, self._start, now()))
 
     def take(self) -> list[Span]:
-        """Those that have ended since the last call, and what has passed of one that goes on."""
+        """Those that have ended since the last call, and the part of a running one that has passed."""
         if self._inside:
             self._spans.append(Span(self.name, self._start, now()))
             self._start = self._spans[-1].end

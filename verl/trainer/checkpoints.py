@@ -138,7 +138,7 @@ class Checkpoints:
         return progress
 
     def load(self, step: int) -> None:
-        """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
+        """Restore the weights of a saved step; optimizers are reset. What was saved later is abandoned."""
         for name, role, of in self._models():
             role.load(self.path(name, step), of)
         self.abandoned += [saved for saved in self.steps if saved > step]

@@ -254,7 +254,7 @@ def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | No
 
 
 def _is_due(steps: int, patience: int) -> bool:
-    """After 1, 2, 4, 8, ... times the patience: a condition that stays is not told in every step."""
+    """After 1, 2, 4, 8, ... times the patience: a lasting condition is not reported in every step."""
     times, rest = divmod(steps, patience)
     return not rest and times.bit_count() == 1
 

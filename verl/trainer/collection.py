@@ -39,7 +39,7 @@ class Collector:
 
     With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
     once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
-    batch needs; `carried` are those that go on in the next step.
+    batch needs; `carried` are those that continue in the next step.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Collector:
         return Collected(sampled, trained, batch, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """From which the prompts go on; those of groups that were carried over come first, and are sampled anew."""
+        """The position in the prompts; those of groups that were carried over come first, and are sampled again."""
         return self.prompts.state_dict(again=[group.prompt for group in self.carried])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Collector:
         self.prompts.load_state_dict(state)
 
     def forget(self) -> None:
-        """What was sampled of groups that were carried over is of no use; their prompts are sampled anew."""
+        """Discard what was sampled of groups that were carried over; their prompts are sampled again."""
         self.load_state_dict(self.state_dict())
 
     def _selection(self, step: int) -> Selection:

@@ -20,7 +20,7 @@ NODES_SHOWN = 8
 
 class Pools(NamedTuple):
     """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` where it
-    has no devices of its own. `release` gives back what Ray was asked for.
+    has no devices of its own. `release` gives the devices back to Ray.
     """
 
     sampling: ResourcePool

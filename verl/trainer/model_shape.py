@@ -51,7 +51,7 @@ def policy_shape(config: Config) -> ModelShape:
 
 
 def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
-    """Of a language model, or of one that is made into a critic, with adapters if any are asked for; a folder needs a
+    """Of a language model, or of one that is made into a critic, with adapters if `lora` is given; a folder needs a
     config.json alone. Raises ConfigError.
     """
     try:

@@ -69,7 +69,7 @@ class RLTrainer:
             collected, trained, metrics = self.train_step(step)
         metrics |= run.performance.metrics(timed, collected.sampled, trained)
         metrics |= self._validate(step)
-        # Before anything is saved: a checkpoint has the weights that the run goes on with, and their score.
+        # Before anything is saved: a checkpoint has the weights that the run continues with, and their score.
         rolled_back = self._watch(metrics, step)
         score = None if rolled_back else metrics.get(SCORE)
         save = last or rolled_back or is_due(self.config.trainer.save_freq, step)

@@ -94,7 +94,7 @@ class Role:
         self.group.call_all("load_state", str(folder))
 
     def load(self, path: Path, of: str | None = None) -> None:
-        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer starts anew."""
+        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer is reset."""
         self.group.call_all("load", str(path), of)
 
     def save(self, path: Path, of: str | None = None) -> None:

@@ -118,7 +118,7 @@ class Run:
         self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
 
     def _resume(self) -> int:
-        """Put the state of an earlier run back, if that is asked for. Returns the number of steps that it has done."""
+        """Restore the state of an earlier run, if there is one to resume. Returns the steps that it has done."""
         path = state_to_resume(self.config.trainer)
         if path is None:
             return 0

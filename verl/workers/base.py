@@ -94,7 +94,7 @@ class RankWorker:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     def load(self, path: str, of: str | None = None) -> None:
-        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer starts anew."""
+        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer is reset."""
         self.engine.load_saved(Path(path), of)
 
     def save(self, path: str, of: str | None = None) -> None:

@@ -11,7 +11,7 @@ from verl.algorithms.advantages.inputs import AdvantageInput
 
 
 class PolicyRows(NamedTuple):
-    """The rows that have policy tokens, numbered anew from 0; the other rows take no part in any comparison."""
+    """The rows that have policy tokens, renumbered from 0; the other rows take no part in any comparison."""
 
     reward_B: Tensor
     """[B] float64: R_i, the sum of the row's token rewards over its policy tokens."""

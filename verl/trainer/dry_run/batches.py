@@ -60,7 +60,7 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
 
 
 def for_update(batch: TrainBatch, config: Config) -> TrainBatch:
-    """The batch without the columns that the actor's update finds by itself."""
+    """The batch without the columns that the actor's update computes itself."""
     found = set() if needs_ref_log_probs(config) else {"ref_log_probs"}
     if scores_in_update(config):
         found |= (

@@ -60,7 +60,7 @@ def check_inputs(config: Config) -> Models:
 
 
 def check_sources(config: Config) -> Sources:
-    """What the run reads; the environment is made, and not asked yet. Raises as `check_inputs` does."""
+    """What the run reads; the environment is made, but not called yet. Raises as `check_inputs` does."""
     data = config.data
     num_prompts = check_files(data.train_files, data.prompt_key)
     for files in (data.val_files, data.test_files):

@@ -29,7 +29,7 @@ def prompt_files(config: Config) -> Iterator[str | list[str]]:
 def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
     """Whether each file was made with the template of the run, as far as the environment's class can tell.
 
-    FAIL where the policy is told something else than the run reads, warn for a difference that may be meant.
+    FAIL where the file tells the policy other tags than the run reads, warn for a difference that may be intended.
     """
     for files in prompt_files(config):
         for path in file_list(files):
