@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from verl.tracking.spans import Span, now
+from verl.tracking.spans import SpanRecorder
 
 
-class Timer:
+class Timer(SpanRecorder):
     """Adds up the wall-clock seconds of named phases; a phase entered twice is summed.
 
     Nested phases each count their own whole duration, so an outer `step` covers the phases inside it.
@@ -22,18 +19,13 @@ class Timer:
         timer.spans    # [Span("gen", ...), Span("step", ...)], in the order of their ends
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = now()
-        try:
-            yield
-        finally:
-            self.spans.append(Span(phase, start, now()))
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.spans[-1].seconds
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the phases that have ended."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        return seconds
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/{phase}` in seconds."""
