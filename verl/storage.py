@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from verl.errors import StorageError
 
@@ -49,8 +50,16 @@ def free_bytes(path: Path) -> int:
 def digest(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-        return file.tell(), found.hexdigest()
+        return digest_of(file)
+
+
+def digest_of(file: BinaryIO) -> tuple[int, str]:
+    """The same of an open file, from its beginning."""
+    found, size = hashlib.sha256(), 0
+    while block := file.read(1 << 20):
+        found.update(block)
+        size += len(block)
+    return size, found.hexdigest()
 
 
 @contextlib.contextmanager

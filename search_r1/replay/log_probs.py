@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
+from long_task import track
 from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.batching import Budget, plan
@@ -54,9 +54,9 @@ class Checkpoint:
         self._check_vocabulary(stored)
         batch = _batch(stored.trajectories)
         parts = plan(batch.lengths_B, 1, 0, Budget(tokens=max_tokens), self.layout)
-        bar = tqdm(parts, desc="log_probs", disable=None)  # quiet where there is no terminal
+        told = track(parts, "log_probs", len(parts), "batches")
         scores = policy_scores(self.model, temperature)
-        log_prob_T = read_tokens(batch, bar, self.device, self.layout, scores)["log_prob"]
+        log_prob_T = read_tokens(batch, told, self.device, self.layout, scores)["log_prob"]
         if not log_prob_T.isfinite().all():
             raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
         return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]

@@ -31,6 +31,15 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class PhaseBackend(Protocol):
+    """A back end that shows what the run is doing."""
+
+    def now_in(self, phase: str) -> None:
+        """The innermost phase that has begun, by the name that it has in `timing_s/`; "" between them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Sample:
     """A trajectory as a tracker shows it. `reward` is None for a failed one; `gold` is the reward's ground truth."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from verl.tracking.spans import SpanRecorder
 
 
@@ -18,6 +21,23 @@ class Timer(SpanRecorder):
         timer.seconds  # {"gen": 1.9, "step": 2.0}
         timer.spans    # [Span("gen", ...), Span("step", ...)], in the order of their ends
     """
+
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
+        """`entered` is told the innermost phase whenever that changes; "" outside of all."""
+        super().__init__()
+        self._entered = entered
+        self._inside: list[str] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._inside.append(name)
+        self._entered(name)
+        try:
+            with super().__call__(name):
+                yield
+        finally:
+            self._inside.remove(name)
+            self._entered(self._inside[-1] if self._inside else "")
 
     @property
     def seconds(self) -> dict[str, float]:

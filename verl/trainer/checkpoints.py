@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
 from verl.trainer.roles import ActorGroup, CriticGroup, Role
+from verl.trainer.save_progress import saving
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +44,16 @@ class Checkpoints:
         with_anchor: bool,
         max_to_keep: int | None = None,
         copies: FolderCopies | None = None,
+        model_bytes: int | None = None,
     ) -> None:
         """`with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
-        do not share it.
+        do not share it. `model_bytes`: about as large a saved model becomes, where that is known, so that the first
+        save can say how long it will take.
         """
         self.run_dir = run_dir
         self.with_anchor = with_anchor
         self.max_to_keep = max_to_keep
+        self.model_bytes = model_bytes
         self.actor = actor
         self.critic = critic
         self.steps: list[int] = []
@@ -67,7 +71,8 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
         for name, role, of in self._models():
-            role.save(self.path(name, step), of)
+            with self._saving(name, step) as path:
+                role.save(path, of)
         if self._copies:  # rank 0 may be on another node
             for name, _, _ in self._models():
                 self._copies.bring(self.path(name, step))
@@ -106,10 +111,12 @@ class Checkpoints:
         step, temporary = self._writing
         if not wait and not self._is_here(temporary):
             return
+        path = saved_state.state_path(self.run_dir, step)
         try:
-            written = self._written(timeout_s)
-            self._require_arrived(temporary, written, timeout_s)
-            saved_state.finish(temporary, saved_state.state_path(self.run_dir, step), written)
+            with saving(path):
+                written = self._written(timeout_s)
+                self._require_arrived(temporary, written, timeout_s)
+            saved_state.finish(temporary, path, written)
         except VerlError as error:
             self._give_up(temporary, error, timeout_s)
             raise
@@ -180,6 +187,12 @@ class Checkpoints:
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
+
+    @contextmanager
+    def _saving(self, role: str, step: int) -> Iterator[Path]:
+        path = self.path(role, step)
+        with saving(path, self.model_bytes):
+            yield path
 
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"

@@ -39,7 +39,7 @@ class RLTrainer:
     def __init__(self, config: Config, device: str) -> None:
         self.config = config
         self.run = Run(config, device)
-        self.timer = Timer()
+        self.timer = self._new_timer()
 
     def fit(self) -> Path:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
@@ -161,7 +161,10 @@ class RLTrainer:
         run = self.run
         run.tracker.log(metrics | self.timer.metrics(), step)  # phases may have gone on since the step's metrics
         run.performance.write_timeline(step, self.timer)
-        self.timer = Timer()
+        self.timer = self._new_timer()
+
+    def _new_timer(self) -> Timer:
+        return Timer(self.run.tracker.now_in)
 
     def _finish(self) -> Path:
         self.run.writer.drain()

@@ -26,6 +26,7 @@ from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
 from verl.trainer.failing import report_stall
 from verl.trainer.layout import reserve_pools
+from verl.trainer.model_shape import policy_shape
 from verl.trainer.performance import Performance
 from verl.trainer.prompt_sets import load_prompts
 from verl.trainer.recovery import Recovery
@@ -113,7 +114,8 @@ class Run:
         self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
         started.callback(_stop, self.source.close)
         moves, most = anchor_moves(config), config.trainer.max_ckpt_to_keep
-        self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies)
+        size = 4 * policy_shape(config).num_params  # saved in float32
+        self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
         self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints)
         self.updates = Updates(config, self.actor, self.critic)
         self.evaluator = Evaluator(config, self.prompts, self.rollouts, self.scorer, self.files)

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
+from long_task import track
 from search_r1.errors import EncoderError, IndexMismatchError, SearchError, ServerError, TargetTakenError
 from search_r1.http.address import without_credentials
 from search_r1.search.corpus import Corpus
@@ -124,7 +124,8 @@ def store_vectors(client: Any, collection: str, vectors: VectorFile, fields: dic
             vectors_config=models.VectorParams(size=vectors.dim, distance=models.Distance.DOT),
             metadata=fields | {"num_rows": len(vectors)},
         )
-        for start, block in tqdm(vectors.blocks(_UPLOAD_ROWS), desc="qdrant", disable=None):
+        blocks = vectors.blocks(_UPLOAD_ROWS)
+        for start, block in track(blocks, "qdrant", -(-len(vectors) // _UPLOAD_ROWS), "blocks"):
             if not np.isfinite(block).all():
                 bad = start + int(np.flatnonzero(~np.isfinite(block).all(axis=1))[0])
                 raise EncoderError(f"the vector of row {bad} has NaN or Inf; encode the corpus again")
