@@ -29,7 +29,7 @@ _ADVICE: dict[int | None, str] = {
 def could_not_write(path: Path | str, error: BaseException) -> str:
     """A message that names the path, the reason and what to do.
 
-    Some libraries pass the operating system's reason on in words, and some not at all: then the free space is asked.
+    Some libraries pass the operating system's reason on in words, and some not at all: then the free space decides.
     """
     number = _reason(error)
     if number is None and free_bytes(Path(path)) < _FULL_BYTES:
@@ -38,12 +38,12 @@ def could_not_write(path: Path | str, error: BaseException) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """What is there of `path`: itself, or the nearest folder above it."""
+    """`path` itself, or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """What is left on the file system that `path` is on, or would be."""
+    """Free bytes of the file system that `path` is on, or would be."""
     return shutil.disk_usage(nearest_folder(path)).free
 
 

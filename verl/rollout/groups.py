@@ -36,10 +36,6 @@ class Group:
     def is_complete(self) -> bool:
         return len(self.results) == len(self.hows)
 
-    @property
-    def num_missing(self) -> int:
-        return len(self.hows) - len(self.results)
-
     def missing(self) -> list[int]:
         return [index for index in range(len(self.hows)) if index not in self.results]
 

@@ -91,10 +91,10 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
     if (values.device.type, values.dtype, target.dtype) == ("cpu", torch.float32, torch.bfloat16):
         from verl.rollout.weight_cast import round_to_bfloat16  # numba takes half a second
 
-        total, finite = round_to_bfloat16(values, target, first_block)
+        sum_of_all, finite = round_to_bfloat16(values, target, first_block)
         if not finite:
             raise _not_finite(name)
-        return total
+        return sum_of_all
     words = target.view(torch.int64).view(-1, BLOCK // WORD)
     sums = torch.empty(len(words), dtype=torch.int64)
     size = CHUNK // target.itemsize

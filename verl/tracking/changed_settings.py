@@ -46,16 +46,18 @@ class Change:
 
 def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Change]:
     """By key; those that may change what is learned come first. Both as read from YAML."""
-    old, new = dict(_leaves(saved)), dict(_leaves(wanted))
+    old, new = dict(leaves(saved)), dict(leaves(wanted))
     keys = dict.fromkeys([*new, *old])
     changes = [Change(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in keys]
     return sorted((change for change in changes if change.old != change.new), key=lambda change: change.harmless)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a tree of settings by dotted key.
+
+    An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

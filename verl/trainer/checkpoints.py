@@ -1,4 +1,4 @@
-"""Checkpoints of a run: models that anyone can load, and the state from which the run itself goes on.
+"""Checkpoints of a run: models that anyone can load, and the state from which the run itself resumes.
 
 `{run folder}/{actor,critic,ref}/global_step_N` are in Hugging Face format; `verl.trainer.saved_state` describes
 `{run folder}/state/global_step_N`.
@@ -20,7 +20,7 @@ from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring,
 from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.roles import ActorGroup, CriticGroup, Role
 from verl.trainer.save_progress import saving
 
 log = logging.getLogger(__name__)
@@ -70,17 +70,12 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
-        with self._saving("actor", step) as path:
-            self.actor.save(path)
-        if self.with_anchor:
-            with self._saving("ref", step) as path:
-                self.actor.save(path, of="anchor")
-        if self.critic is not None:
-            with self._saving("critic", step) as path:
-                self.critic.save(path)
+        for name, role, of in self._models():
+            with self._saving(name, step) as path:
+                role.save(path, of)
         if self._copies:  # rank 0 may be on another node
-            for role in ("actor", "ref", "critic"):
-                self._copies.bring(self.path(role, step))
+            for name, _, _ in self._models():
+                self._copies.bring(self.path(name, step))
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -106,7 +101,7 @@ class Checkpoints:
         self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Give a state that is on the disk its name, and remove what is too old.
+        """Rename a state that is completely written, and remove what is too old.
 
         `wait` for one that is being written, at most `timeout_s` seconds where that is given. Raises VerlError when it
         could not be written; then it is removed.
@@ -161,7 +156,7 @@ class Checkpoints:
         return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
-        """By all roles. What one of them cannot write is told while another is still at work."""
+        """By all roles. An error of one is raised while another is still writing."""
         calls = {role: group.begin_saved_state(timeout_s) for role, group in self._groups().items()}
         written = {
             role: wait_beside(call, [other for other in calls.values() if other is not call])
@@ -184,13 +179,11 @@ class Checkpoints:
         return progress
 
     def load(self, step: int) -> None:
-        """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
-        with self._lent(*(path for role in ("actor", "ref", "critic") if (path := self.path(role, step)).is_dir())):
-            self.actor.load(self.path("actor", step))
-            if self.with_anchor:
-                self.actor.load(self.path("ref", step), of="anchor")
-            if self.critic is not None:
-                self.critic.load(self.path("critic", step))
+        """Restore the weights of a saved step; optimizers are reset. What was saved later is abandoned."""
+        models = [(self.path(name, step), role, of) for name, role, of in self._models()]
+        with self._lent(*(path for path, _, _ in models if path.is_dir())):
+            for path, role, of in models:
+                role.load(path, of)
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
@@ -211,6 +204,14 @@ class Checkpoints:
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
         return {"step": step, "best": self.best} | known
+
+    def _models(self) -> Iterator[tuple[str, Role, str | None]]:
+        """Each model by its folder, with the role that has it and what it is called there."""
+        yield "actor", self.actor, None
+        if self.with_anchor:
+            yield "ref", self.actor, "anchor"
+        if self.critic is not None:
+            yield "critic", self.critic, None
 
     def _groups(self) -> dict[str, ActorGroup | CriticGroup]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})

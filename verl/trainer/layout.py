@@ -1,4 +1,4 @@
-"""Who sits where: the devices of a run, divided among the roles."""
+"""The layout of a run: its devices, divided among the roles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES_SHOWN = 8
 class Pools(NamedTuple):
     """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` where it
     has no devices of its own; the reward's server is on `reward_server` where it has GPUs. `copies` are of the run
-    folder on nodes that do not share it. `release` gives back what Ray was asked for.
+    folder on nodes that do not share it. `release` gives the devices back to Ray.
     """
 
     sampling: ResourcePool

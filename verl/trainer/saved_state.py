@@ -110,7 +110,7 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
-def where_to_go_on(run_dir: Path) -> str:
+def how_to_resume(run_dir: Path) -> str:
     """A sentence for somebody whose run has ended too early."""
     states = list(saved(run_dir))
     if states:

@@ -9,7 +9,7 @@ from verl.config import Config, check_supported
 from verl.config.placement import critic_gpus
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.trainer.dry_run.device import DevicePhase
+from verl.trainer.dry_run.device import DeviceUse
 from verl.trainer.dry_run.place import Place, located
 from verl.trainer.dry_run.report import FILLED
 from verl.trainer.dry_run.roles import Role, run_roles
@@ -36,7 +36,7 @@ class Planned:
     level: Level
     verdict: str
     room: bool
-    phases: list[DevicePhase]
+    phases: list[DeviceUse]
     costs: Mapping[Phase, Cost]
     sent: Mapping[str, float]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl.config import Config
-from verl.config.objective import anchor_is_base, has_anchor
+from verl.config.predicates import anchor_is_base, has_anchor, has_critic
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora
+from verl.engine.model import CausalLm
+from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
-from verl.trainer.model_shape import ModelShape, model_shape, policy_shape, value_shape
+from verl.trainer.model_shape import CPU, ModelShape, model_shape, policy_shape
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ def _models_of(config: Config) -> Models:
     anchor = (
         replace(policy, num_adapted=0)
         if role.ref.path is None
-        else model_shape(role.ref.path, settings.override_config, settings.trust_remote_code)
+        else model_shape(CausalLm.of(role.ref.path, settings, CPU))
     )
     critic = None
-    if config.algorithm.adv_estimator == "gae":
+    if has_critic(config):
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
-        critic = value_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
+        critic = model_shape(TokenClassifier.of(model.path, model, CPU), Lora.from_config(model))
     own_anchor = has_anchor(config) and not anchor_is_base(config)
     return Models(policy, anchor if own_anchor else None, critic)
 
