@@ -93,7 +93,7 @@ function Searches({ searches }) {
   if (!searches.length) return null;
   return html`<h3>Searches</h3>${searches.map((search) => html`<details class="search" open>
     <summary>Turn ${search.turn}: <q>${search.query}</q>
-      <small> ${search.executed ? `${search.passages.length} passages${search.ms === null ? "" : `, ${number(search.ms, 1)} ms`}` : "not executed"}</small></summary>
+      <small> ${search.executed ? `${search.passages.length} passage${search.passages.length === 1 ? "" : "s"}${search.ms === null ? "" : `, ${number(search.ms, 1)} ms`}` : "not executed"}</small></summary>
     <ol>${search.passages.map((one) => html`<li><strong><${Runs} runs=${one.title} /></strong>
       <small> ${one.id === null ? "" : `id ${one.id}`}${one.score === null ? "" : `, score ${number(one.score)}`}</small>
       <div class="passage"><${Runs} runs=${one.text} /></div></li>`)}</ol></details>`)}`;

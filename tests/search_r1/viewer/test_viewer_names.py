@@ -54,7 +54,7 @@ def test_names_stay_text(page: Page, harmless: Path, view: str) -> None:
             expect(page.locator("main h2, main table").first).to_be_visible()
             if view == "dashboard" and name == NAMES[0]:
                 for metric in hostile():
-                    expect(page.locator("#app")).to_contain_text(f"reward/{metric[:60]}", use_inner_text=False)
+                    expect(page.locator("#app")).to_contain_text(f"val {metric[:60]}", use_inner_text=False)
                 expect(page.locator(".span").first).to_be_visible()
             assert page.evaluate("window.hacked") is None
             assert page.locator(HARM).count() == 0
