@@ -56,7 +56,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retriever_name",
         default="e5",
-        help="bm25, the family of a dense encoder (e5, bge, ...), hybrid, qdrant, or an online engine",
+        help="bm25, the family of a dense encoder (e5, bge, ...), hybrid, or an online engine",
     )
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
@@ -66,10 +66,8 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense_engine", default="auto", help="auto, faiss, or matrix (exact, of Flat indexes)")
     parser.add_argument("--search_parameters", default="", help="of a FAISS index, such as nprobe=32 or efSearch=128")
     parser.add_argument("--query_precision", default="auto", help="of the encoder: auto, float32, bfloat16, float16")
-    parser.add_argument("--dense_name", help="of --retriever_name hybrid and qdrant: the family of the dense encoder")
+    parser.add_argument("--dense_name", help="of --retriever_name hybrid: the family of the dense encoder")
     parser.add_argument("--bm25_index_path", help="of --retriever_name hybrid: the BM25 folder")
-    parser.add_argument("--qdrant_location", help="of --retriever_name qdrant: http://host:6333, or a folder")
-    parser.add_argument("--qdrant_collection", help="of --retriever_name qdrant: the collection of the index builder")
     parser.add_argument("--max_batch", type=int, default=256, help="most queries of one search of the index")
     parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
     parser.add_argument("--max_queue", type=int, default=8192, help="queries that may wait; beyond: HTTP 503")
@@ -154,8 +152,6 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
         query_precision=arguments.query_precision,
         dense_name=arguments.dense_name,
         bm25_index_path=arguments.bm25_index_path,
-        qdrant_location=arguments.qdrant_location,
-        qdrant_collection=arguments.qdrant_collection,
     )
     limits = ServiceOptions(arguments.max_batch, arguments.max_wait_ms, arguments.max_queue, arguments.cache_size)
     return RetrievalService(load_retriever(options, corpus), corpus, limits, metrics)
