@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", default=["long", "overload", "left"], choices=["long", "overload", "left"]
     )
-    parser.add_argument("--workers", type=int, default=1, help="of the server")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/endurance.json"))
     arguments = parser.parse_args()
@@ -60,7 +59,6 @@ def run(arguments: argparse.Namespace, more: list[str], part: Callable[[Server],
     """One part on a fresh server."""
     command = ["-m", "search_r1.search.retrieval_server", "--corpus_path", arguments.corpus_path]
     command += ["--index_path", arguments.index_path, "--retriever_name", arguments.retriever_name, *more]
-    command += ["--workers", str(arguments.workers)]
     command += ["--retriever_model", arguments.retriever_model] if arguments.retriever_model else []
     with tempfile.NamedTemporaryFile(suffix=".log") as log, server(command, [0, 1], Path(log.name)) as running:
         run_load(Load(f"{running.url}/retrieve", 8, seconds=2.0), ["warm"])
