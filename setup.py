@@ -82,7 +82,7 @@ PACKAGE_DATA = {
     "search_r1.llm_agent": ["templates/*.txt"],
     "search_r1.rewards": ["rubrics/*.txt"],
     "search_r1.search": ["*.sh"],
-    "search_r1.viewer": ["static/*"],
+    "search_r1.viewer": ["static/*.*", "static/vendor/*"],
     "verl.trainer": ["runtime_env.yaml"],
 }
 

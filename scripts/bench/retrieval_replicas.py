@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_load import Load, markdown, read_questions, run_load
-from servers import Server, cpu_s, process_tree, proportional_mib, server
+from servers import (
+    Server,
+    add_index_arguments,
+    cpu_s,
+    process_tree,
+    proportional_mib,
+    retrieval_command,
+    server,
+)
 
 SIDES: dict[str, list[list[str]]] = {
     "one process": [["--num_threads", "2"]],
@@ -38,13 +46,10 @@ LOADS = {
 @contextmanager
 def running(arguments: argparse.Namespace, side: list[list[str]], more: list[str]) -> Iterator[list[Server]]:
     """The servers of a side, warm."""
-    command = ["-m", "search_r1.search.retrieval_server", "--corpus_path", arguments.corpus_path]
-    command += ["--index_path", arguments.index_path, "--retriever_name", arguments.retriever_name]
-    command += ["--retriever_model", arguments.retriever_model] if arguments.retriever_model else []
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         yield [
-            stack.enter_context(server([*command, *own, *more], [0, 1], log / f"{number}.log"))
+            stack.enter_context(server([*retrieval_command(arguments), *own, *more], [0, 1], log / f"{number}.log"))
             for number, own in enumerate(side)
         ]
 
@@ -97,11 +102,7 @@ def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="One server against two replicas of it.")
-    parser.add_argument("--corpus_path", required=True)
-    parser.add_argument("--index_path", required=True)
-    parser.add_argument("--retriever_name", default="bm25")
-    parser.add_argument("--retriever_model")
-    parser.add_argument("--questions", type=Path, nargs="+", required=True)
+    add_index_arguments(parser)
     parser.add_argument("--scenarios", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)

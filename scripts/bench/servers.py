@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -41,6 +42,22 @@ class Server:
     def cpu_s(self) -> float:
         """Seconds of CPU so far."""
         return cpu_s(self.process.pid)
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to serve, and what to ask: `--corpus_path --index_path --retriever_name --retriever_model --questions`."""
+    parser.add_argument("--corpus_path", required=True)
+    parser.add_argument("--index_path", required=True)
+    parser.add_argument("--retriever_name", default="minilm")
+    parser.add_argument("--retriever_model")
+    parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines with a field `question`")
+
+
+def retrieval_command(arguments: argparse.Namespace) -> list[str]:
+    """The retrieval server over what `add_index_arguments` read, for `server`."""
+    command = ["-m", "search_r1.search.retrieval_server", "--corpus_path", arguments.corpus_path]
+    command += ["--index_path", arguments.index_path, "--retriever_name", arguments.retriever_name]
+    return command + (["--retriever_model", arguments.retriever_model] if arguments.retriever_model else [])
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def create_app(pages: Pages, metrics: Metrics, token: str | None = None, timeout
     """`app.state.server` is its `ServerState`. The page itself has no data in it and needs no `token`."""
     app, state = FastAPI(title="trajectories", docs_url=None, redoc_url=None), ServerState()
     app.state.server = state
-    static = {f"/static/{path.name}": path for path in STATIC.iterdir() if path.suffix in TYPES}
+    static = {f"/static/{path.relative_to(STATIC)}": path for path in STATIC.rglob("*") if path.suffix in TYPES}
     open_paths = OPEN_PATHS | {"/", *static}
     app.add_middleware(Gate, state=state, metrics=metrics, token=token, open_paths=open_paths)
     app.add_middleware(Headers)
