@@ -82,7 +82,7 @@ def _load(arguments: argparse.Namespace, metrics: Metrics, token: str | None) ->
         raise ServerError(
             f"--workers is {arguments.workers}, but a server is one process; to use more, start several servers, each "
             "on its own --port, and give the client all addresses with commas between: "
-            "retriever.url=http://host:8000/retrieve,http://host:8001/retrieve (docs/retrieval.md)"
+            "\"retriever.url='http://host:8000/retrieve,http://host:8001/retrieve'\" (docs/retrieval.md)"
         )
     if arguments.mcp:
         sdk_module("mcp.server")  # before the long load
