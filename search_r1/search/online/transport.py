@@ -142,7 +142,7 @@ class Transport:
         return self._session.request(
             provider.method,
             self._options.endpoint or provider.endpoint,
-            params={name: value if isinstance(value, str) else json.dumps(value) for name, value in in_url.items()},
+            params=_parameters(in_url),
             headers={"Accept": "application/json"} | (credential if provider.key_place == "header" else {}),
             json=fields if in_body else None,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -172,6 +172,12 @@ class Transport:
 
     def _unavailable(self, reason: str) -> OnlineUnavailable:
         return OnlineUnavailable(f"the online engine {self._provider.name} gave no answer ({reason}); try again later")
+
+
+def _parameters(fields: Fields) -> list[tuple[str, str]]:
+    """The fields as the query of a URL has them: a list is a parameter that is repeated."""
+    pairs = [(name, one) for name, value in fields.items() for one in (value if isinstance(value, list) else [value])]
+    return [(name, one if isinstance(one, str) else "" if one is None else json.dumps(one)) for name, one in pairs]
 
 
 def shown(text: str) -> str:
