@@ -100,5 +100,5 @@ class Gate:
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, given = header.partition(b" ")
-        return hmac.compare_digest(given.strip(), self._token) and scheme.lower() == b"bearer"
+        scheme, _, token = header.partition(b" ")
+        return hmac.compare_digest(token.strip(), self._token) and scheme.lower() == b"bearer"

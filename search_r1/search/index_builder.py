@@ -4,7 +4,7 @@
         --corpus_path corpus.jsonl --save_dir indexes --faiss_type Flat
 
 writes `{save_dir}/{method}_{faiss_type}.index` and its manifest (`.json`); `--save_embedding` keeps the vectors in
-`{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run goes on where it stopped when
+`{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run resumes where it stopped when
 started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. An earlier index of the same name
 is replaced; what no builder wrote is refused.
 """

@@ -36,13 +36,13 @@ class _TemporaryFailure(Exception):
 
 @dataclass
 class RequestState:
-    """`until`: the latest deadline of the clients (monotonic seconds); `asked`: the request was sent, and costs money.
+    """`until`: the latest deadline of the clients (monotonic seconds); `sent`: the request was sent, and costs money.
 
     `settled` is done with the reply, or once the first attempt failed: other queries need not wait for the next one.
     """
 
     until: float = -math.inf
-    asked: bool = False
+    sent: bool = False
     failure: str = ""
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -110,12 +110,12 @@ class Transport:
             raise self.busy(state)
 
     async def _attempt(self, fields: Fields, state: RequestState, deadline: float) -> str:
-        state.asked = True
+        state.sent = True
         self._usage.attempts += 1
         try:
             return await self._send(fields, min(self._options.timeout_s, deadline - time.monotonic()))
         except _TemporaryFailure as failure:
-            state.asked, state.failure = False, str(failure)
+            state.sent, state.failure = False, str(failure)
             state.settle()
             raise
 
