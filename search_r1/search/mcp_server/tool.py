@@ -4,6 +4,8 @@
 
 speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
 tool by HTTP (`http.py`). Needs the extra `retrieval-mcp`.
+
+On the SDK's `Server`, not its `MCPServer`: that one hides why a search failed and repeats what was sent.
 """
 
 from __future__ import annotations
