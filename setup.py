@@ -38,7 +38,6 @@ REQUIRED = [
     "tensorboard>=2.18",
     "tokenizers>=0.23.1,<0.24",
     "torch==2.13.0",
-    "tqdm>=4.66",
     "transformers>=5.16.1,<5.20",  # vLLM's range
     "uvicorn>=0.30",
     "wandb>=0.30",
@@ -96,7 +95,7 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.11",
         packages=find_packages(include=["verl", "verl.*", "search_r1", "search_r1.*"]),
-        py_modules=["infer"],
+        py_modules=["infer", "long_task"],
         entry_points={"console_scripts": ["search-r1 = search_r1.command:main"]},
         package_data=PACKAGE_DATA,
         install_requires=REQUIRED,

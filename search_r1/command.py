@@ -36,6 +36,10 @@ class Program:
     def is_script(self) -> bool:
         return "/" in self.target
 
+    @property
+    def is_benchmark(self) -> bool:
+        return self.target.startswith("scripts/bench/")
+
     def words(self, arguments: Sequence[str]) -> list[str]:
         """The whole command. Raises ClickException for a script where there is no clone of the repository."""
         if not self.is_script:
@@ -118,6 +122,11 @@ def _command(program: Program) -> click.Command:
         if {"--help", "-h"} & set(arguments[:1]):
             example = f"{click.get_current_context().command_path} {program.example}".rstrip()
             click.echo(f"{program.summary}\n\n    {example}\n")
+            if program.is_benchmark:
+                from search_r1.script_help import help_of
+
+                click.echo(help_of(CLONE / program.target))
+                return
         words = program.words(arguments)
         sys.stdout.flush()
         os.execvp(words[0], words)

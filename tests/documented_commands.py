@@ -14,7 +14,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 SHELLS = ("bash", "sh", "shell")
 _FENCE = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
@@ -76,6 +76,15 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
     """(number of its first line, language, content) of each fenced block."""
     for fence in _FENCE.finditer(text):
         yield _line_of(text, fence.start(2)), fence[1], fence[2]
+
+
+def files_of(text: str) -> Iterator[tuple[str, str]]:
+    """(name, content) of what a page tells its reader to write: a block behind a paragraph that names `mine/FILE`."""
+    for line, language, block in blocks(text):
+        before = "\n".join(text.splitlines()[: line - 2]).rstrip().rpartition("\n\n")[2]
+        named = re.findall(r"`(mine/\w+\.\w+)`", before)
+        if named and language in ("python", "text"):
+            yield named[-1], block
 
 
 def parse(line: str, where: str = "") -> Iterator[Command]:

@@ -164,11 +164,13 @@ def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def ray_node(host: Host, address: str, num_cpus: int = 2, job_server: bool = False) -> Iterator[None]:
-    """A raylet on `host`, the head if the cluster's `address` is on it."""
+def ray_node(
+    host: Host, address: str, num_cpus: int = 2, job_server: bool = False, num_gpus: int = 0
+) -> Iterator[None]:
+    """A raylet on `host`, the head if the cluster's `address` is on it. `num_gpus` are said, not there."""
     head = ("head",) if job_server else ("head", "--include-dashboard=false")
     where = head if address.startswith(f"{host.address}:") else (address,)
-    size = ("--num-gpus=0", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
+    size = (f"--num-gpus={num_gpus}", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
     ray = host.start("bash", "scripts/cluster/ray_node.sh", *where, *size, RAY_NODE_IP=host.address)
     try:
         wait_for_port(host, address)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, parse
+from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, files_of, parse
 from trying_commands import server, try_command, try_typed
 
 import infer
@@ -22,7 +22,7 @@ from verl.errors import ConfigError
 
 # What a reader has made or downloaded before.
 PASSAGES = ("corpus.jsonl", "data/wiki-18.jsonl", "runs/tinywiki_default_seed0/data/corpus.jsonl")
-PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine")
+PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calculator", "data/german")
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 
 
@@ -31,6 +31,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     """With the files of the reader, and as the current folder."""
     made = Checkout(tmp_path)
     shutil.copytree(ROOT / "tests/e2e/new_user", made.folder / "mine")
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        for name, content in files_of(page.read_text()):
+            (made.folder / name).write_text(content)
     for folder in PROMPTS:
         (made.folder / folder).mkdir(parents=True)
         for split in ("train", "test"):

@@ -35,7 +35,7 @@ SETTINGS = {
 def run(script: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS} | settings
     command = ["bash", str(ROOT / script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def composed(script: str, *arguments: str, **settings: str) -> dict:

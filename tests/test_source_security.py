@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [*sorted((ROOT / "verl").rglob("*.py")), *sorted((ROOT / "search_r1").rglob("*.py")), ROOT / "infer.py"]
+SOURCES = [
+    *sorted((ROOT / "verl").rglob("*.py")),
+    *sorted((ROOT / "search_r1").rglob("*.py")),
+    ROOT / "infer.py",
+    ROOT / "long_task.py",
+]
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 UNSAFE_NAMES = frozenset({"eval", "exec", "compile", "__import__"})

@@ -1,4 +1,4 @@
-"""Code of others, found by the dotted name that the config gives: how the search agent plugs into the engine."""
+"""Loads user code by the dotted name in the config: how the search agent plugs into the engine."""
 
 from __future__ import annotations
 

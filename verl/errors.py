@@ -18,7 +18,7 @@ class EnvironmentUnavailable(VerlError):
 
 
 class RewardUnavailable(VerlError):
-    """The reward of a trajectory could not be had (a judge is down): it is masked and counted, never scored 0."""
+    """The reward of a trajectory is not available (a judge is down): it is masked and counted, never scored 0."""
 
 
 class RewardError(VerlError):
@@ -30,15 +30,15 @@ class RolloutError(VerlError):
 
 
 class SamplingAbandoned(RolloutError):
-    """Sampling was told to stop, by whoever has no use for it any more."""
+    """Sampling was cancelled: its results are no longer needed."""
 
 
 class WeightsInTraining(RolloutError):
-    """Engines that were started anew have no weights, and the trainer's are changing at the moment."""
+    """Restarted engines have no weights, and the trainer's are changing at the moment."""
 
 
 class EngineDied(RolloutError):
-    """The process of a rollout engine ended without being asked to."""
+    """The process of a rollout engine ended unexpectedly."""
 
 
 class WeightSyncError(VerlError):
@@ -54,7 +54,7 @@ class WorkerError(VerlError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended without being asked to."""
+    """A worker process ended unexpectedly."""
 
 
 class Stalled(WorkerError):

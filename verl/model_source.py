@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder here, or a name on the hub. Asked once, before anything heavy is imported."""
+"""Where a model comes from: a folder here, or a name on the hub. Checked once, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_model(name: str) -> str:
     """The folder `name`, or the hub name `name` after the hub has said that it has such a model.
 
     Where the hub does not answer, the folder of a copy that was downloaded before. Raises `ConfigError` at once, after
-    one request at most: the libraries that load a model ask again and again, for most of a minute.
+    one request at most: the libraries that load a model retry for most of a minute.
     """
     source = find_source(name)
     if Path(source).is_dir():

@@ -11,6 +11,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl.columns import Columns
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -161,8 +163,9 @@ class TrainBatch:
     """Rows of different lengths, stored without padding.
 
     `tokens[name]` is [T] (or [T, ...]): all rows' tokens one after the other. `rows[name]` is [B].
-    Always present: `tokens["ids"]` int64, `tokens["loss_mask"]` bool. A per-token value at position t belongs to
-    token t (its log-prob given the tokens before it in the same row); at a row's first token it is 0 and masked.
+    `verl.columns` says what each column is, and checks one that is set. Always present: `tokens["ids"]` int64 and
+    `tokens["loss_mask"]` bool. A per-token value at position t belongs to token t (its log-prob given the tokens before
+    it in the same row); at a row's first token it is 0 and masked.
 
     Its methods import torch themselves: programs that only play episodes start, and refuse, without waiting for it.
     """
@@ -170,6 +173,11 @@ class TrainBatch:
     lengths_B: torch.Tensor
     tokens: dict[str, torch.Tensor]
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a column that is none, or not of its type and length."""
+        self.tokens = Columns("tokens", int(self.lengths_B.sum()), self.tokens)
+        self.rows = Columns("rows", len(self.lengths_B), self.rows)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
@@ -215,12 +223,10 @@ class TrainBatch:
         import torch
 
         index_B = torch.as_tensor(row_indices, dtype=torch.int64)
-        ends_B = self.lengths_B.cumsum(0)
-        spans = [torch.arange(int(ends_B[i] - self.lengths_B[i]), int(ends_B[i])) for i in index_B.tolist()]
-        token_index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        index_T = flat_positions(self.lengths_B, index_B)
         return TrainBatch(
             self.lengths_B[index_B],
-            {name: value[token_index] for name, value in self.tokens.items()},
+            {name: value[index_T] for name, value in self.tokens.items()},
             {name: value[index_B] for name, value in self.rows.items()},
         )
 
@@ -231,6 +237,16 @@ class TrainBatch:
         return torch.nn.utils.rnn.pad_sequence(
             list(self.tokens[name].split(self.lengths_B.tolist())), batch_first=True, padding_value=value
         )
+
+
+def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """[T'] int64: where the tokens of `rows`, one row after the other, lie in the whole batch's flat order."""
+    import torch
+
+    index_B = torch.as_tensor(rows, dtype=torch.int64)
+    own_lengths_B = lengths_B[index_B]
+    shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
+    return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)
 
 
 def reward_rows(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

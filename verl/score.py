@@ -1,4 +1,4 @@
-"""What a reward gave, read as a number with components."""
+"""The result of a reward, read as a number with components."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ Score = tuple[float, dict[str, float]]
 """The reward, and what it was made of."""
 
 
-def read_score(given: Any) -> Score:
+def read_score(result: Any) -> Score:
     """Of a number, of (number, components), or of a mapping with `score` whose other numbers are the components.
 
     Raises `ValueError`, which says what is wrong, for anything else and for NaN and infinity.
     """
-    if isinstance(given, Mapping):
-        if "score" not in given:
-            raise ValueError(f"gave {given!r}, a mapping without 'score'")
-        others = {name: value for name, value in given.items() if name != "score" and _as_number(value) is not None}
-        return read_number(given["score"]), _read_components(others)
-    if isinstance(given, tuple):
-        if len(given) != 2 or not isinstance(given[1], Mapping):
-            raise ValueError(f"gave {given!r}, which is not (number, components)")
-        return read_number(given[0]), _read_components(given[1])
-    return read_number(given), {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise ValueError(f"gave {result!r}, a mapping without 'score'")
+        others = {name: value for name, value in result.items() if name != "score" and _as_number(value) is not None}
+        return read_number(result["score"]), _read_components(others)
+    if isinstance(result, tuple):
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            raise ValueError(f"gave {result!r}, which is not (number, components)")
+        return read_number(result[0]), _read_components(result[1])
+    return read_number(result), {}
 
 
-def read_number(given: Any) -> float:
+def read_number(result: Any) -> float:
     """Of a number of Python, of NumPy or of torch, also as a tensor with one element. Raises `ValueError`."""
-    number = _as_number(given)
+    number = _as_number(result)
     if number is None or not math.isfinite(number):
-        raise ValueError(f"gave {given!r}, which is no finite number")
+        raise ValueError(f"gave {result!r}, which is no finite number")
     return number
 
 

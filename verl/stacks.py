@@ -34,20 +34,20 @@ def _own_memory(pid: int) -> int:
 
 
 def collect_stacks(folder: Path) -> list[Path]:
-    """Ask this process and all its descendants that offer stacks; one text file each, {title}-{pid}.txt in `folder`.
+    """Signal this process and all its descendants that offer stacks; one text file each, {title}-{pid}.txt in `folder`.
 
     Those that do not answer within `ANSWER_S` seconds (they are stopped) are left out.
     """
-    asked = {}
+    signalled = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error, OSError):
             if (memory := _memory_of(process.pid)) is not None:
-                asked[process] = (memory, memory.stat().st_size)
+                signalled[process] = (memory, memory.stat().st_size)
                 process.send_signal(SIGNAL)
     deadline = time.monotonic() + ANSWER_S
     found = []
     folder.mkdir(parents=True, exist_ok=True)
-    for process, (memory, size) in asked.items():
+    for process, (memory, size) in signalled.items():
         with contextlib.suppress(psutil.Error, OSError):
             before = size
             while (now := memory.stat().st_size) > before or (now == size and time.monotonic() < deadline):

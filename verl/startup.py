@@ -1,11 +1,11 @@
-"""What a program tells while it starts: one line a phase, and from its libraries only what somebody can act on.
+"""What a program logs while it starts: one line a phase, and from its libraries only what a user can act on.
 
     log_to_stderr()
     with phase("starting Ray"):
         ray.init(...)
 
 writes `[  3 s] starting Ray` to standard error, with the seconds since the process began, and further lines while
-a long phase lasts. Standard output stays free for what the program was asked for.
+a long phase lasts. Standard output stays free for the program's own output.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PLAIN = "%(message)s"
 ENGINE_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_LOGS": "-torch._library.triton",  # that there is no Triton, told on machines that need none
+    "TORCH_LOGS": "-torch._library.triton",  # a warning about a missing Triton on machines that need none
 }
-"""What keeps vLLM and torch quiet, here and in the processes that start here. Errors are still told."""
+"""What keeps vLLM and torch quiet, here and in the processes that start here. Errors still appear."""
 
 CPU_ENGINE_VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM's CPU kernels tell which NUMA node their memory is on

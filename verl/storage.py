@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from verl.errors import StorageError
 
@@ -28,7 +29,7 @@ _ADVICE: dict[int | None, str] = {
 def could_not_write(path: Path | str, error: BaseException) -> str:
     """A message that names the path, the reason and what to do.
 
-    Some libraries pass the operating system's reason on in words, and some not at all: then the free space is asked.
+    Some libraries pass the operating system's reason on in words, and some not at all: then the free space decides.
     """
     number = _reason(error)
     if number is None and free_bytes(Path(path)) < _FULL_BYTES:
@@ -37,20 +38,28 @@ def could_not_write(path: Path | str, error: BaseException) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """What is there of `path`: itself, or the nearest folder above it."""
+    """`path` itself, or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """What is left on the file system that `path` is on, or would be."""
+    """Free bytes of the file system that `path` is on, or would be."""
     return shutil.disk_usage(nearest_folder(path)).free
 
 
 def digest(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-        return file.tell(), found.hexdigest()
+        return digest_of(file)
+
+
+def digest_of(file: BinaryIO) -> tuple[int, str]:
+    """The same of an open file, from its beginning."""
+    found, size = hashlib.sha256(), 0
+    while block := file.read(1 << 20):
+        found.update(block)
+        size += len(block)
+    return size, found.hexdigest()
 
 
 @contextlib.contextmanager

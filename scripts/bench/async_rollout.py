@@ -1,18 +1,21 @@
 """What sampling ahead of training gains when the retriever is slow: the same run in each mode, in turn.
 
-    .venv/bin/python scripts/bench/async_rollout.py --delay_ms 200 --output_dir runs/async -- \
+    .venv/bin/python scripts/bench/async_rollout.py --delay_ms 10 200 1000 --output_dir runs/async -- \
       --config-name tinywiki retriever.url=http://127.0.0.1:8000/retrieve data.train_files=...
 
 Behind -- stand all arguments of verl.trainer.main_ppo. A proxy between the run and its retriever holds every answer
-back. Prints medians over all steps but the first two and the last of each run: of a step, of the loop's wait for its
-batch, of the share of time in which engines have no request, in all and while they have trajectories, and of the age of
-the weights.
+back for each `--delay_ms`, in turn, and an exponentially distributed time beyond it.
+
+Prints medians over all steps but the first two and the last of each run: of a step, of the loop's wait for its batch,
+of the share of time in which engines have no request, in all and while they have trajectories, and of the age of the
+weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -46,7 +49,8 @@ Rows = list[dict[str, float]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay_ms", type=float, default=200.0)
+    parser.add_argument("--delay_ms", type=float, nargs="+", default=[200.0])
+    parser.add_argument("--tail", type=float, default=0.5, help="mean of the time beyond it, as a share of it")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -56,17 +60,19 @@ def main() -> int:
     if len(urls) != 1:
         parser.error(f"give {URL}http://..., once, behind --")
     arguments = [argument for argument in args.arguments if not argument.startswith(URL)]
-    runs: dict[str, list[Rows]] = {mode: [] for mode in args.modes}
-    with slow_retriever(urls[0], args.delay_ms / 1000) as url:
-        for number in range(args.rounds):
-            for mode in args.modes:
-                runs[mode].append(run(args.output_dir.resolve() / f"{mode}_{number}", mode, [*arguments, URL + url]))
-    print(
-        f"medians over the steps of {args.rounds} runs each, {args.delay_ms:g} ms before every answer of the retriever"
-    )
-    print(f"{'':25}" + "".join(f"{name.partition('/')[2]:>19}" for name in COLUMNS))
-    for mode, found in runs.items():
-        print(f"{mode:25}" + "".join(f"{median(found, name):>19.2f}" for name in COLUMNS))
+    for delay_ms in args.delay_ms:
+        runs: dict[str, list[Rows]] = {mode: [] for mode in args.modes}
+        with slow_retriever(urls[0], delay_ms / 1000, args.tail) as url:
+            for number in range(args.rounds):
+                for mode in args.modes:
+                    folder = args.output_dir.resolve() / f"{mode}_{delay_ms:g}_{number}"
+                    runs[mode].append(run(folder, mode, [*arguments, URL + url]))
+        print(
+            f"\nmedians of {args.rounds} runs each, {delay_ms:g} ms + Exp({args.tail * delay_ms:g} ms) before an answer"
+        )
+        print(f"{'':25}" + "".join(f"{name.partition('/')[2]:>19}" for name in COLUMNS))
+        for mode, found in runs.items():
+            print(f"{mode:25}" + "".join(f"{median(found, name):>19.3f}" for name in COLUMNS), flush=True)
     return 0
 
 
@@ -83,8 +89,9 @@ def median(runs: list[Rows], name: str) -> float:
 
 
 @contextmanager
-def slow_retriever(url: str, delay_s: float) -> Iterator[str]:
-    """The address of a proxy that asks `url` and answers `delay_s` later."""
+def slow_retriever(url: str, delay_s: float, tail: float) -> Iterator[str]:
+    """The address of a proxy that asks `url` and answers `delay_s` later, and a tail of that share of it."""
+    draws = random.Random(0)
 
     class Proxy(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -92,7 +99,7 @@ def slow_retriever(url: str, delay_s: float) -> Iterator[str]:
             headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
             with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
                 content = answer.read()
-            time.sleep(delay_s)
+            time.sleep(delay_s + draws.expovariate(1.0) * tail * delay_s)
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -55,29 +55,29 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from verl.algorithms.kl import EXACT_KL
-    from verl.engine.head import AnchorView, Head, Question, token_stats
+    from verl.engine.head import AnchorView, Head, HeadRequest, token_stats
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     hidden_NH = torch.randn(args.tokens, args.hidden, requires_grad=True)
     weight_VH = (0.02 * torch.randn(args.vocabulary, args.hidden)).requires_grad_()
     label_N = torch.randint(0, args.vocabulary, (args.tokens,))
-    question = Question(label_N, 1.0, entropy_gradient=case == "top_k_entropy")
+    request = HeadRequest(label_N, 1.0, entropy_gradient=case == "top_k_entropy")
     if case.startswith("top_k"):
-        question = question._replace(index_Nk=torch.randint(0, args.vocabulary, (args.tokens, args.top_k)))
+        request = request._replace(index_Nk=torch.randint(0, args.vocabulary, (args.tokens, args.top_k)))
     elif case == "full_kl":
         anchor_head = Head(weight_VH.detach())
-        question = question._replace(anchor=AnchorView(hidden_NH.detach() + 0.1, anchor_head, EXACT_KL["full_reverse"]))
+        request = request._replace(anchor=AnchorView(hidden_NH.detach() + 0.1, anchor_head, EXACT_KL["full_reverse"]))
 
     def loss() -> torch.Tensor:
         if case == "whole_logits":
             return (hidden_NH @ weight_VH.T).log_softmax(-1).gather(-1, label_N[:, None]).sum()
-        stats = token_stats(hidden_NH, Head(weight_VH), question)
+        stats = token_stats(hidden_NH, Head(weight_VH), request)
         asked = [
             stats.log_prob_N,
             stats.kl_N,
             stats.log_prob_Nk,
-            stats.entropy_N if question.entropy_gradient else None,
+            stats.entropy_N if request.entropy_gradient else None,
         ]
         return torch.stack([value.sum() for value in asked if value is not None]).sum()
 

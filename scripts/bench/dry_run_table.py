@@ -44,7 +44,7 @@ def config_of(path: Path, model: Path, changes: list[str]) -> Config:
 
 def row(name: str, config: Config, found: DryRun, place: Place, seconds: float) -> str:
     """One line: GiB of each phase, what is left in the largest, the least seconds of a step."""
-    by_phase = {name: max(one.total for one in found.phases if one.name is name) / GIB for name in Phase}
+    by_phase = {name: max(one.total for one in found.phases if one.phase is name) / GIB for name in Phase}
     left = place.memory / GIB - max(by_phase.values())
     sizes = "".join(f"{by_phase[phase]:8.1f}" for phase in Phase)
     times = [least_seconds_of_step(config, found.roles, gpu) for gpu in place.gpus]

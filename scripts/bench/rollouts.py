@@ -11,11 +11,12 @@ on the same prompts and seeds, and have to give the same ids:
                   when the last one has, all their queries are one request
     in_process    the same loop with `LLM.generate` of vLLM in this process, which is how TRL samples
     over_sample   steps with `rollout.over_sample`: more prompts are in progress, a step ends when enough groups are
-                  complete, and the others go on in the next one, with an empty cache as under new weights. Its ids are
-                  its own
+                  complete, and the others go on in the next one. Its ids are its own. `age` is how many steps ago the
+                  groups of a step were begun, in the mean. A side for each value of `--over_sample`
 
-`--retriever_ms` puts slow_retriever.py in front of the server. `idle` is the share of time in which the engine has no
-request. Further `key=value` arguments are settings of the run. The last line is JSON, with medians of the rounds.
+Each step begins with an empty prefix cache, as under new weights. `--retriever_ms` puts slow_retriever.py in front of
+the server. `idle` is the share of time in which the engine has no request. `--set key=value` changes settings of the
+run. The last line is JSON, with medians of the rounds; seconds are of all `--steps` of a round.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil
@@ -56,6 +58,7 @@ ALL_IN_ONE = 1_000_000  # queries a request
 SIDES = ("episodes", "synchronous", "in_process", "over_sample")
 
 Batch = Sequence[tuple[Sequence[int], Sampling]]
+Play = Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]
 
 
 def main() -> None:
@@ -68,13 +71,16 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--run", type=Path, required=True)
     found.add_argument("--config", default="tinywiki")
-    found.add_argument("--trajectories", type=int, default=384, help="in a round; a prompt has rollout.n_agent of them")
-    found.add_argument("--rounds", type=int, default=5)
+    found.add_argument("--trajectories", type=int, default=384, help="in a step; a prompt has rollout.n_agent of them")
+    found.add_argument("--steps", type=int, default=3, help="of each side in a round, after one that does not count")
+    found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--retriever_ms", type=float, default=0.0)
     found.add_argument("--tail_ms", type=float, default=0.0, help="mean of the exponential part, of each query")
     found.add_argument("--draw", choices=["query", "request"], default="query", help="see slow_retriever.py")
     found.add_argument("--sides", nargs="+", choices=SIDES, default=["episodes", "synchronous"])
-    found.add_argument("--over_sample", type=float, default=0.5, help="prompts beyond the batch, as a share of it")
+    found.add_argument(
+        "--over_sample", type=float, nargs="+", default=[0.5], help="prompts beyond the batch, as a share of it"
+    )
     found.add_argument("--max_staleness", type=int, default=1, help="steps for which a group may be carried over")
     found.add_argument("--set", nargs="*", default=[], metavar="key=value", help="settings of the run")
     return found
@@ -122,39 +128,61 @@ class Bench:
             engine = [one for one in psutil.Process().children(recursive=True) if one not in retrievers]
             self.watched = Watched(self.worker.engine, [psutil.Process(), *engine])
             self.worker.engine = self.watched  # type: ignore[assignment]
+            data = self.config.data
+            self.prompts = PromptSource(data.train_files, self.worker.tokenizer, max_start_length=data.max_start_length)
             seen = await self.rounds()
         finally:
             await self.worker.shutdown()
         return {side: {name: median(one[name] for one in found) for name in found[0]} for side, found in seen.items()}
 
     async def rounds(self) -> dict[str, list[dict[str, float]]]:
-        seen: dict[str, list[dict[str, float]]] = {side: [] for side in self.options.sides}
-        data, n = self.config.data, self.config.actor_rollout_ref.rollout.n_agent
-        prompts = PromptSource(data.train_files, self.worker.tokenizer, max_start_length=data.max_start_length)
-        sides = {side: self.side(side) for side in self.options.sides}
-        for step in range(self.options.rounds + 1):
-            groups = groups_of(prompts.next(self.options.trajectories // n), ["train"] * n, step)
-            draws = Draws(self.config, groups, step)
-            requests = draws.take(len(draws.waiting))
+        """Of each side its steps in a row, so that what it carries over gains nothing while others play."""
+        sides, steps = self.sides(), self.options.steps
+        seen: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+        for number in range(self.options.rounds + 1):
+            requests = [self.requests(number * (steps + 1) + step) for step in range(steps + 1)]
             ids = []
             for side, play in sides.items():
                 await asyncio.sleep(0.7)  # connections of the side before end
+                await self.step(play, requests[0])
                 self.watched.begin()
-                trajectories = await play(requests)
-                if side != "over_sample":
+                played = [await self.step(play, one) for one in requests[1:]]
+                trajectories = [trajectory for step in played for trajectory in step]
+                found = figures(trajectories, self.watched)
+                if isinstance(play, OverSampled):
+                    found["age"] = round(play.take_age(), 2)
+                else:
                     ids.append([trajectory.ids for trajectory in trajectories])
-                if step:  # in the first one memory and connections are new
-                    seen[side].append(figures(trajectories, self.watched))
+                if number:  # in the first one memory and connections are new
+                    seen[side].append(found)
             assert all(other == ids[0] for other in ids), "the sides sampled different ids"
         return seen
 
-    def side(self, name: str) -> Callable[[Sequence[EpisodeRequest]], Awaitable[list[Trajectory]]]:
-        if name == "episodes":
-            return self.episodes
-        if name == "over_sample":
-            return OverSampled(self.config, self.worker, self.options.over_sample, self.options.max_staleness).step
-        sample_all = self.all_at_once if name == "synchronous" else InProcess(self.config, self.watched).sample_all
-        return lambda requests: self.together(requests, sample_all)
+    async def step(self, play: Play, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        """With an empty cache, as under new weights: else a side would find in it what the one before has sampled."""
+        assert await self.worker.engine._llm.reset_prefix_cache()
+        return await play(requests)
+
+    def requests(self, step: int) -> list[EpisodeRequest]:
+        n = self.config.actor_rollout_ref.rollout.n_agent
+        groups = groups_of(self.prompts.next(self.options.trajectories // n), ["train"] * n, step)
+        draws = Draws(self.config, groups, step)
+        return draws.take(len(draws.waiting))
+
+    def sides(self) -> dict[str, Play]:
+        found: dict[str, Play] = {}
+        for name in self.options.sides:
+            if name == "episodes":
+                found[name] = self.episodes
+            elif name == "over_sample":
+                for share in self.options.over_sample:
+                    worker = self.worker
+                    found[f"{name}={share:g}"] = OverSampled(self.config, worker, share, self.options.max_staleness)
+            elif name == "synchronous":
+                found[name] = partial(self.together, sample_all=self.all_at_once)
+            else:
+                found[name] = partial(InProcess(self.config, self.watched).play, self)
+        return found
 
     async def episodes(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
         found: dict[int, Trajectory] = {}
@@ -259,11 +287,12 @@ class OverSampled:
         self._config, self._worker, self._step = config, worker, 0
         self._share, self._max_staleness = share, max_staleness
         self._carried: list[Group] = []
+        self._ages: list[int] = []
         data, rollout = config.data, config.actor_rollout_ref.rollout
         self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
         self._hows: list[How] = ["train"] * rollout.n_agent
 
-    async def step(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+    async def __call__(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
         wanted, step = len(requests) // len(self._hows), self._next_step()
         numbers = itertools.count()
 
@@ -280,7 +309,13 @@ class OverSampled:
         selection = Selection(wanted, most, draw, lambda new: [True] * len(new), groups, due)
         await self._play(Draws(self._config, groups, step, selection.feed))
         self._carried = selection.left
+        self._ages += [step - group.step for group in selection.taken]
         return [trajectory for group in selection.taken for trajectory in group.trajectories("train")]
+
+    def take_age(self) -> float:
+        """How many steps ago the groups since the last call were begun, in the mean."""
+        ages, self._ages = self._ages, []
+        return mean(ages)
 
     def _next_step(self) -> int:
         self._step += 1
@@ -294,7 +329,6 @@ class OverSampled:
             draws.settle()
         for slot, trajectory in await self._worker.interrupt():
             draws.record(slot, trajectory)
-        assert await self._worker.engine._llm.reset_prefix_cache()
 
 
 class Turns:
@@ -340,6 +374,10 @@ class InProcess:
         own = {one.name: getattr(given, one.name) for one in fields(EngineArgs)}
         own["scheduler_cls"] = None
         self._watched, self._llm = watched, LLM(**{name: value for name, value in own.items() if value is not None})
+
+    async def play(self, bench: Bench, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
+        assert self._llm.reset_prefix_cache()
+        return await bench.together(requests, self.sample_all)
 
     async def sample_all(self, batch: Batch) -> list[Generation]:
         from vllm import SamplingParams, TokensPrompt

@@ -52,15 +52,20 @@ class Point(NamedTuple):
     policy: int = POLICY
     retrieved: int = RETRIEVED
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return PROMPT + self.turns * (self.policy + self.retrieved)
+
     def batch(self) -> TrainBatch:
         """Random ids; the policy's tokens are trained."""
         generator = torch.Generator().manual_seed(0)
         turn = [True] * self.policy + [False] * self.retrieved
         mask = torch.tensor(([False] * PROMPT + turn * self.turns) * self.rows)
-        size, length = len(mask), PROMPT + self.turns * (self.policy + self.retrieved)
+        size = len(mask)
         ids_T = torch.randint(0, MODEL["vocab_size"], (size,), generator=generator)
         tokens = {"ids": ids_T, "loss_mask": mask, "advantages": torch.randn(size, generator=generator)}
-        return TrainBatch(torch.full((self.rows,), length), tokens)
+        return TrainBatch(torch.full((self.rows,), self.length), tokens)
 
 
 class TimedAttention(torch.autograd.Function):

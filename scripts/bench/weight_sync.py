@@ -9,6 +9,9 @@ the same export, memory and checksums as in a run. `--device cuda`: one rank a G
     sync      the same, and the reader, which stands for an engine, checks every bucket and copies every weight into
               memory of its own; what vLLM does to weights beyond that is not in it
     copy      one process copies as many bytes from its own into shared memory (`--device cuda`: on the GPU)
+    copies    all ranks do so at once: if together they are hardly faster than one, the memory is the limit. A copy
+              reads and writes each byte once. For a byte of bfloat16 a sync reads two and writes one, and the reader
+              reads it twice and writes it once: three times as much
 
 "processor" counts the time that all processes together spent on cores, which other load on the machine changes less.
 """
@@ -67,7 +70,12 @@ def main() -> None:
 
 def report(options: argparse.Namespace, processes: Processes) -> None:
     num_bytes = num_layers(options) * LAYER_VALUES * 2
-    sides = {"export": processes.export, "sync": processes.sync, "copy": processes.copy}
+    sides = {
+        "export": processes.export,
+        "sync": processes.sync,
+        "copy": processes.copy,
+        "copies": processes.copies,
+    }
     speeds: dict[str, list[Sequence[float]]] = {side: [] for side in sides}
     for turn in range(options.rounds + 1):
         for side, measure in sides.items():
@@ -79,6 +87,8 @@ def report(options: argparse.Namespace, processes: Processes) -> None:
     for side, speed in found.items():
         share = "; of a copy {:.2f}, processor {:.2f}".format(*speed / found["copy"])
         print("{}: {:.2f} GB/s, processor {:.2f} GB/s".format(side, *speed) + share * (side != "copy"))
+    whole = 2 * found["sync"][0]  # its float32 weights have twice the bytes
+    print(f"the model as it is stored: {whole:.2f} GB/s, {whole / found['copy'][0]:.2f} of a copy of it")
     shared, private = (found / options.bucket_mib / MIB for found in processes.peaks())
     print(f"most beside the shards: {shared:.2f} buckets that all share, {private:.3f} in memory of one rank's own")
 
@@ -112,6 +122,11 @@ class Processes:
         """The same of a copy by one rank."""
         [seconds] = ask(self.ranks[:1], "copy", num_bytes)()
         return seconds
+
+    def copies(self, num_bytes: int) -> list[float]:
+        """The same of copies by all ranks, each of its share of the bytes."""
+        seconds = ask(self.ranks, "copy", num_bytes // len(self.ranks))()
+        return [max(clock for clock, _ in seconds), sum(cores for _, cores in seconds)]
 
     def peaks(self) -> tuple[float, float]:
         """Bytes of the memory for buckets, and the most that a rank took besides."""

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.engine.batching import Budget, model_input, plan
-from verl.engine.head import Head, Question, token_stats
+from verl.engine.head import Head, HeadRequest, token_stats
 from verl.engine.model import CausalModel, decoder_layers, layout_of
 from verl.protocol import TrainBatch
 
@@ -108,7 +108,7 @@ def head_formats(device: torch.device, shape: dict[str, Any], num_tokens: int) -
     label_N = torch.randint(0, vocabulary, (num_tokens,), device=device)
 
     def run(dtype: torch.dtype) -> torch.Tensor:
-        stats = token_stats(hidden_NH, Head(weight_VH), Question(label_N, 1.0, dtype=dtype))
+        stats = token_stats(hidden_NH, Head(weight_VH), HeadRequest(label_N, 1.0, dtype=dtype))
         return torch.autograd.grad(stats.log_prob_N.sum(), [hidden_NH, weight_VH])[0]
 
     gradients, figures = [], []

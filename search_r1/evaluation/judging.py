@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from search_r1.evaluation.progress import Progress
+from long_task import Progress
 from search_r1.evaluation.records import Record
 from search_r1.evaluation.store import Store
 from search_r1.rewards.component import BatchedComponent, Value

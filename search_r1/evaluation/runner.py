@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from search_r1.evaluation.progress import Progress
+from long_task import Progress
 from search_r1.evaluation.questions import Question
 from search_r1.evaluation.records import Measurer, Scored
 from search_r1.evaluation.store import Store

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
+from long_task import track
 from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
 from verl.engine.batching import Budget, plan
 from verl.engine.device import resolve_device, resolve_head_dtype, resolve_precision
 from verl.engine.model import CausalLm, CausalModel, layout_of
-from verl.engine.token_values import token_values
+from verl.engine.token_values import policy_scores, read_tokens
 from verl.errors import DataError, NumericalError
 from verl.protocol import TrainBatch, Trajectory
 
@@ -54,8 +54,9 @@ class Checkpoint:
         self._check_vocabulary(stored)
         batch = _batch(stored.trajectories)
         parts = plan(batch.lengths_B, 1, 0, Budget(tokens=max_tokens), self.layout)
-        bar = tqdm(parts, desc="log_probs", disable=None)  # quiet where there is no terminal
-        log_prob_T = token_values(self.model, batch, bar, temperature, self.device, self.layout)["log_prob"]
+        told = track(parts, "log_probs", len(parts), "batches")
+        scores = policy_scores(self.model, temperature)
+        log_prob_T = read_tokens(batch, told, self.device, self.layout, scores)["log_prob"]
         if not log_prob_T.isfinite().all():
             raise NumericalError(f"log-probs under {self.path} are not finite; its weights are damaged")
         return [row_L.tolist() for row_L in log_prob_T.split(batch.lengths_B.tolist())]

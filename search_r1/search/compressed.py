@@ -11,6 +11,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+from long_task import reading
 from search_r1.errors import CorpusError
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +42,11 @@ def _decompress(source: Path, target: Path) -> Path:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     _LOG.info("decompressing %s to %s", source, target)
     try:
-        with gzip.open(source, "rb") as packed, os.fdopen(handle, "wb") as plain:
+        with (
+            reading(source, f"decompress {source.name}") as raw,
+            gzip.open(raw) as packed,
+            os.fdopen(handle, "wb") as plain,
+        ):
             shutil.copyfileobj(packed, plain, 1 << 20)
         os.replace(name, target)
     except (EOFError, zlib.error, OSError) as error:

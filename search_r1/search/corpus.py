@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
 from search_r1.search.compressed import plain_copy
 from search_r1.search.sanitize import strip_agent_tags
@@ -127,9 +128,11 @@ def _contents(value: dict[str, Any]) -> str:
 def _line_starts(file: BinaryIO) -> tuple[np.ndarray, int]:
     """Byte offsets of the lines, int64 [rows + 1]; the last one is the end of the last line. And the CRC-32 of all."""
     ends, size, checksum = [np.zeros(1, dtype=np.int64)], 0, 0
-    while block := file.read(_SCAN_BYTES):
-        ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + size + 1)
-        size += len(block)
-        checksum = zlib.crc32(block, checksum)
+    with Progress("find lines", os.fstat(file.fileno()).st_size, unit=BYTES) as progress:
+        while block := file.read(_SCAN_BYTES):
+            ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + size + 1)
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+            progress.reach(size)
     starts = np.concatenate(ends)
     return (starts if starts[-1] == size else np.append(starts, size)), checksum

@@ -10,32 +10,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from long_task import reading
 from search_r1.errors import CorpusError
-
-_LINES_A_TICK = 1024
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, bytes with the newline) of each line of a `.jsonl` or `.jsonl.gz` file. Raises `CorpusError`."""
     if not path.is_file():
         raise CorpusError(f"{path} does not exist; pass a .jsonl or .jsonl.gz file")
-    size = path.stat().st_size
-    with (
-        path.open("rb") as raw,
-        gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as lines,
-        tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    with reading(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as lines:
         number = 0
         try:
             for number, line in enumerate(lines, start=1):
                 yield number, line
-                if number % _LINES_A_TICK == 0:
-                    bar.update(raw.tell() - bar.n)
         except (EOFError, zlib.error, OSError) as error:
             raise CorpusError(f"{path} cannot be read after line {number}: {error}; fetch the file again") from error
-        bar.update(size - bar.n)
     if number == 0:
         raise CorpusError(f"{path} is empty; pass a .jsonl or .jsonl.gz file with rows")
 

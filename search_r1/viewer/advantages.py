@@ -1,4 +1,6 @@
-"""Advantages of the samples of a group, worked out again from their stored rewards where that can be done exactly."""
+"""Advantages of the samples of a group: those of the file, or worked out again from the stored rewards where the file
+has none and that can be done exactly.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Sequence
 
 from search_r1.viewer.run_settings import RunSettings
 
+COLUMN = "advantages"  # of tokens, verl.tracking.token_columns
 EPSILON = 1e-6  # as in verl.algorithms.advantages.inputs
 
 
@@ -28,6 +31,17 @@ def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> 
     divisor = std + EPSILON if scaled else 1.0
     formula = "(reward - mean) / (std + 1e-6)" if scaled else "reward - mean"
     return [None if reward is None else (reward - mean) / divisor for reward in rewards], formula
+
+
+def stored_advantages(columns: Sequence[Sequence[float | None] | None]) -> tuple[list[float | None], str]:
+    """One advantage a sample from the `advantages` of its tokens, None for what was not trained on; how it was made.
+
+    With GRPO all tokens of a sample have the same one; with GAE or a KL in the reward it is their mean.
+    """
+    known = [[value for value in column or () if value is not None] for column in columns]
+    equal = all(len(set(values)) <= 1 for values in known)
+    how = "as the loss saw it" if equal else "the mean over its tokens, as the loss saw them"
+    return [(values[0] if equal else sum(values) / len(values)) if values else None for values in known], how
 
 
 def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:

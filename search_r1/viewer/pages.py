@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from search_r1.viewer import dashboard, queries
-from search_r1.viewer.advantages import group_advantages
+from search_r1.viewer.advantages import COLUMN, group_advantages, stored_advantages
 from search_r1.viewer.database import Cursor, Database
 from search_r1.viewer.filters import Filters
 from search_r1.viewer.run_settings import RunSettings, read_settings, tokenizer_file
@@ -61,7 +61,7 @@ class Pages:
         def read(cursor: Cursor) -> Row:
             stored = queries.read_row(cursor, file, row)
             group = queries.rewards_of_group(cursor, file, stored["group_id"])
-            return {**describe(stored, settings, file.kind), "group": _place(group, row, settings, file.kind)}
+            return {**describe(stored, settings, file.kind), "group": _place(group, row, stored, settings, file.kind)}
 
         return {"run": found.name, "file": file.name, "kind": file.kind, "row": row, **await self._ask(read)}
 
@@ -121,7 +121,7 @@ class Pages:
         return found, found.file(name), read_settings(found.folder, self._tokenizer)
 
     def _samples(self, run: Run, file: StepFile, settings: RunSettings, rows: Sequence[Row]) -> Row:
-        advantages, formula = _advantages([row["reward"] for row in rows], settings, file.kind)
+        advantages, formula = _advantages(rows, settings, file.kind)
         samples = [
             {"row": row["file_row_number"], "advantage": advantage, **describe(row, settings, file.kind, False)}
             for row, advantage in zip(rows, advantages, strict=True)
@@ -129,21 +129,30 @@ class Pages:
         return {"run": run.name, "file": file.name, "kind": file.kind, "formula": formula, "samples": samples}
 
 
-def _place(group: Sequence[tuple[int, float | None]], row: int, settings: RunSettings, kind: str) -> Row:
-    """A row among the `group` of (row, reward)."""
+def _place(group: Sequence[tuple[int, float | None]], row: int, stored: Row, settings: RunSettings, kind: str) -> Row:
+    """A row, of which all is `stored`, among the `group` of (row, reward)."""
     rewards = [reward for _, reward in group]
-    advantages, formula = _advantages(rewards, settings, kind)
     known = [reward for reward in rewards if reward is not None]
     place = [number for number, _ in group].index(row)
+    if COLUMN in stored:
+        [advantage], formula = _advantages([stored], settings, kind)
+    else:
+        advantages, formula = _advantages([{"reward": reward} for reward in rewards], settings, kind)
+        advantage = advantages[place]
     return {
         "rows": [number for number, _ in group],
         "rewards": rewards,
         "mean_reward": sum(known) / len(known) if known else None,
-        "advantage": advantages[place],
+        "advantage": advantage,
         "formula": formula,
     }
 
 
-def _advantages(rewards: Sequence[float | None], settings: RunSettings, kind: str) -> tuple[list[float | None], str]:
+def _advantages(rows: Sequence[Row], settings: RunSettings, kind: str) -> tuple[list[float | None], str]:
     """Only what was trained on had an advantage."""
-    return group_advantages(rewards, settings) if kind == "train" else ([None] * len(rewards), "")
+    if kind != "train":
+        return [None] * len(rows), ""
+    if all(COLUMN in row for row in rows):
+        return stored_advantages([row[COLUMN] for row in rows])
+    advantages, formula = group_advantages([row["reward"] for row in rows], settings)
+    return advantages, f"{formula}, from the stored rewards" if formula else ""

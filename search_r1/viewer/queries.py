@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from search_r1.viewer.database import Cursor, rows_of
 from search_r1.viewer.filters import Filters
-from search_r1.viewer.runs import StepFile
+from search_r1.viewer.runs import StepFile, printable
 from verl.errors import DataError
 from verl.tracking.trajectory_store import SCHEMA
 
@@ -151,6 +151,10 @@ def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
 @lru_cache(maxsize=16384)
 def _has_question(path: Path, _stamp: int) -> bool:
     """Files of older runs have no such column. Raises DataError for a file that does not hold trajectories."""
+    if printable(str(path)) != str(path):
+        raise DataError(
+            f"{printable(str(path))}: no Parquet file can be opened whose path is not UTF-8; rename the folder"
+        )
     try:
         names = pq.read_schema(path).names
     except (OSError, ValueError) as error:

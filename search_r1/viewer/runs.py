@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,8 @@ def _is_run(folder: Path) -> bool:
 
 def _files(place: Path) -> Iterator[StepFile]:
     if place.is_file():
-        yield StepFile(place.stem, place.stem, 0, place, place.stat().st_mtime_ns)
+        name = printable(place.stem)
+        yield StepFile(name, name, 0, place, place.stat().st_mtime_ns)
         return
     for kind in get_args(Kind):
         for step, path in find_trajectories(place, kind).items():
@@ -111,9 +113,18 @@ def _files(place: Path) -> Iterator[StepFile]:
 
 def _names(places: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell all of them apart."""
-    longest = max((len(place.parts) for place in places), default=1)
+    if not places:
+        return []
+    longest = max(len(place.parts) for place in places)
     for length in range(1, longest + 1):
-        names = ["/".join(place.parts[-length:]) for place in places]
+        names = [printable("/".join(place.parts[-length:])) for place in places]
         if len(set(names)) == len(names):
             break
-    return names if places else []
+    else:  # they differ in bytes that cannot be printed
+        names = [f"{printable(place.name)} ({number})" for number, place in enumerate(places, start=1)]
+    return names
+
+
+def printable(name: str) -> str:
+    """With a sign in place of each byte that is no UTF-8: a link cannot hold it, nor can JSON."""
+    return os.fsencode(name).decode("utf-8", "replace")

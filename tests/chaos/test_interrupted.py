@@ -98,7 +98,7 @@ def test_a_state_that_does_not_get_finished(interrupted: Interrupted) -> None:
 def assert_ended(interrupted: Interrupted, saved: bool) -> None:
     assert interrupted.process.end(120) == 130, interrupted.process.said[-6000:]
     said = interrupted.process.said
-    assert said.splitlines()[-1] == f"interrupted: {saved_state.where_to_go_on(interrupted.states.parent)}"
+    assert said.splitlines()[-1] == f"interrupted: {saved_state.how_to_resume(interrupted.states.parent)}"
     assert "Traceback" not in said
     newest = interrupted.step if saved else interrupted.step - 1
     names = [path.name for path in interrupted.states.iterdir() if not path.name.startswith(".")]

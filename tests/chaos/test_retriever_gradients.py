@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chaos_world import RIVERS, assert_no_error_text, lines_about, make_environment, make_prompt, play
+from engine_state import gradients
 from fault_proxy import FaultProxy, Kind, Request, Rule
 from transformers import AutoModelForTokenClassification
 
@@ -20,7 +21,6 @@ from verl.config import Config, load_config
 from verl.engine.batching import RankValues, merge_rows
 from verl.engine.device import init_process_group
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import whole
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import Prompt, Status, TrainBatch
 from verl.rollout.draws import Feed
@@ -156,13 +156,10 @@ class Trainer:
         critic: Any = None if self.critic is None else Role(self.critic, self.config)
         actor: Any = Role(self.actor, self.config)
         Estimator(self.config).prepare(batch, actor, critic, Timer())
-        found = dict(self.actor.gradients(batch))
+        found = gradients(self.actor, batch)
         if self.critic is not None:
-            self.critic.model.train()
-            self.critic.learner.accumulate(for_critic(batch, self.config.algorithm), self.critic.loss)
-            named = self.critic.model.model.named_parameters()
-            found |= {f"critic.{name}": whole(p.grad) for name, p in named if p.grad is not None}
-            self.critic.learner.optimizer.zero_grad()
+            of_critic = gradients(self.critic, for_critic(batch, self.config.algorithm))
+            found |= {f"critic.{name}": gradient for name, gradient in of_critic.items()}
         return found
 
 

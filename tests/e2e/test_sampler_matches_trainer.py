@@ -36,13 +36,13 @@ def trainer(ray_session: None, tinywiki: Path, policy: Path, tinywiki_url: str, 
 
 def difference(trainer, version: int) -> torch.Tensor:
     """|sampler - trainer| of fresh trajectories' log-probs, one per policy token."""
-    trajectories = trainer.rollouts.collect(trainer.train_prompts.next(8), 4, version)
+    trajectories = trainer.run.rollouts.collect(trainer.run.prompts.train.next(8), 4, version)
     assert {trajectory.weight_version for trajectory in trajectories} == {version}
     for trajectory in trajectories:
         trajectory.reward = 0.0
         assert trajectory.segments[0].source is Source.PROMPT
     batch = TrainBatch.from_trajectories(trajectories)
-    trained_T = trainer.actor.log_probs(batch)["log_prob"]
+    trained_T = trainer.run.actor.log_probs(batch)["log_prob"]
     return (batch.tokens["rollout_log_probs"] - trained_T)[batch.tokens["loss_mask"]].abs()
 
 
@@ -54,21 +54,21 @@ def assert_same(difference_T: torch.Tensor) -> None:
 def test_log_probs_agree_after_a_sync_and_after_five_updates(trainer) -> None:
     assert_same(difference(trainer, 0))
     for step in range(1, 6):
-        trainer._train_step(step)
+        trainer.train_step(step)
     assert_same(difference(trainer, 5))
 
 
 def test_a_stale_sampler_would_be_noticed(trainer) -> None:
     """The same comparison, with an update that the sampler has not been given."""
-    trajectories = trainer.rollouts.collect(trainer.train_prompts.next(8), 4, 6)
+    trajectories = trainer.run.rollouts.collect(trainer.run.prompts.train.next(8), 4, 6)
     for index, trajectory in enumerate(trajectories):
         trajectory.reward = float(index % 2)
     batch = TrainBatch.from_trajectories(trajectories)
     batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
     sign_T = (batch.row_of_token_T % 2 * 2 - 1).float()
     batch.tokens["advantages"] = sign_T * batch.tokens["loss_mask"]
-    trainer.actor.update(batch)
-    trained_T = trainer.actor.log_probs(batch)["log_prob"]
+    trainer.run.actor.update(batch)
+    trained_T = trainer.run.actor.log_probs(batch)["log_prob"]
     stale_T = (batch.tokens["rollout_log_probs"] - trained_T)[batch.tokens["loss_mask"]].abs()
     with pytest.raises(AssertionError):
         assert_same(stale_T)

@@ -48,6 +48,24 @@ def test_help_has_an_example_and_that_of_the_program(words: tuple[str, ...]) -> 
     assert required_of("\n".join(rest)) <= set(program.example.split()), "it would not start as it stands"
 
 
+def test_help_of_a_benchmark_is_read_and_not_run() -> None:
+    """It has each option that the program itself has; that of a program that imports torch comes without torch."""
+    for name in ("viewer", "retrieval-load"):
+        own = subprocess.run(
+            [sys.executable, ROOT / ALL["bench", name].target, "--help"], capture_output=True, text=True, check=True
+        )
+        options = set(re.findall(r"--\w+", own.stdout.partition("options:")[2])) - {"--help"}
+        assert options and options <= set(re.findall(r"--\w+", search_r1("bench", name, "--help").stdout))
+    code = "import sys; from search_r1.command import make; "
+    code += "make()(['bench', sys.argv[1], '--help'], standalone_mode=False);"
+    for words in (words for words in ALL if words[0] == "bench"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code} assert not {{'torch', 'numpy'}} & set(sys.modules)", words[1]],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "options:" in done.stdout and ALL[words].summary in done.stdout, done.stderr
+
+
 def required_of(help_text: str) -> set[str]:
     """The options that a usage line has outside of brackets."""
     usage, _, _ = help_text.partition("usage:")[2].partition("\n\n")
@@ -129,4 +147,4 @@ def test_the_package_installs_it() -> None:
         patched.setattr("setuptools.setup", said.update)
         runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
     assert said["entry_points"] == {"console_scripts": ["search-r1 = search_r1.command:main"]}
-    assert said["py_modules"] == ["infer"]
+    assert said["py_modules"] == ["infer", "long_task"]

@@ -4,21 +4,22 @@ The context is append-only. What the policy was shown when it sampled a turn is 
 that turn: nothing is cut from the left, nothing goes through text and back.
 
 A `Pause` interrupts an episode, also in the middle of a turn; it goes on later from the ids that it has, maybe in
-another process and under other weights. `Trajectory.open_turn` says where: INTERRUPTED while the policy has not ended
+another process and under other weights. What it has asked the environment is answered meanwhile, for an episode that
+goes on in the same process. `Trajectory.open_turn` says where: INTERRUPTED while the policy has not ended
 its latest turn; how the turn ended (the generation's `finish_reason`) while the environment has not answered it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.agent.chat_turns import reply_ids
 from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling
+from verl.agent.pause import Interrupted, Pause
 from verl.agent.text import decode_turn
 from verl.by_name import dotted_name
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
@@ -56,46 +57,6 @@ class EpisodeLimits:
         return self.max_model_length or self.max_context_length + self.max_response_length
 
 
-class Interrupted(Exception):
-    """The episode is paused."""
-
-
-class Pause:
-    """Interrupts all episodes that were given it, once it has `begun`; used on one event loop.
-
-    It ends waits for the environment. Whoever begins it has to end the turns that are being sampled.
-    """
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self._waiting: set[asyncio.Task[Any]] = set()
-
-    def begin(self) -> None:
-        self.has_begun = True
-        for task in self._waiting:
-            task.cancel()
-
-    def check(self) -> None:
-        """Raise Interrupted if it has begun."""
-        if self.has_begun:
-            raise Interrupted
-
-    @contextmanager
-    def ends(self) -> Iterator[None]:
-        """Inside, the task waits for something that can be asked for again. Raises Interrupted."""
-        self.check()
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            self.check()
-            raise
-        finally:
-            self._waiting.discard(task)
-
-
 async def run_episode(
     prompt: Prompt,
     group_id: str,
@@ -110,7 +71,8 @@ async def run_episode(
 ) -> Trajectory:
     """Play one episode to its end, or go on with one that was `begun`; what a `pause` interrupts has no `status`.
 
-    A turn that the environment has not answered when the pause comes is put to it again.
+    A turn that the environment has not answered when the pause comes is put to it again, unless `pause` has the answer
+    from then.
 
     `sampling` gives the distribution; its `max_tokens`, `stop` and `seed` are set here for each turn. With a `seed`,
     turn k samples with `turn_seed(seed, k)`; what is left of an interrupted turn is drawn with another seed.
@@ -229,8 +191,9 @@ class _Episode:
         event: dict[str, Any] = {"turn": turn, "text": text}
         events = self.trajectory.events
         events[:] = [*(one for one in events if one.get("turn") != turn), event]
-        with self.pause.ends():
-            outcome = await self.environment.step(self.trajectory.prompt, text, tools_allowed)
+        prompt = self.trajectory.prompt
+        question = (self.trajectory.group_id, prompt.ids, text, tools_allowed)
+        outcome = await self.pause.answer(question, partial(self.environment.step, prompt, text, tools_allowed))
         if not isinstance(outcome, Outcome):
             raise ConfigError(f"step of {dotted_name(self.environment)} gave {outcome!r}, which is no Outcome")
         event |= outcome.event | {"action": outcome.action, "valid": outcome.valid}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Generic, TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry(Mapping[str, F], Generic[F]):
-    """A read-only mapping from name to function, filled by a decorator: `@REGISTRY.register("name", "alias")`."""
+    """A read-only mapping from name to function, filled by a decorator: `@REGISTRY.register("name", "alias")`.
 
-    def __init__(self, kind: str) -> None:
+    `declared`: the only names that may be registered, where a table elsewhere describes them.
+    """
+
+    def __init__(self, kind: str, declared: Collection[str] | None = None) -> None:
         self.kind = kind
+        self.declared = declared
         self._functions: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
@@ -22,6 +26,8 @@ class Registry(Mapping[str, F], Generic[F]):
             for name in names:
                 if name in self._functions:
                     raise ValueError(f"{self.kind} '{name}' is already registered")
+                if self.declared is not None and name not in self.declared:
+                    raise ValueError(f"{self.kind} '{name}' has no row in verl/algorithms/traits.py: add one")
                 self._functions[name] = function
             return function
 

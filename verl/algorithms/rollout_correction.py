@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from verl.algorithms.aggregation import unit_sums
-from verl.algorithms.ratio import importance_ratio
+from verl.algorithms.ratio import importance_ratio, mismatch
 
 Importance = Literal["none", "token", "sequence"]
 Rejection = Literal["none", "token", "sequence", "geometric"]
@@ -78,7 +78,11 @@ def rollout_correction(
     keep_T = mask_T & (tested_T >= settings.reject_low) & (tested_T <= settings.reject_high)
     ratio_T = _ratio(settings.importance, log_ratio_T, mask_T, row_T, num_rows)
     weight_T = torch.where(keep_T, ratio_T.clamp(max=settings.importance_cap), 1.0)
-    metrics = _mismatch(log_ratio_T[mask_T]) | {
+    abs_N, k3_N = mismatch(log_ratio_T[mask_T].double())
+    metrics = {
+        "log_ratio_abs_mean": _mean(abs_N),
+        "log_ratio_abs_max": float(abs_N.max()) if len(abs_N) else 0.0,
+        "k3_kl": _mean(k3_N),
         "rejected_share": _mean(~keep_T[mask_T]),
         "effective_sample_share": _effective_share(weight_T[keep_T].double()),
         "capped_share": _mean(ratio_T[keep_T] > settings.importance_cap),
@@ -97,16 +101,6 @@ def _ratio(
     if level == "geometric":
         log_ratio_B = log_ratio_B / unit_sums(mask_T.to(log_ratio_T.dtype), row_T, num_rows).clamp(min=1)
     return importance_ratio(log_ratio_B)[row_T]
-
-
-def _mismatch(log_ratio_N: torch.Tensor) -> dict[str, float]:
-    log_ratio_N = log_ratio_N.double()
-    k3_N = importance_ratio(log_ratio_N) - 1.0 - log_ratio_N
-    return {
-        "log_ratio_abs_mean": _mean(log_ratio_N.abs()),
-        "log_ratio_abs_max": float(log_ratio_N.abs().max()) if len(log_ratio_N) else 0.0,
-        "k3_kl": _mean(k3_N),
-    }
 
 
 def _mean(value_N: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 from verl.config.algorithm import SampledKl
 from verl.config.fields import section, setting
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import LogProbConfig, RolloutConfig
 
 KlLossType = SampledKl | Literal["full_forward", "full_reverse"]
 FoundIn = Literal["auto", "score", "update"]
@@ -135,7 +135,7 @@ class ActorConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(LogProbConfig):
     """The reference policy (the anchor), which lives beside the actor."""
 
     path: str | None = setting(
@@ -148,20 +148,6 @@ class RefConfig:
         "Where the log-probs of a sampled KL in the loss (use_kl_loss) come from: a pass over all trajectories before "
         "the update (score), or forward passes beside those of the policy within the update (update). auto: update for "
         "ppo_epochs=1 and no param_offload (docs/speed.md).",
-    )
-    log_prob_micro_batch_size: int = setting(
-        128, "Most trajectories per forward pass, over all workers (no influence on the result).", ge=1
-    )
-    log_prob_use_dynamic_bsz: bool = setting(
-        False,
-        "Bound a forward pass by tokens instead of by trajectories.",
-        shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
-    )
-    log_prob_max_token_len_per_gpu: int = setting(
-        16384,
-        "Most tokens per worker in one forward pass.",
-        ge=1,
-        shown="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
     )
     ulysses_sequence_parallel_size: int = setting(
         1,

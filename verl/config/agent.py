@@ -42,6 +42,19 @@ class RewardConfig:
     val_kwargs: dict[str, Any] | None = setting(
         None, "Keyword arguments of the reward in validation; null: those of training."
     )
+    launch: str | None = setting(
+        None,
+        "Command that starts a server which the reward asks, a judge say: for bash, in the folder that the run was "
+        "started in. It listens at port, $PORT in the command, and ends with the run. Write {server} where kwargs and "
+        "val_kwargs need its host:port.",
+    )
+    n_gpus: int = setting(
+        0,
+        "GPUs of one node that are that server's alone, besides those of all roles; 0: it has none, and is on the "
+        "driver's node.",
+        ge=0,
+    )
+    port: int = setting(8001, "Port at which that server listens, on its node's address.", ge=1, le=65535)
 
 
 @dataclass

@@ -14,7 +14,6 @@ SampledKl = (
 AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"
 ]
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 
 @dataclass

@@ -11,6 +11,12 @@ def trajectories_per_step(config: Config) -> int:
     return config.data.train_batch_size * (rollout.n_agent if config.do_search else rollout.n)
 
 
+def num_training_steps(config: Config, num_prompts: int) -> int:
+    """RL steps of a run over so many training prompts."""
+    whole = max(1, num_prompts // config.data.train_batch_size) * config.trainer.total_epochs
+    return config.trainer.total_training_steps or whole
+
+
 def num_mini_batches(num_rows: int, size: int) -> int:
     """How many mini-batches come nearest to `size` rows each (half-way: the smaller ones); at least 1."""
     return max(1, (2 * num_rows + size) // (2 * size))

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.fields import section, setting
-from verl.config.model import FrozenFsdpConfig, FsdpConfig, OptimConfig, Strategy
+from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
 
 
 @dataclass
-class CriticModelConfig:
-    """The value model: a language model with one output per token."""
+class CriticModelConfig(ModelConfig):
+    """The value model: a language model with one output per token. With adapters the output layer is trained too."""
 
-    path: str = setting(
-        "~/models/deepseek-llm-7b-chat", "Folder in Hugging Face format, or hub name, to start from.", path=True
-    )
-    tokenizer_path: str = setting(
-        "~/models/deepseek-llm-7b-chat",
-        "Folder or hub name of the tokenizer.",
-        path=True,
-        shown="${actor_rollout_ref.model.path}",
-    )
-    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
     external_lib: str | list[str] | None = setting(
         None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
     )
@@ -31,19 +20,12 @@ class CriticModelConfig:
         "Run Python code that comes with the model's files.",
         shown="${actor_rollout_ref.model.trust_remote_code}",
     )
-    enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
-    use_remove_padding: bool = setting(
-        True,
-        "Pack the rows of a micro-batch one after the other instead of padding them to the longest (no influence on "
-        "the result). A model whose attention cannot tell packed rows apart is padded, with a warning.",
+    tokenizer_path: str = setting(
+        "~/models/deepseek-llm-7b-chat",
+        "Folder or hub name of the tokenizer.",
+        path=True,
+        shown="${actor_rollout_ref.model.path}",
     )
-    lora_rank: int = setting(
-        0,
-        "Train adapters of this rank (LoRA), and the output layer, beside frozen weights; 0: train all weights.",
-        ge=0,
-    )
-    lora_alpha: float = setting(16, "Adapters are multiplied by lora_alpha / lora_rank.", gt=0)
-    target_modules: str | list[str] = setting("all-linear", "Layers with adapters: all-linear, or a list of names.")
     fsdp_config: FsdpConfig = section(FsdpConfig)
 
 

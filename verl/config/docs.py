@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from verl.config.inert import INERT_KEYS
 from verl.config.keys import Key, leaves
 from verl.config.listing import default_text, type_text
 from verl.config.schema import Config
+from verl.config.sft import SftConfig
+from verl.config.units import UNITS, WARM_START_UNITS, unit_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -33,9 +35,17 @@ A run is defined by one YAML tree, `configs/ppo_trainer.yaml`. Any key is overri
 """
 
 
-def markdown(schema: type) -> str:
-    """All keys as Markdown tables, one per section of the tree."""
-    return "\n".join(_tables(schema))
+WARM_START = """\
+## The warm start
+
+`.venv/bin/python -m verl.trainer.sft` (`sft` of `search-r1`) has a tree of its own, `configs/sft.yaml`,
+with these keys.
+"""
+
+
+def markdown(schema: type, prefix: str = "", units: Mapping[str, str] = UNITS) -> str:
+    """All keys as Markdown tables, one per section of the tree; `prefix` is in front of its name in the heading."""
+    return "\n".join(_tables(schema, prefix, units))
 
 
 def page() -> str:
@@ -53,25 +63,27 @@ def page() -> str:
             "|---|---|",
             *inert,
             "",
+            WARM_START,
+            markdown(SftConfig, "Warm start: ", WARM_START_UNITS),
         ]
     )
 
 
-def _tables(schema: type) -> Iterator[str]:
+def _tables(schema: type, prefix: str, units: Mapping[str, str]) -> Iterator[str]:
     # A section's own keys may stand around its subsections in the tree, so they are gathered first.
     keys = sorted(leaves(schema).values(), key=lambda key: _section_order(schema, key))
     for section, members in groupby(keys, key=_section_of):
-        yield f"## {section or 'Top level'}\n"
-        yield "| key | default | type | meaning |\n|---|---|---|---|"
+        yield f"## {prefix}{section or 'Top level'}\n"
+        yield "| key | default | type | unit | meaning |\n|---|---|---|---|---|"
         for key in members:
-            yield _row(key)
+            yield _row(key, units)
         yield ""
 
 
-def _row(key: Key) -> str:
+def _row(key: Key, units: Mapping[str, str]) -> str:
     name = key.path.rpartition(".")[2]
     default, kind, meaning = (_cell(text) for text in (default_text(key), type_text(key), key.meaning))
-    return f"| `{name}` | `{default}` | {kind} | {meaning} |"
+    return f"| `{name}` | `{default}` | {kind} | {unit_of(key, units)} | {meaning} |"
 
 
 def _section_of(key: Key) -> str:

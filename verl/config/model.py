@@ -13,10 +13,10 @@ LoraTargets = str | list[str]
 
 @dataclass
 class ModelConfig:
-    """The policy's base model."""
+    """A language model to start from."""
 
     path: str = setting(
-        "~/models/deepseek-llm-7b-chat", "Folder in Hugging Face format, or hub name, of the policy.", path=True
+        "~/models/deepseek-llm-7b-chat", "Folder in Hugging Face format, or hub name, to start from.", path=True
     )
     external_lib: str | list[str] | None = setting(
         None, "Python module, or list of modules, imported before the model is made (to register model classes)."

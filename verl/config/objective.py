@@ -1,11 +1,19 @@
-"""Relations between the settings of what is minimised: the policy loss, the KL, and its anchor."""
+"""Checks of the settings of what is minimised: the policy loss, the KL, and its anchor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from verl.config.actor import ActorConfig
-from verl.config.counts import num_mini_batches, trajectories_per_step
+from verl.config.counts import trajectories_per_step
+from verl.config.predicates import (
+    anchor_is_read,
+    corrects_rollout,
+    has_kl_in_reward,
+    has_sampled_kl,
+    num_optimizer_steps,
+    reasons_to_score_before,
+)
 from verl.config.schema import Config
 
 ACTOR = "actor_rollout_ref.actor"
@@ -14,82 +22,10 @@ ACTOR = "actor_rollout_ref.actor"
 LARGEST_KL_STEP = 0.2
 
 
-def has_kl_in_reward(config: Config) -> bool:
-    """Whether rewards are reduced by the KL to the anchor; unless it is said, for gae without a KL in the loss."""
-    wanted = config.algorithm.use_kl_in_reward
-    if wanted is not None:
-        return wanted
-    return config.algorithm.adv_estimator == "gae" and not config.actor_rollout_ref.actor.use_kl_loss
-
-
-def has_anchor(config: Config) -> bool:
-    """Whether the actor has an anchor beside the policy; validation alone needs none."""
-    if config.trainer.val_only:
-        return False
-    in_loss = config.actor_rollout_ref.actor.use_kl_loss
-    return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
-
-
-def scores_in_update(config: Config) -> bool:
-    """Whether the update's own forward pass gives what is needed of the policy before its optimizer step."""
-    wanted = config.actor_rollout_ref.actor.old_log_probs
-    return wanted == "update" or (wanted == "auto" and not list(_needs_scores_before(config)))
-
-
-def stores_token_values(config: Config) -> bool:
-    """Whether the stored trajectories of a training step have what the update knew of each token."""
-    return config.trainer.save_trajectories and config.trainer.save_token_values
-
-
-def needs_ref_log_probs(config: Config) -> bool:
-    """Whether a batch must carry the anchor's log-probs of the sampled tokens when it comes to the update."""
-    return has_kl_in_reward(config) or (_has_sampled_kl_loss(config) and not _reads_ref_in_update(config))
-
-
-def _has_sampled_kl_loss(config: Config) -> bool:
-    actor = config.actor_rollout_ref.actor
-    return actor.use_kl_loss and not actor.kl_loss_type.startswith("full_")
-
-
-def _reads_ref_in_update(config: Config) -> bool:
-    """Each epoch of an update would read the anchor anew, and off-loaded parameters would be beside the policy's."""
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    beside = not ref.fsdp_config.param_offload or anchor_is_base(config)
-    once = actor.ppo_epochs == 1 and beside
-    return ref.log_probs == "update" or (ref.log_probs == "auto" and once)
-
-
-def num_optimizer_steps(config: Config) -> int:
-    """Of the actor, on the trajectories of one RL step when all of them are trained."""
-    actor = config.actor_rollout_ref.actor
-    return actor.ppo_epochs * num_mini_batches(trajectories_per_step(config), actor.ppo_mini_batch_size)
-
-
-def _needs_scores_before(config: Config) -> Iterator[str]:
-    """Why the policy's log-probs have to be there before the update, each with what to do about it."""
-    actor = config.actor_rollout_ref.actor
-    if (steps := num_optimizer_steps(config)) > 1:
-        total = trajectories_per_step(config)
-        yield (
-            f"after the first of {steps} optimizer steps the policy is another one (set ppo_epochs=1 and "
-            f"ppo_mini_batch_size={total})"
-        )
-    if config.trainer.critic_warmup:
-        yield "the actor has no update while the critic warms up (set trainer.critic_warmup=0)"
-    if actor.use_rollout_log_probs:
-        return
-    if has_kl_in_reward(config):
-        yield "the KL in the reward reads them (set algorithm.use_kl_in_reward=False)"
-    if actor.rollout_correction.importance != "none" or actor.rollout_correction.reject != "none":
-        yield "rollout_correction compares them with the sampler's (set its importance and reject to none)"
-    if actor.llds_coef:
-        yield "LLDS acts where likelihoods fell since then, and they would all be equal (set llds_coef=0)"
-
-
 def _scores(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.actor.old_log_probs != "update" or config.trainer.val_only:
         return
-    for reason in _needs_scores_before(config):
+    for reason in reasons_to_score_before(config):
         yield f"{ACTOR}.old_log_probs=update is too late: {reason}, or leave it at auto"
 
 
@@ -99,20 +35,13 @@ def _ref_scores(config: Config) -> Iterator[str]:
         return
     if wanted == "update" and has_kl_in_reward(config):
         yield f"{key}=update is too late: the KL in the reward reads them before the update; leave it at auto"
-    elif not _has_sampled_kl_loss(config) and not has_kl_in_reward(config):
+    elif not has_sampled_kl(config.actor_rollout_ref.actor) and not has_kl_in_reward(config):
         yield (
             f"{key}={wanted} has no effect: only a KL in the reward and a sampled KL in the loss (use_kl_loss=True and "
             "a kl_loss_type other than full_*) read the reference's log-probs; leave it at auto"
         )
     elif wanted == "update" and config.actor_rollout_ref.actor.ppo_epochs > 1:
         yield f"{key}=update would read the reference anew in every epoch: set ppo_epochs=1, or leave it at auto"
-
-
-def anchor_is_base(config: Config) -> bool:
-    """Whether the anchor is the policy without its adapters, so that it takes no memory of its own."""
-    role = config.actor_rollout_ref
-    stays = config.algorithm.ref_policy_ema_tau == 1
-    return role.model.lora_rank > 0 and stays and role.ref.path in (None, role.model.path)
 
 
 def _kl_weight(config: Config) -> Iterator[str]:
@@ -151,8 +80,7 @@ def _kl(config: Config) -> Iterator[str]:
             "set one of them to False"
         )
     yield from _kl_loss(actor) if actor.use_kl_loss else _parts_of_no_kl_loss(actor)
-    anchored = actor.use_kl_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
-    if config.algorithm.ref_policy_ema_tau < 1 and not anchored and not config.trainer.val_only:
+    if config.algorithm.ref_policy_ema_tau < 1 and not anchor_is_read(config) and not config.trainer.val_only:
         yield (
             f"algorithm.ref_policy_ema_tau={config.algorithm.ref_policy_ema_tau} moves an anchor that nothing uses: "
             f"set {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True"
@@ -215,8 +143,7 @@ def _policy_loss(config: Config) -> Iterator[str]:
             f"once a token: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
         )
     correction = actor.rollout_correction
-    corrects = correction.importance != "none" or correction.reject != "none"
-    if corrects and actor.use_rollout_log_probs:
+    if corrects_rollout(actor) and actor.use_rollout_log_probs:
         yield (
             f"{ACTOR}.rollout_correction compares the sampler's log-probs with recomputed ones: "
             f"set {ACTOR}.use_rollout_log_probs=False"

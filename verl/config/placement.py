@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.config.predicates import estimator_traits
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
@@ -145,7 +146,7 @@ def _critic_problems(config: Config) -> Iterator[str]:
     trainer, critic = config.trainer, config.critic.n_gpus_per_node
     if critic is None:
         return
-    if config.algorithm.adv_estimator != "gae":
+    if not estimator_traits(config).needs_critic:
         yield (
             f"{CRITIC}={critic} has no effect with algorithm.adv_estimator={config.algorithm.adv_estimator}, which has "
             "no critic: leave it at null"

@@ -39,7 +39,27 @@ class WeightSyncConfig:
 
 
 @dataclass
-class RolloutConfig:
+class LogProbConfig:
+    """How large a pass that reads log-probs may be (no influence on the result)."""
+
+    log_prob_micro_batch_size: int = setting(
+        128, "Most trajectories per forward pass that reads log-probs, over all workers.", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = setting(
+        False,
+        "Bound that pass by tokens instead of by trajectories.",
+        shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
+    )
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384,
+        "Most tokens per worker in that pass.",
+        ge=1,
+        shown="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
+    )
+
+
+@dataclass
+class RolloutConfig(LogProbConfig):
     """Sampling of trajectories, and the inference engine behind it."""
 
     name: Literal["vllm", "hf"] = setting("vllm", "Inference engine; only vllm is available.")
@@ -73,20 +93,6 @@ class RolloutConfig:
     tensor_model_parallel_size: int = setting(2, "GPUs per engine.", ge=1)
     max_num_batched_tokens: int = setting(8192, "Most tokens in one engine iteration.", ge=1)
     max_num_seqs: int = setting(1024, "Most sequences in one engine iteration.", ge=1)
-    log_prob_micro_batch_size: int = setting(
-        128, "Most trajectories per forward pass of the old log-probs, over all workers.", ge=1
-    )
-    log_prob_use_dynamic_bsz: bool = setting(
-        False,
-        "Bound that pass by tokens instead of by trajectories.",
-        shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
-    )
-    log_prob_max_token_len_per_gpu: int = setting(
-        16384,
-        "Most tokens per worker in that pass.",
-        ge=1,
-        shown="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
-    )
     do_sample: bool = setting(True, "Has no effect; see the error it gives.")
     n: int = setting(1, "Samples per prompt without search (do_search=false); must be 1 with search.", ge=1)
     n_agent: int = setting(1, "Trajectories per prompt (the group) with search.", ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from verl.config.compose import load
-from verl.config.objective import has_kl_in_reward
+from verl.config.predicates import has_kl_in_reward
 from verl.config.schema import Config
 from verl.config.validate import validate
 

@@ -73,6 +73,11 @@ class TrainerConfig:
         path=True,
         shown="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
+    gather_state: bool = setting(
+        False,
+        "Whether nodes may have a default_local_dir of their own: what their ranks write of a state is on their disk, "
+        "at the same path, until it is copied to the driver's node, and is copied back when the run resumes.",
+    )
     overwrite: Overwrite = setting(
         "never",
         "If the run folder holds an earlier run that this one does not resume: never refuses to start, archive first "

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from verl.config.algorithm import GROUP_ESTIMATORS
+from verl.algorithms.traits import Read
 from verl.config.asynchronous import asynchronous_problems
 from verl.config.counts import trajectories_per_step
-from verl.config.critic import CriticModelConfig
 from verl.config.inert import inert_problems
 from verl.config.model import ModelConfig, OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
 from verl.config.placement import fewer_nodes_problems, placement_problems
+from verl.config.predicates import estimator_traits
+from verl.config.reward_server import reward_server_problems
 from verl.config.rollout import ValKwargs
 from verl.config.schema import Config
 from verl.errors import ConfigError
@@ -21,6 +22,13 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GUARD_ANSWERS = ("action", "patience", "max_rollbacks")
+READ_BY_SOME: dict[str, tuple[Read, object]] = {
+    "norm_adv_by_batch_std": ("batch_std", False),
+    "gamma": ("gamma", 1.0),
+    "lam": ("lam", 1.0),
+    "gae_over_environment_tokens": ("chain", False),
+}
+"""Settings of `algorithm`: what of an estimator they set, and the default that all other estimators need."""
 
 
 def validate(config: Config) -> None:
@@ -56,7 +64,7 @@ def _groups(config: Config) -> Iterator[str]:
         return
     name = "n_agent" if config.do_search else "n"
     wish = f"the trajectories of one prompt, and {ROLLOUT}.{name}=1 gives it one: set {ROLLOUT}.{name} to 2 or more"
-    if config.algorithm.adv_estimator in GROUP_ESTIMATORS:
+    if estimator_traits(config).compares_group:
         yield f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares {wish}"
     if config.algorithm.filter_groups.enable:
         yield f"algorithm.filter_groups compares {wish}"
@@ -85,23 +93,17 @@ def _strategies(config: Config) -> Iterator[str]:
 def _advantages(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     estimator = algorithm.adv_estimator
-    no_effect = f"has no effect with algorithm.adv_estimator={estimator}"
-    if algorithm.norm_adv_by_batch_std and estimator not in ("grpo", "reinforce"):
-        yield f"algorithm.norm_adv_by_batch_std {no_effect}: leave it at False"
-    elif algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
+    traits = estimator_traits(config)
+    for name, (read, usual) in READ_BY_SOME.items():
+        if read not in traits.reads and getattr(algorithm, name) != usual:
+            yield f"algorithm.{name} has no effect with algorithm.adv_estimator={estimator}: leave it at {usual}"
+    if "batch_std" in traits.reads and algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
         yield (
             "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
             "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
         )
-    if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
-        yield f"algorithm.gamma {no_effect}: leave it at 1.0"
-    if estimator != "gae":
-        if algorithm.lam != 1:
-            yield f"algorithm.lam {no_effect}: leave it at 1.0"
-        if algorithm.gae_over_environment_tokens:
-            yield f"algorithm.gae_over_environment_tokens {no_effect}: leave it at False"
-        if config.trainer.critic_warmup:
-            yield f"trainer.critic_warmup must be 0: there is no critic with algorithm.adv_estimator={estimator}"
+    if config.trainer.critic_warmup and not traits.needs_critic:
+        yield f"trainer.critic_warmup must be 0: there is no critic with algorithm.adv_estimator={estimator}"
     if algorithm.apply_kl_after_advantage and not algorithm.use_kl_in_reward:
         yield "algorithm.apply_kl_after_advantage needs algorithm.use_kl_in_reward=True"
     if algorithm.use_future_kl_as_reward and not algorithm.apply_kl_after_advantage:
@@ -224,7 +226,7 @@ def _adapters(config: Config) -> Iterator[str]:
     yield from adapter_problems(config.critic.model, "critic.model")
 
 
-def adapter_problems(model: ModelConfig | CriticModelConfig, section: str) -> Iterator[str]:
+def adapter_problems(model: ModelConfig, section: str) -> Iterator[str]:
     """Settings of adapters that contradict each other, of the model in that section."""
     usual = ModelConfig()
     if model.lora_rank:
@@ -246,6 +248,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     _batches,
     placement_problems,
     fewer_nodes_problems,
+    reward_server_problems,
     asynchronous_problems,
     _strategies,
     _advantages,

@@ -16,8 +16,6 @@ from verl.protocol import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptSource", "check_files", "encode_prompt"]
-
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
@@ -93,7 +91,7 @@ class PromptSource:
         return [self._prompt(index) for index in range(len(self))]
 
     def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """Where `next` goes on, and what the state belongs to. From the state, prompts that were drawn are drawn
+        """The position of `next`, and what the state belongs to. From the state, prompts that were drawn are drawn
         `again`, before all others.
         """
         indices = [prompt.index for prompt in again] + self._again

@@ -1,4 +1,4 @@
-"""What a model's adapters are on disk: the format of peft, which `peft.PeftModel.from_pretrained` reads.
+"""A model's adapters on disk, in the format that `peft.PeftModel.from_pretrained` reads.
 
 Beside the adapters it holds whatever else is trained: the output layer of a critic (`modules_to_save`).
 """
@@ -45,7 +45,7 @@ def write_adapter(folder: Path, model: Decoder, parts: Iterator[torch.Tensor]) -
 
 
 def adapter_config(model: Decoder) -> dict[str, Any]:
-    """What peft needs to know; the layers by their whole names, so that no other one of the base can be meant."""
+    """Configuration of peft; layers by their full names, so that no other layer of the base matches."""
     layers = dict(adapted_layers(model.model))
     lora = next(iter(layers.values())).lora
     trained = [name for name, tensor in model.model.named_parameters() if tensor.requires_grad]

@@ -19,7 +19,7 @@ from verl.engine.sharding import end_reading
 
 
 class AnchorReader:
-    """Reads the anchor's weights as they are when it is asked."""
+    """Reads the anchor's weights as they are at the time of each call."""
 
     def __init__(self, anchor: CausalModel | ReferencePolicy, temperature: float) -> None:
         self.anchor = anchor
@@ -46,9 +46,9 @@ class AnchorReader:
         return self._read(inputs, top_k=k)
 
     @torch.no_grad()
-    def _read(self, inputs: ModelInput, **asked: Any) -> TokenStats:
+    def _read(self, inputs: ModelInput, **requested: Any) -> TokenStats:
         self.anchor.eval()
-        stats = self.anchor(inputs, self.temperature, **asked)
+        stats = self.anchor(inputs, self.temperature, **requested)
         end_reading(self.anchor)
         return stats
 

@@ -1,4 +1,4 @@
-"""Which base model adapters belong to: its path for people, and a checksum of its weights for us."""
+"""Which base model adapters belong to: its path, for people, and a checksum of its weights, which is compared."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ same number of micro-batches (sharded models meet in every forward); a rank with
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from verl.engine.sequence_parallel import SequenceGroup, SequenceShare
-from verl.protocol import TrainBatch
+from verl.protocol import TrainBatch, flat_positions
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class ModelInput:
 
 
 class RankValues(NamedTuple):
-    """One rank's answer: row numbers, and CPU values [T, ...] by name of those rows one after the other (0 where
-    unmasked). `merge_rows` puts the answers of all ranks together.
+    """One rank's results: row numbers, and CPU values [T, ...] by name of those rows one after the other (0 where
+    unmasked). `merge_rows` merges those of all ranks.
     """
 
     rows: list[int]
@@ -257,9 +257,10 @@ def merge_rows(
     return merged_T
 
 
-def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """[T'] int64: where the tokens of `rows`, one row after the other, lie in the whole batch's flat order."""
-    index_B = torch.as_tensor(rows, dtype=torch.int64)
-    own_lengths_B = lengths_B[index_B]
-    shift_B = (lengths_B.cumsum(0) - lengths_B)[index_B] - (own_lengths_B.cumsum(0) - own_lengths_B)
-    return torch.arange(int(own_lengths_B.sum())) + shift_B.repeat_interleave(own_lengths_B)
+def own_values(
+    lengths_B: torch.Tensor, micro_batches: Sequence[Sequence[int]], tokens: Mapping[str, torch.Tensor]
+) -> RankValues:
+    """Of the whole batch's `tokens` [T, ...] those of the rows in this rank's micro-batches."""
+    own = sorted(row for rows in micro_batches for row in rows)
+    index_T = flat_positions(lengths_B, own)
+    return RankValues(own, {name: value_T[index_T] for name, value_T in tokens.items()})

@@ -34,7 +34,7 @@ class DeviceMemory:
         """Lock the tensor's pages, so that copies from and to it run beside other work. Undone when it is freed."""
 
     def wait(self) -> None:
-        """Until all copies that were asked for are done."""
+        """Wait until all requested copies are done."""
 
     def give_back(self) -> None:
         """Return what nobody uses to the device, for other processes on it."""

@@ -1,6 +1,6 @@
 """The output head in chunks of tokens: [tokens, vocabulary] is never held for more than one chunk.
 
-One pass over a chunk's logits z (already divided by the temperature) gives everything that a loss asks of the
+One pass over a chunk's logits z (already divided by the temperature) gives everything that a loss needs of the
 distribution p = softmax(z). The backward computes the logits again, chunk by chunk, and uses closed forms:
 
     d log p_y / d z_v = 1[v = y] - p_v         the label, and every token of `index_Nk`
@@ -8,7 +8,7 @@ distribution p = softmax(z). The backward computes the logits again, chunk by ch
     d KL / d z_v                               `ExactKL.logit_gradient`
 
 so that it needs three [chunk, vocabulary] tensors at most without an exact KL, and adds the head's gradient in place.
-The factors of the products are in `Question.dtype`; they add up in float32, and everything from the logits on is
+The factors of the products are in `HeadRequest.dtype`; they add up in float32, and everything from the logits on is
 float32 (or float64), whatever format the decoder ran in. bfloat16 factors lose nothing in the forward pass when the
 decoder and its weights are bfloat16 anyway; in the backward pass they round the gradient of the logits.
 """
@@ -76,13 +76,13 @@ class AnchorView(NamedTuple):
     divergence: ExactKL
 
 
-class Question(NamedTuple):
-    """What is asked of the distributions of N tokens. Only `label_N` and `temperature` have to be given.
+class HeadRequest(NamedTuple):
+    """Which statistics of N tokens' distributions are requested. Only `label_N` and `temperature` are required.
 
     chunk_tokens: tokens per chunk; None: `default_chunk`.
     entropy_gradient: False computes the entropy for reporting only.
-    index_Nk: int64 ids whose log-probs are wanted too.
-    top_k: the ids of that many most likely tokens are wanted, and their log-probs. Not beside `index_Nk`.
+    index_Nk: int64 ids whose log-probs are requested too.
+    top_k: so many most likely tokens are requested, with their log-probs. Not together with `index_Nk`.
     anchor: what the exact KL is taken to.
     dtype: number format of the factors of the head's products.
     """
@@ -96,8 +96,8 @@ class Question(NamedTuple):
     anchor: AnchorView | None = None
     dtype: torch.dtype = torch.float32
 
-    def about(self, span: slice) -> Question:
-        """The same of some of the tokens; an anchor's hidden states are of these already."""
+    def part(self, span: slice) -> HeadRequest:
+        """The request for some of the tokens; an anchor's hidden states are of these already."""
         index_Nk = None if self.index_Nk is None else self.index_Nk[span]
         return self._replace(label_N=self.label_N[span], index_Nk=index_Nk)
 
@@ -107,7 +107,7 @@ class Question(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """Per token: log-prob of the label, entropy (nats), exact KL, log-probs at ids [N, k]; None where not asked for."""
+    """Per token: log-prob of the label, entropy (nats), exact KL, log-probs at ids [N, k]; None where not requested."""
 
     log_prob_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -116,47 +116,47 @@ class TokenStats(NamedTuple):
     index_Nk: torch.Tensor | None = None
 
 
-def token_stats(hidden_NH: torch.Tensor, head: Head, question: Question) -> TokenStats:
-    """Answers `question` for the tokens whose last hidden states are `hidden_NH`; gradient to these and to the head.
+def token_stats(hidden_NH: torch.Tensor, head: Head, request: HeadRequest) -> TokenStats:
+    """The requested statistics of tokens with the last hidden states `hidden_NH`; gradient to these and to the head.
 
     With no token at all the result is empty but still hangs on the head's weights, so that a backward gives them a
     zero gradient. Raises ValueError for `top_k` beside `index_Nk`.
     """
-    if question.top_k and question.index_Nk is not None:
-        raise ValueError("log-probs are told at one set of ids: either those of index_Nk or the top_k most likely ones")
-    weight_VH, bias_V = head.cast(question.dtype)
-    if question.anchor is not None:  # once for all chunks: a copy is as large as the head
-        anchor_head = question.anchor.head.cast(question.dtype)
-        question = question._replace(anchor=question.anchor._replace(head=anchor_head))
-    return TokenStats(*_ChunkedHead.apply(hidden_NH, weight_VH, bias_V, question))
+    if request.top_k and request.index_Nk is not None:
+        raise ValueError("request log-probs at one set of ids: either those of index_Nk or the top_k most likely ones")
+    weight_VH, bias_V = head.cast(request.dtype)
+    if request.anchor is not None:  # once for all chunks: a copy is as large as the head
+        anchor_head = request.anchor.head.cast(request.dtype)
+        request = request._replace(anchor=request.anchor._replace(head=anchor_head))
+    return TokenStats(*_ChunkedHead.apply(hidden_NH, weight_VH, bias_V, request))
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, question: Question
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, request: HeadRequest
     ) -> tuple[torch.Tensor | None, ...]:
         head = Head(weight_VH, bias_V)
-        stats = _joined([_answer(hidden_NH[span], head, question, span) for span in question.spans(len(weight_VH))])
+        stats = _joined([_chunk_stats(hidden_NH[span], head, request, span) for span in request.spans(len(weight_VH))])
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, stats.entropy_N, stats.kl_N)
-        ctx.question = question
+        ctx.request = request
         if stats.index_Nk is not None:
-            ctx.question = question._replace(index_Nk=stats.index_Nk)
+            ctx.request = request._replace(index_Nk=stats.index_Nk)
             ctx.mark_non_differentiable(stats.index_Nk)
         return tuple(stats)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, entropy_N, kl_N = ctx.saved_tensors
-        question: Question = ctx.question
+        request: HeadRequest = ctx.request
         outer = TokenStats(*grads)
         head = Head(weight_VH, bias_V)
         stats = TokenStats(outer.log_prob_N, entropy_N, kl_N)
         hidden_grad_NH = torch.empty_like(hidden_NH)
         weight_grad_VH = _zeros(weight_VH) if ctx.needs_input_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for span in question.spans(len(weight_VH)):
-            logit_grad_CV = _logit_gradient(hidden_NH[span], head, question, span, stats, outer)
+        for span in request.spans(len(weight_VH)):
+            logit_grad_CV = _logit_gradient(hidden_NH[span], head, request, span, stats, outer)
             if bias_grad_V is not None:
                 bias_grad_V += logit_grad_CV.sum(0)
             logit_grad_CV = logit_grad_CV.to(weight_VH.dtype)
@@ -171,52 +171,52 @@ def _joined(chunks: list[TokenStats]) -> TokenStats:
     return TokenStats(*values)
 
 
-def _answer(hidden_CH: torch.Tensor, head: Head, question: Question, span: slice) -> TokenStats:
-    log_p_CV = head.log_probs(hidden_CH, question.temperature)
-    index_Ck = None if question.index_Nk is None else question.index_Nk[span]
-    if index_Ck is None and question.top_k:
-        index_Ck = log_p_CV.topk(min(question.top_k, log_p_CV.shape[-1]), dim=-1).indices
+def _chunk_stats(hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span: slice) -> TokenStats:
+    log_p_CV = head.log_probs(hidden_CH, request.temperature)
+    index_Ck = None if request.index_Nk is None else request.index_Nk[span]
+    if index_Ck is None and request.top_k:
+        index_Ck = log_p_CV.topk(min(request.top_k, log_p_CV.shape[-1]), dim=-1).indices
     return TokenStats(
-        log_p_CV.gather(-1, question.label_N[span, None]).squeeze(-1),
+        log_p_CV.gather(-1, request.label_N[span, None]).squeeze(-1),
         entropy(log_p_CV),
-        None if question.anchor is None else question.anchor.divergence.value(log_p_CV, _anchor(question, span)),
+        None if request.anchor is None else request.anchor.divergence.value(log_p_CV, _anchor(request, span)),
         None if index_Ck is None else log_p_CV.gather(-1, index_Ck),
-        index_Ck if question.top_k else None,
+        index_Ck if request.top_k else None,
     )
 
 
 def _logit_gradient(
-    hidden_CH: torch.Tensor, head: Head, question: Question, span: slice, stats: TokenStats, outer: TokenStats
+    hidden_CH: torch.Tensor, head: Head, request: HeadRequest, span: slice, stats: TokenStats, outer: TokenStats
 ) -> torch.Tensor:
     """[C, V] gradient of the loss with respect to the undivided logits."""
-    log_p_CV = head.log_probs(hidden_CH, question.temperature)
+    log_p_CV = head.log_probs(hidden_CH, request.temperature)
     label_grad_C1 = outer.log_prob_N[span, None]
     total_C1 = label_grad_C1
-    if question.index_Nk is not None and outer.log_prob_Nk is not None:
+    if request.index_Nk is not None and outer.log_prob_Nk is not None:
         total_C1 = total_C1 + outer.log_prob_Nk[span].sum(-1, keepdim=True)
     grad_CV = log_p_CV.exp()
     exact_CV = None
-    if question.anchor is not None and outer.kl_N is not None and stats.kl_N is not None:
-        exact_CV = question.anchor.divergence.logit_gradient(log_p_CV, _anchor(question, span), stats.kl_N[span])
+    if request.anchor is not None and outer.kl_N is not None and stats.kl_N is not None:
+        exact_CV = request.anchor.divergence.logit_gradient(log_p_CV, _anchor(request, span), stats.kl_N[span])
         exact_CV *= outer.kl_N[span, None]
-    if question.entropy_gradient:
+    if request.entropy_gradient:
         entropy_grad_C1 = outer.entropy_N[span, None]
         constant_C1 = total_C1 + entropy_grad_C1 * stats.entropy_N[span, None]
         grad_CV.mul_(log_p_CV.mul_(-entropy_grad_C1).sub_(constant_C1))
     else:
         grad_CV.mul_(-total_C1)
-    grad_CV.scatter_add_(-1, question.label_N[span, None], label_grad_C1)
-    if question.index_Nk is not None and outer.log_prob_Nk is not None:
-        grad_CV.scatter_add_(-1, question.index_Nk[span], outer.log_prob_Nk[span])
+    grad_CV.scatter_add_(-1, request.label_N[span, None], label_grad_C1)
+    if request.index_Nk is not None and outer.log_prob_Nk is not None:
+        grad_CV.scatter_add_(-1, request.index_Nk[span], outer.log_prob_Nk[span])
     if exact_CV is not None:
         grad_CV += exact_CV
-    return grad_CV.div_(question.temperature)
+    return grad_CV.div_(request.temperature)
 
 
 @torch.no_grad()
-def _anchor(question: Question, span: slice) -> torch.Tensor:
-    assert question.anchor is not None
-    return question.anchor.head.log_probs(question.anchor.hidden_NH[span], question.temperature)
+def _anchor(request: HeadRequest, span: slice) -> torch.Tensor:
+    assert request.anchor is not None
+    return request.anchor.head.log_probs(request.anchor.hidden_NH[span], request.temperature)
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

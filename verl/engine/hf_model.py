@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
+from verl.config.model import ModelConfig
 from verl.errors import ConfigError
 from verl.pretrained import load_model_config
 
@@ -37,11 +38,25 @@ class HfModel(ABC):
     auto_class: ClassVar[Any]  # of transformers
     setting: ClassVar[str]  # that names the path
     kind: ClassVar[str]  # in words
+    new_head: ClassVar[bool] = False  # whether an output layer that the files lack may start at zero
+
+    @classmethod
+    def of(cls, path: str, settings: ModelConfig, device: torch.device, trained: bool = False) -> Self:
+        """The model at `path` as `settings` say; one that is not `trained` keeps no activations to recompute."""
+        checkpointing = trained and settings.enable_gradient_checkpointing
+        return cls(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
 
     @property
     def source(self) -> str:
         """What transformers loads from. Raises ConfigError for a folder without a model in it."""
-        return source_of(self.path, self.setting)
+        folder = Path(self.path).expanduser()
+        if self.path.startswith((".", "/", "~")) and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"no model at '{self.path}': there is no config.json; set {self.setting} to a Hugging Face folder"
+            )
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
         """A new one, without dropout. Raises as `source`, OSError or ValueError when there is no usable config.json."""
@@ -52,16 +67,16 @@ class HfModel(ABC):
     def whole(self) -> PreTrainedModel:
         """With all its weights in CPU memory."""
         with self._named():
-            model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._asked())
+            model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._arguments())
         self._complete(model, set(report["missing_keys"]))
         return self._ready(model)
 
     def blank(self) -> PreTrainedModel:
         """With parameters on `meta` and buffers on the CPU: no memory is taken and no weight is read."""
         with self._named():
-            asked = self._asked()
+            arguments = self._arguments()
             with torch.device("meta"), meta_device_safe_creation_ops():
-                model: PreTrainedModel = self.auto_class.from_config(**asked)
+                model: PreTrainedModel = self.auto_class.from_config(**arguments)
         _initialize_buffers(model)
         if model.can_generate():
             with contextlib.suppress(OSError):  # there need not be a generation_config.json
@@ -76,7 +91,7 @@ class HfModel(ABC):
     def _check(self, model: PreTrainedModel) -> None:
         """Raise ConfigError for a model that the engine would not compute right."""
 
-    def _asked(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {
             "config": self.config(),
             "dtype": torch.float32,
@@ -106,15 +121,6 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
     model.initialize_weights()
-
-
-def source_of(path: str, setting: str) -> str:
-    """What to load a model from. Raises ConfigError, naming `setting`, for a folder without a model in it."""
-    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"no model at '{path}': there is no config.json; set {setting} to a Hugging Face folder")
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def switch_off_dropout(config: Any) -> None:

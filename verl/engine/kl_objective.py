@@ -1,8 +1,8 @@
 """The KL between policy and anchor as a term of the actor's loss: sampled, Top-k, or exact over the vocabulary.
 
-Which tokens a Top-k KL sums over (k = kl_topk_tokens): those that were most likely under the policy that sampled, for
-`full_reverse` (`batch.tokens["top_index"]`, found before the step's first update; without it the policy is still that
-one, and they are found in the same forward pass), or under the anchor, for `full_forward` (found when they are needed).
+Which tokens a Top-k KL sums over (k = kl_topk_tokens): for `full_reverse` those that were most likely under the policy
+that sampled (`batch.tokens["top_index"]`, computed before the step's first update; without it the policy is still that
+one, and they come from the same forward pass); for `full_forward` the anchor's, computed when they are needed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from verl.algorithms.kl import EXACT_KL, TOPK_KL, importance_weight, sampled_kl
 from verl.config import ActorConfig
+from verl.config.predicates import has_exact_kl, policy_topk, topk_of
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, values_at
 from verl.engine.head import TokenStats
@@ -21,14 +22,14 @@ from verl.errors import ConfigError
 from verl.protocol import TrainBatch
 
 
-class KLQuestion(NamedTuple):
-    """`asked` are fields of `head.Question` for the policy; `answer` makes the KL per token [N] from what it said."""
+class KLRequest(NamedTuple):
+    """`requested`: fields of `head.HeadRequest` for the policy; `kl` computes the KL per token [N] from its output."""
 
-    asked: dict[str, Any]
-    answer: Callable[[TokenStats], torch.Tensor]
+    requested: dict[str, Any]
+    kl: Callable[[TokenStats], torch.Tensor]
 
 
-KLTerm = Callable[[TrainBatch, ModelInput], KLQuestion]
+KLTerm = Callable[[TrainBatch, ModelInput], KLRequest]
 
 
 def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
@@ -42,38 +43,28 @@ def build_kl(actor: ActorConfig, anchor: AnchorReader | None) -> KLTerm:
     return TopkTerm(actor, anchor) if topk_of(actor) else FullTerm(actor, anchor)
 
 
-def topk_of(actor: ActorConfig) -> int:
-    """k of the Top-k KL, 0 when the KL is another one."""
-    return max(0, actor.kl_topk_tokens or 0) if actor.use_kl_loss and actor.kl_loss_type in EXACT_KL else 0
-
-
-def policy_topk(actor: ActorConfig) -> int:
-    """k of the policy's most likely tokens, `top_index`, that the KL sums over; 0 for none."""
-    return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
-
-
 def reads_anchor(actor: ActorConfig, batch: TrainBatch) -> bool:
     """Whether the loss of a batch reads the anchor's weights, beside the policy's."""
-    return actor.use_kl_loss and (actor.kl_loss_type in EXACT_KL or "ref_log_probs" not in batch.tokens)
+    return has_exact_kl(actor) or (actor.use_kl_loss and "ref_log_probs" not in batch.tokens)
 
 
 class SampledTerm:
-    """From the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or as the anchor tells them."""
+    """From the log-probs of the sampled token alone: `batch.tokens["ref_log_probs"]`, or read from the anchor."""
 
     def __init__(self, actor: ActorConfig, anchor: AnchorReader | None) -> None:
         self.actor = actor
         self.anchor = anchor
         self.estimate = sampled_kl(actor.kl_loss_type)
 
-    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
         reference_N = self._reference(batch, inputs)
 
-        def answer(stats: TokenStats) -> torch.Tensor:
+        def kl(stats: TokenStats) -> torch.Tensor:
             kl_N = self.estimate(stats.log_prob_N, reference_N)
             weight_N = _weight(self.actor, batch, inputs, stats)
             return kl_N if weight_N is None else weight_N * kl_N
 
-        return KLQuestion({}, answer)
+        return KLRequest({}, kl)
 
     def _reference(self, batch: TrainBatch, inputs: ModelInput) -> torch.Tensor:
         if self.anchor is None or "ref_log_probs" in batch.tokens:
@@ -88,12 +79,12 @@ class FullTerm:
         self.divergence = EXACT_KL[actor.kl_loss_type]
         self.anchor = anchor
 
-    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
-        def answer(stats: TokenStats) -> torch.Tensor:
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
+        def kl(stats: TokenStats) -> torch.Tensor:
             assert stats.kl_N is not None
             return stats.kl_N
 
-        return KLQuestion({"anchor": self.anchor.view(inputs, self.divergence)}, answer)
+        return KLRequest({"anchor": self.anchor.view(inputs, self.divergence)}, kl)
 
 
 class TopkTerm:
@@ -104,10 +95,10 @@ class TopkTerm:
         self.anchor = anchor
         self.formula = TOPK_KL[actor.kl_loss_type]
 
-    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLQuestion:
+    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> KLRequest:
         k = topk_of(self.actor)
         if policy_topk(self.actor) and "top_index" not in batch.tokens:
-            return KLQuestion({"top_k": k}, lambda stats: self._after(batch, inputs, stats))
+            return KLRequest({"top_k": k}, lambda stats: self._after(batch, inputs, stats))
         if policy_topk(self.actor):
             index_Nk = values_at(batch, "top_index", inputs).long()
             reference = self.anchor.at(inputs, index_Nk)
@@ -115,16 +106,17 @@ class TopkTerm:
             reference = self.anchor.top(inputs, k)
             assert reference.index_Nk is not None
             index_Nk = reference.index_Nk
-        return KLQuestion({"index_Nk": index_Nk}, lambda stats: self._kl(batch, inputs, stats, reference, index_Nk))
+        return KLRequest({"index_Nk": index_Nk}, lambda stats: self._kl(batch, inputs, stats, reference, index_Nk))
 
     def _after(self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
-        """Once the policy has named the tokens."""
+        """Once the policy's tokens are known."""
         assert stats.index_Nk is not None
         return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
 
     def _kl(
         self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats, reference: TokenStats, index_Nk: torch.Tensor
     ) -> torch.Tensor:
+        assert stats.log_prob_Nk is not None and reference.log_prob_Nk is not None
         return self.formula(
             stats.log_prob_Nk,
             reference.log_prob_Nk,
@@ -138,7 +130,7 @@ class TopkTerm:
 
 
 def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor | None:
-    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when not asked for."""
+    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when it is off."""
     if not actor.use_kl_iw:
         return None
     old_N = old_log_probs(batch, inputs, stats)

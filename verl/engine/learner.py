@@ -121,7 +121,7 @@ class Learner:
         path = self.failure_dir / f"not_finite_step_{step}.pt"
         if is_main_rank():
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"lengths_B": batch.lengths_B, "tokens": batch.tokens, "rows": batch.rows}, path)
+            torch.save({"lengths_B": batch.lengths_B, "tokens": dict(batch.tokens), "rows": dict(batch.rows)}, path)
         return (
             f"step {step}: loss {loss}, gradient norm {norm}; the weights were not changed. The mini-batch is in "
             f"{path}: look at its tensors (rewards, advantages, log-probs, values), then lower the learning rate or "

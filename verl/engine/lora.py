@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from verl.config.critic import CriticModelConfig
 from verl.config.model import LoraTargets, ModelConfig
 from verl.engine.slices import own_index
 from verl.errors import ConfigError
@@ -39,7 +38,7 @@ class Lora:
     targets: LoraTargets
 
     @classmethod
-    def from_config(cls, model: ModelConfig | CriticModelConfig) -> Lora | None:
+    def from_config(cls, model: ModelConfig) -> Lora | None:
         """None where all weights are trained."""
         return cls(model.lora_rank, model.lora_alpha, model.target_modules) if model.lora_rank else None
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from verl.engine.lora import LoraLinear, adapted_layers, is_adapter, merge
 from verl.engine.model import Decoder, weights_of
 from verl.engine.reference_policy import ReferencePolicy
-from verl.engine.sharding import local, on_mesh, reshard, whole
+from verl.engine.sharding import local, on_mesh
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,6 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
         return rows
     mesh, placements = weight.device_mesh, weight.placements
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=weight.shape, stride=(weight.shape[1], 1))
-
-
-def iter_full_parameters(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole float32 CPU tensor, one at a time; every rank must exhaust the iterator together."""
-    reshard(model)
-    for name, tensor in merged_tensors(model):
-        yield name, whole(tensor)
 
 
 def whole_here(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from verl.engine.batching import Budget, Layout, plan_all
 def mini_batches(
     rows: Sequence[int], size: int, epochs: int, shuffle: bool, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The row numbers of each mini-batch: `epochs` passes, in order or shuffled anew each pass from `seed` and `step`.
+    """The row numbers of each mini-batch: `epochs` passes, in order or reshuffled each pass from `seed` and `step`.
 
     A pass is cut evenly into as many as come nearest to `size` rows each: 2050 rows of 256 are two mini-batches of 257
     and six of 256. A ninth of 2 rows, normalised by its own tokens, would move the weights as far as the others do.

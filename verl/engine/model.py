@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model that answers with per-token statistics instead of logits."""
+"""A Hugging Face causal language model that returns per-token statistics instead of logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine.batching import Layout, ModelInput
-from verl.engine.head import Head, Question, TokenStats, token_stats
+from verl.engine.head import Head, HeadRequest, TokenStats, token_stats
 from verl.engine.hf_model import HfModel
 from verl.engine.sequence_parallel import SequenceGroup, require_divisible_heads
 from verl.engine.varlen import NAME, use_varlen_attention, why_not_packed
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
 class CausalModel(Decoder):
     """Decoder, then the head in chunks of tokens, selected tokens only.
 
-    `head_chunk_tokens` and `head_dtype` are `chunk_tokens` and `dtype` of `head.Question`.
+    `head_chunk_tokens` and `head_dtype` are `chunk_tokens` and `dtype` of `head.HeadRequest`.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class CausalModel(Decoder):
         self.head_chunk_tokens = head_chunk_tokens
         self.head_dtype = head_dtype
 
-    def forward(self, inputs: ModelInput, temperature: float, **asked: Any) -> TokenStats:
+    def forward(self, inputs: ModelInput, temperature: float, **requested: Any) -> TokenStats:
         """Statistics [N] of the selected tokens; logits are divided by `temperature` first.
 
-        `asked` are further fields of `head.Question`. Of a slice the head sees the slice's tokens, an anchor's hidden
-        states are of these, and the statistics are gathered.
+        `requested`: further fields of `head.HeadRequest`. Of a slice the head sees the slice's tokens, an anchor's
+        hidden states are of these, and the statistics are gathered.
         """
-        question = Question(inputs.label_N, temperature, self.head_chunk_tokens, dtype=self.head_dtype, **asked)
+        request = HeadRequest(inputs.label_N, temperature, self.head_chunk_tokens, dtype=self.head_dtype, **requested)
         if inputs.share is None:
-            return token_stats(self._hidden(inputs), self.head(), question)
-        stats = token_stats(self._hidden(inputs), self.head(), question.about(inputs.share.own))
+            return token_stats(self._hidden(inputs), self.head(), request)
+        stats = token_stats(self._hidden(inputs), self.head(), request.part(inputs.share.own))
         gathered: list[Any] = [None if value_n is None else inputs.share.gather(value_n) for value_n in stats]
         return TokenStats(*gathered)
 

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from verl.config.model import OptimConfig
-from verl.errors import ConfigError
-
-WARMUP_STYLES = ("constant", "cosine")
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,7 @@ class Schedule:
 
     @classmethod
     def from_config(cls, optim: OptimConfig, run_steps: int) -> Schedule:
-        """Of `optim.total_training_steps` steps, or where that is negative of the run's own `run_steps`.
-
-        Raises ConfigError for an unknown style or a warm-up ratio outside 0..1."""
-        if optim.warmup_style not in WARMUP_STYLES:
-            raise ConfigError(f"optim.warmup_style '{optim.warmup_style}' is unknown; use constant or cosine")
-        if not 0.0 <= optim.lr_warmup_steps_ratio <= 1.0:
-            raise ConfigError(f"optim.lr_warmup_steps_ratio is {optim.lr_warmup_steps_ratio}; it must lie in 0..1")
+        """Of `optim.total_training_steps` steps, or where that is negative of the run's own `run_steps`."""
         total_steps = run_steps if optim.total_training_steps < 0 else optim.total_training_steps
         warmup_steps = int(optim.lr_warmup_steps_ratio * total_steps)
         return cls(optim.lr, warmup_steps, total_steps, optim.warmup_style, optim.min_lr_ratio or 0.0)

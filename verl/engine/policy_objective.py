@@ -15,9 +15,10 @@ from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.likelihood import llds
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
+from verl.config.predicates import policy_topk
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, RankValues, values_at
-from verl.engine.kl_objective import build_kl, old_log_probs, policy_topk
+from verl.engine.kl_objective import build_kl, old_log_probs
 from verl.engine.learner import TokenLoss
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
@@ -27,11 +28,18 @@ class PolicyObjective:
     """The actor's loss on one micro-batch; needs `advantages` [T] float32 in `batch.tokens`.
 
     Without `old_log_probs` [T] float32 the policy is still the one before the step: l_old is l without gradient, the
-    ratio 1. What the KL needs is said in `kl_objective`.
+    ratio 1. `kl_objective` says what the KL needs.
     """
 
-    def __init__(self, actor: ActorConfig, model: CausalModel, temperature: float, anchor: AnchorReader | None) -> None:
-        """Raises ConfigError when the KL needs an anchor and there is none."""
+    def __init__(
+        self,
+        actor: ActorConfig,
+        model: CausalModel,
+        temperature: float,
+        anchor: AnchorReader | None,
+        trains: bool = True,
+    ) -> None:
+        """Raises ConfigError when the KL needs an anchor and there is none; without `trains` there is no KL."""
         self.actor = actor
         self.model = model
         self.temperature = temperature
@@ -39,7 +47,7 @@ class PolicyObjective:
         low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
         self.clip = Clip(low, high, actor.clip_ratio_c)
-        self.kl = build_kl(actor, anchor) if actor.use_kl_loss else None
+        self.kl = build_kl(actor, anchor) if actor.use_kl_loss and trains else None
 
     def weigh(self, batch: TrainBatch) -> torch.Tensor:
         """Each token's weight [T] in the loss of a mini-batch (`actor.loss_agg_mode`)."""
@@ -49,9 +57,9 @@ class PolicyObjective:
     def __call__(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
         """Loss and reports per selected token of a micro-batch."""
         actor = self.actor
-        kl = None if self.kl is None else self.kl(batch, inputs)
-        asked = {} if kl is None else kl.asked
-        stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **asked)
+        request = None if self.kl is None else self.kl(batch, inputs)
+        requested = {} if request is None else request.requested
+        stats = self.model(inputs, self.temperature, entropy_gradient=actor.entropy_coeff != 0, **requested)
         old_N, advantage_N = old_log_probs(batch, inputs, stats), values_at(batch, "advantages", inputs)
         row_N = batch.row_of_token_T[inputs.token_N].to(old_N.device)
         policy = self.policy_loss(stats.log_prob_N, old_N, advantage_N, row_N, self.clip)
@@ -67,8 +75,8 @@ class PolicyObjective:
             loss_N = loss_N * values_at(batch, "correction", inputs)
         if actor.entropy_coeff:
             loss_N = loss_N - actor.entropy_coeff * stats.entropy_N
-        if kl is not None:
-            raw_N = kl.answer(stats)
+        if request is not None:
+            raw_N = request.kl(stats)
             scores["kl"] = raw_N.detach()
             kl_N = raw_N / _kl_divisor(batch, inputs)
             loss_N = loss_N + actor.kl_loss_coef * kl_N
@@ -81,7 +89,7 @@ class PolicyObjective:
 
 
 def require_old_policy(actor: ActorConfig, batch: TrainBatch, own: RankValues | None, num_steps: int) -> None:
-    """After the first of several optimizer steps the policy does not say any more what it was. Raises ValueError."""
+    """Several optimizer steps need what the policy was before the first one. Raises ValueError for what is missing."""
     if num_steps < 2:
         return
     there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())

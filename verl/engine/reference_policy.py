@@ -15,7 +15,7 @@ from verl.engine.model import CausalModel
 
 
 class ReferencePolicy(nn.Module):
-    """Answers like a `CausalModel` with the weights that `policy` began with. Has no parameters of its own."""
+    """Computes like a `CausalModel` with the weights that `policy` started from. Has no parameters of its own."""
 
     def __init__(self, policy: CausalModel) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class ReferencePolicy(nn.Module):
         return self.policy.model
 
     @torch.no_grad()
-    def forward(self, inputs: ModelInput, temperature: float, **asked: Any) -> TokenStats:
+    def forward(self, inputs: ModelInput, temperature: float, **requested: Any) -> TokenStats:
         """As the policy's, with adapters off."""
         with adapters_off(self.policy):
-            stats: TokenStats = self.policy(inputs, temperature, **asked)
+            stats: TokenStats = self.policy(inputs, temperature, **requested)
         return stats
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ Slots = Callable[[], Sequence[Slot]]
 
 
 class Movable:
-    """Tensors that move together. `slots` is asked anew for every move: optimizer state comes and goes."""
+    """Tensors that move together. `slots` is called for every move: optimizer state comes and goes."""
 
     def __init__(self, slots: Slots, device: torch.device, memory: DeviceMemory) -> None:
         self._slots, self._device, self._memory = slots, device, memory

@@ -1,8 +1,8 @@
-"""All that an engine needs to go on as if nothing had happened, in PyTorch's distributed checkpoint format.
+"""All that an engine needs to resume exactly, in PyTorch's distributed checkpoint format.
 
 Weights, optimizer and anchor are written shard by shard, so that any number of ranks reads what any other number wrote.
 Of a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
-Writing goes on in the background while training does: what is written are copies in CPU memory.
+Files are written in the background while training continues: what is written are copies in CPU memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Resumable:
     def start_saving(self, folder: Path, counters: Mapping[str, float]) -> None:
         """Copy everything and return; files are written to `folder` (which is there) afterwards.
 
-        Waits for an earlier save; whether that failed, `saved` tells before.
+        Waits for an earlier save; `saved` says before whether that failed.
         """
         if self._written is not None:
             self._written.exception()
@@ -71,7 +71,7 @@ class Resumable:
     def saved(self) -> Digests:
         """Wait for the end of writing: what this rank wrote since the last `start_saving`, {} before the first.
 
-        Raises CheckpointError when it failed, each time it is asked.
+        Raises CheckpointError when it failed, each time.
         """
         if self._written is None:
             return {}
@@ -88,14 +88,14 @@ class Resumable:
             for model in self._models.values():
                 reshard(model)
             self._prepare_optimizer(any(name.startswith("optimizer.") for name in saved))
-            found = _as_tensors(counters)
+            restored = _as_tensors(counters)
             # With another number of ranks some have no random state of their own: they keep the one they started with.
             random = {name: state for name, state in _random_state().items() if name in saved}
-            dcp.load({**self._weights(), **self._optimizer_state(), **random, **found}, checkpoint_id=folder)
+            dcp.load({**self._weights(), **self._optimizer_state(), **random, **restored}, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
         set_random_state({name.split(".")[1]: state for name, state in random.items()})
-        return {name.removeprefix("counter."): tensor.item() for name, tensor in found.items()}
+        return {name.removeprefix("counter."): tensor.item() for name, tensor in restored.items()}
 
     def _check_base(self, folder: Path) -> None:
         if self._base is not None:

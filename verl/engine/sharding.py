@@ -56,8 +56,8 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, last: bool, every_time: bool) -> None:
-    """Say before the backward of a micro-batch what becomes of gradients: of the `last` one of a mini-batch they are
-    reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
+    """Set before the backward of a micro-batch how its gradients are reduced. Those of the `last` one of a mini-batch
+    are reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
     add up their shards; or not at all, and every rank adds up whole gradients.
     """
     for module in model.modules():
@@ -145,16 +145,6 @@ def own_values(tensor: torch.Tensor) -> slice:
     if shards is None:
         return slice(0, tensor.numel() if is_main_rank() else 0)
     return slice(shards.values.start, shards.values.stop if shards.replica == 0 else shards.values.start)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered to all ranks (a collective), detached, in memory of its own, on the CPU.
-
-    One that is off-loaded is gathered on the device too: between the CPUs that takes ten times as long.
-    """
-    tensor = tensor.detach()
-    full = on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-    return torch.empty(full.shape, dtype=full.dtype).copy_(full)
 
 
 def on_mesh(tensor: DTensor) -> DTensor:

@@ -1,54 +1,60 @@
-"""Log-probs and entropies of a batch's tokens under one model, micro-batch by micro-batch: of passes without a gradient
-(`token_values`), and of an update's own (`TokenScores`).
+"""Values of a batch's tokens under one model, micro-batch by micro-batch: of passes without a gradient (`read_tokens`),
+and of an update's own (`TokenScores`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input
+from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, own_values
 from verl.engine.model import CausalModel
 from verl.engine.reference_policy import ReferencePolicy
 from verl.protocol import TrainBatch
 
 POLICY_SCORES = ("log_prob", "entropy")
+ReadTokens = Callable[[ModelInput], Mapping[str, torch.Tensor]]
+"""By name the values [N, ...] of a micro-batch's selected tokens."""
 
 
 @torch.no_grad()
-def token_values(
-    model: CausalModel | ReferencePolicy,
+def read_tokens(
     batch: TrainBatch,
     micro_batches: Iterable[Sequence[int]],
-    temperature: float,
     device: torch.device,
     layout: Layout,
-    top_k: int = 0,
+    read: ReadTokens,
 ) -> dict[str, torch.Tensor]:
-    """`log_prob` and `entropy` [T] float32 on the CPU at the loss mask's tokens of `micro_batches`, 0 elsewhere.
+    """[T, ...] on the CPU: what `read` gives at the loss mask's tokens of `micro_batches`, 0 elsewhere.
 
-    `micro_batches` are lists of row numbers, as `batching.plan` gives them. Logits are divided by
-    `temperature` first. `top_k` adds `top_index` [T, k] int32: the most likely ids at each of these tokens.
+    `micro_batches` are lists of row numbers, as `batching.plan` gives them.
     """
-    model.eval()
-    num_tokens = len(batch.tokens["ids"])
-    found = {name: torch.zeros(num_tokens) for name in ("log_prob", "entropy")}
+    columns: dict[str, torch.Tensor] = {}
     for rows in micro_batches:
         inputs = model_input(batch.select(rows), device, layout)
+        _place(columns, batch.lengths_B, rows, inputs.token_N, read(inputs))
+    return columns
+
+
+def policy_scores(model: CausalModel | ReferencePolicy, temperature: float, top_k: int = 0) -> ReadTokens:
+    """Reads `log_prob` and `entropy` [N] float32 of policy or anchor; logits are divided by `temperature` first.
+
+    `top_k` adds `top_index` [N, k] int32: the most likely ids at each token.
+    """
+
+    def read(inputs: ModelInput) -> dict[str, torch.Tensor]:
         stats = model(inputs, temperature, top_k=top_k)
-        token_N = flat_positions(batch.lengths_B, rows)[inputs.token_N]
-        found["log_prob"][token_N] = stats.log_prob_N.float().cpu()
-        found["entropy"][token_N] = stats.entropy_N.float().cpu()
-        if top_k:
-            index_Nk = stats.index_Nk.to("cpu", torch.int32)
-            found.setdefault("top_index", index_Nk.new_zeros(num_tokens, index_Nk.shape[1]))[token_N] = index_Nk
-    return found
+        scores = {"log_prob": stats.log_prob_N.float(), "entropy": stats.entropy_N.float()}
+        return scores | ({"top_index": stats.index_Nk.to(torch.int32)} if top_k else {})
+
+    model.eval()
+    return read
 
 
 class TokenScores:
-    """What the forward passes of an update found, token by token. It stays on the device until `of_rank`: a copy to the
-    host would wait for the device in every micro-batch.
+    """What the forward passes of an update computed, token by token. It stays on the device until `of_rank`: a copy to
+    the host would wait for the device in every micro-batch.
     """
 
     def __init__(self, lengths_B: torch.Tensor, names: Sequence[str]) -> None:
@@ -57,15 +63,26 @@ class TokenScores:
 
     def add(self, rows: list[int], inputs: ModelInput, scores: dict[str, torch.Tensor]) -> None:
         """Of the selected tokens [N] of a micro-batch, which has these `rows` of the batch."""
-        self._parts.append((rows, inputs.token_N, {name: scores[name] for name in self.names}))
+        self._parts.append((rows, inputs.token_N, {name: scores[name].float() for name in self.names}))
 
     def of_rank(self) -> RankValues:
         """`names` [T] float32 of the rows that were added."""
-        found = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
+        columns = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
         for rows, token_N, scores in self._parts:
-            index_N = flat_positions(self.lengths_B, rows)[token_N]
-            for name, value_T in found.items():
-                value_T[index_N] = scores[name].float().cpu()
-        own = sorted(row for rows, _, _ in self._parts for row in rows)
-        index_T = flat_positions(self.lengths_B, own)
-        return RankValues(own, {name: value_T[index_T] for name, value_T in found.items()})
+            _place(columns, self.lengths_B, rows, token_N, scores)
+        return own_values(self.lengths_B, [rows for rows, _, _ in self._parts], columns)
+
+
+def _place(
+    columns: dict[str, torch.Tensor],
+    lengths_B: torch.Tensor,
+    rows: Sequence[int],
+    token_N: torch.Tensor,
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    """Put the values of a micro-batch where its tokens are in the whole batch."""
+    index_N = flat_positions(lengths_B, rows)[token_N]
+    for name, value_N in values.items():
+        if name not in columns:
+            columns[name] = torch.zeros(int(lengths_B.sum()), *value_N.shape[1:], dtype=value_N.dtype)
+        columns[name][index_N] = value_N.cpu()

@@ -6,7 +6,6 @@ loads there, and a causal language model or a critic saved there loads here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ class TokenClassifier(HfModel):
     auto_class = AutoModelForTokenClassification
     setting = "critic.model.path"
     kind = "value model"
+    new_head = True
 
     def config(self) -> PreTrainedConfig:
         """With one label and without dropout. Raises ConfigError too when the model cannot be a critic."""
@@ -61,13 +61,6 @@ class TokenClassifier(HfModel):
 
     def _check(self, model: PreTrainedModel) -> None:
         model.config.architectures = [type(model).__name__]
-
-
-def token_classifier_config(
-    path: str, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
-) -> PreTrainedConfig:
-    """The config of the model at `path` as a critic; raises as `TokenClassifier.config`."""
-    return TokenClassifier(path, torch.device("cpu"), override_config or {}, trust_remote_code).config()
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

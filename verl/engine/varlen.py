@@ -153,7 +153,7 @@ def _by_kernel(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output_THD, torch.Tensor)  # a tuple only when auxiliary output is asked for
+    assert isinstance(output_THD, torch.Tensor)  # a tuple only when auxiliary output is requested
     return output_THD[None, ..., :value_size]
 
 

@@ -51,21 +51,34 @@ class Draws:
             self.is_enough = further is None
             self.add(further or ())
 
-    def take(self, most: int) -> list[EpisodeRequest]:
-        """The next episodes of the queue."""
-        return [self.request(self.waiting.popleft()) for _ in range(min(most, len(self.waiting)))]
+    def take(self, most: int, engine: str = "") -> list[EpisodeRequest]:
+        """The next episodes of the queue, for an engine of that name; those that were begun at another one come last.
+
+        Where an episode was interrupted its search goes on: elsewhere it has to be asked again.
+        """
+        taken, elsewhere = list[int](), list[int]()
+        while self.waiting and len(taken) < most:
+            slot = self.waiting.popleft()
+            (elsewhere if self._is_elsewhere(slot, engine) else taken).append(slot)
+        room = most - len(taken)
+        self.waiting.extendleft(reversed(elsewhere[room:]))
+        return [self.request(slot) for slot in [*taken, *elsewhere[:room]]]
 
     def request(self, slot: int) -> EpisodeRequest:
         group, index = self.slots[slot]
         seed, begun = group.seed(self.config, index), group.begun.get(index)
         return EpisodeRequest(slot, group.prompt, group.id, seed, group.hows[index], begun)
 
-    def record(self, slot: int, trajectory: Trajectory) -> None:
-        """Raises RolloutError once so much has failed that the share is out of bounds whatever comes."""
+    def _is_elsewhere(self, slot: int, engine: str) -> bool:
+        group, index = self.slots[slot]
+        return index in group.begun and group.begun_at.get(index, engine) != engine
+
+    def record(self, slot: int, trajectory: Trajectory, engine: str = "") -> None:
+        """Of an engine. Raises RolloutError once so much has failed that the share is out of bounds whatever comes."""
         group, index = self.slots[slot]
         if trajectory.status is None:  # interrupted
             if trajectory.num_turns:
-                group.begun[index] = trajectory
+                group.begun[index], group.begun_at[index] = trajectory, engine
             self.waiting.append(slot)
             return
         self.num_attempts += 1

@@ -67,8 +67,13 @@ class VLLMEngine:
             raise
 
     async def start(self) -> None:
-        """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use."""
+        """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use.
+
+        On a CPU it samples the same ids in less time from then on.
+        """
         await self.on_ranks("join_run", os.getpid())
+        if self._on_cpu:
+            await self.on_ranks("draw_ahead")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. A stop string and an end-of-sequence token are part of the result.

@@ -25,6 +25,7 @@ class Group:
     number: int  # within its step
     results: dict[int, Trajectory] = field(default_factory=dict)
     begun: dict[int, Trajectory] = field(default_factory=dict)
+    begun_at: dict[int, str] = field(default_factory=dict)  # the name of the engine
     attempts: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -34,10 +35,6 @@ class Group:
     @property
     def is_complete(self) -> bool:
         return len(self.results) == len(self.hows)
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.hows) - len(self.results)
 
     def missing(self) -> list[int]:
         return [index for index in range(len(self.hows)) if index not in self.results]

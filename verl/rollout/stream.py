@@ -72,7 +72,7 @@ class Stream:
                 continue
             for slot, trajectory in finished:
                 place.held.remove(slot)
-                self.draws.record(slot, trajectory)
+                self.draws.record(slot, trajectory, place.engine.name)
 
     def _interrupt(self) -> None:
         """Call for what the engines still hold, besides the calls that are under way.
@@ -106,7 +106,7 @@ class Stream:
         for place in self.places:
             if id(place) in busy:
                 continue
-            new = self.draws.take(max(0, min(place.most, share) - len(place.held)))
+            new = self.draws.take(max(0, min(place.most, share) - len(place.held)), place.engine.name)
             place.held |= {request.slot for request in new}
             if place.held:
                 self._calls[place.engine.worker.play.remote(new)] = (place, time.monotonic())

@@ -9,8 +9,10 @@ message brings a turn's ids and log-probs.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -32,6 +34,23 @@ BEGUN = "num_begun"  # how many ids at the end of the prompt are of the turn
 INTERRUPT = "interrupt_others"  # in a request that ends all others, and what these have as their reason to stop
 
 
+@dataclass(slots=True)
+class Turn:
+    """What is known of a request while it is sampled; asked once a token."""
+
+    stops: StopStrings | None
+    begun: list[int]  # ids at the end of the prompt in which a stop string may have begun
+    is_whole: bool  # it is sent when it is over, with all of its log-probs
+    log_probs: array[float]  # float32, as they come
+    is_interrupted: bool = False
+
+    def stop_in(self, ids: Sequence[int]) -> str | None:
+        """The stop string that the last one of `ids`, those that the request has sampled, completes."""
+        if self.stops is None or not self.stops.may_end_with(ids[-1]):
+            return None
+        return self.stops.found([*self.begun, *ids] if self.begun else ids)
+
+
 class TurnScheduler(Scheduler):
     """A request may carry stop strings in `extra_args`, under `STOP`."""
 
@@ -39,17 +58,17 @@ class TurnScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        # Of the turns that are being sampled, float32 as they come. Those of a request that is aborted go with it.
-        self._log_probs: WeakKeyDictionary[Request, array[float]] = WeakKeyDictionary()
-        self._interrupted: WeakSet[Request] = WeakSet()
+        self._turns: WeakKeyDictionary[Request, Turn] = WeakKeyDictionary()  # that of an aborted request goes with it
 
     def add_request(self, request: Request) -> None:
         """One that carries `INTERRUPT` ends all others after their next token, and may itself be thrown away.
 
         An aborted request would end without what was sampled of its turn: it is here, not with whom it belongs to.
         """
+        self._turns[request] = self._turn_of(request)
         if request.sampling_params and (request.sampling_params.extra_args or {}).get(INTERRUPT):
-            self._interrupted.update(self.requests.values())
+            for other in self.requests.values():
+                self._turns[other].is_interrupted = True
         super().add_request(request)
 
     def update_from_output(
@@ -66,32 +85,36 @@ class TurnScheduler(Scheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-        if new_token_ids and (stop := self._stop_in(request)):
-            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
-        if new_token_ids and not stopped and request in self._interrupted:
-            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, INTERRUPT, True
+        if new_token_ids:
+            turn = self._turns[request]
+            if stop := turn.stop_in(request._output_token_ids):
+                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
+            elif turn.is_interrupted and not stopped:
+                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, INTERRUPT, True
         return new_token_ids, stopped
 
-    def _stop_in(self, request: Request) -> str | None:
-        texts = tuple((request.sampling_params.extra_args or {}).get(STOP, ()))
-        if not texts:
-            return None
-        if texts not in self._stops:
+    def _turn_of(self, request: Request) -> Turn:
+        how = request.sampling_params
+        extra = (how and how.extra_args) or {}
+        begun = (request.prompt_token_ids or [])[-extra[BEGUN] :] if extra.get(BEGUN) else []
+        is_whole = how is not None and how.output_kind is RequestOutputKind.FINAL_ONLY
+        return Turn(self._stop_strings(tuple(extra.get(STOP, ()))), begun, is_whole, array("f"))
+
+    def _stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
+        if texts and texts not in self._stops:
             self._stops[texts] = StopStrings(self._tokenizer, texts)
-        if begun := (request.sampling_params.extra_args or {}).get(BEGUN):  # a stop string may have begun in there
-            return self._stops[texts].found([*request.prompt_token_ids[-begun:], *request._output_token_ids])
-        return self._stops[texts].found(request._output_token_ids)
+        return self._stops.get(texts)
 
     def _is_due(self, output: EngineCoreOutput, request: Request) -> bool:
         """Keeps the log-probs of a turn that is not over, and gives one that is all of its tokens."""
-        if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        turn = self._turns[request]
+        if not turn.is_whole:
             return True
-        log_probs = self._log_probs.setdefault(request, array("f"))
         if output.new_logprobs is not None:
-            log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            turn.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finished:
             output.new_token_ids = list(request._output_token_ids)
-            output.new_logprobs = _of_sampled(output.new_token_ids, log_probs) if log_probs else None
+            output.new_logprobs = _of_sampled(output.new_token_ids, turn.log_probs) if turn.log_probs else None
         return bool(output.finished)
 
 

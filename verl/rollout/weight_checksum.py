@@ -88,6 +88,13 @@ def copy_checked(name: str, values: torch.Tensor, target: torch.Tensor, first_by
 def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_block: int) -> int:
     if not len(target):
         return 0
+    if (values.device.type, values.dtype, target.dtype) == ("cpu", torch.float32, torch.bfloat16):
+        from verl.rollout.weight_cast import round_to_bfloat16  # numba takes half a second
+
+        sum_of_all, finite = round_to_bfloat16(values, target, first_block)
+        if not finite:
+            raise _not_finite(name)
+        return sum_of_all
     words = target.view(torch.int64).view(-1, BLOCK // WORD)
     sums = torch.empty(len(words), dtype=torch.int64)
     size = CHUNK // target.itemsize
@@ -109,7 +116,11 @@ def _require_finite(name: str, tensor: torch.Tensor, total: torch.Tensor) -> Non
     An extreme is exact, and NaN if there is one. `isfinite` takes 100 times as long.
     """
     if not math.isfinite(total) and not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
-        raise NumericalError(f"weight {name} has NaN or Inf values; it is not given to the sampler")
+        raise _not_finite(name)
+
+
+def _not_finite(name: str) -> NumericalError:
+    return NumericalError(f"weight {name} has NaN or Inf values; it is not given to the sampler")
 
 
 def _whole_blocks(num_bytes: int, first_byte: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
 from verl.parent import end_with_parent
+from verl.rollout.seed_draws import draw_ahead
 from verl.rollout.weight_adapters import are_adapters, with_adapters
 from verl.rollout.weight_checksum import NamedTensors, differing, sums_of
 from verl.rollout.weight_group import RECEIVED, Meeting, WeightDrain
@@ -63,7 +64,12 @@ class WeightSyncExtension:
 
         What went wrong; empty when nothing did, here and below.
         """
-        return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        with (
+            unpinned_nccl_env()
+        ):  # what vLLM sets for batch invariance is for its own groups: the trainer has not set it
+            return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
 
     def receive_bucket(self, packed: bytes, ticket: bytes) -> str:
         """Receive the bucket that is sent, for `load_bucket` with this ticket among the exports."""
@@ -88,6 +94,10 @@ class WeightSyncExtension:
             end_with_parent()
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
+
+    def draw_ahead(self) -> None:
+        """Sample with `verl.rollout.seed_draws`."""
+        draw_ahead(self.model_runner.sampler.topk_topp_sampler)
 
     def _keep_adapters(self, tensors: Mapping[str, torch.Tensor], index: int) -> None:
         """Copies, as the bucket's memory is written anew, until all of a version are there."""

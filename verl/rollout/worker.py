@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.agent.environment import Generation, Sampler, Sampling, make_environment
-from verl.agent.episode import EpisodeLimits, Interrupted, Pause, run_episode
+from verl.agent.episode import EpisodeLimits, run_episode
+from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
@@ -73,7 +74,8 @@ class RolloutWorker:
         self.config = config
         self.device = device
         self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
-        self._pause = Pause()
+        self._answers = OpenAnswers()
+        self._pause = Pause(self._answers)
         self._interrupting = asyncio.Lock()
         self._in_episodes, self._in_engine = OverlapRecorder("rollouts"), OverlapRecorder("generate")
 
@@ -126,14 +128,15 @@ class RolloutWorker:
     async def interrupt(self) -> list[tuple[int, Trajectory]]:
         """All that is being played, as far as it has come; what has no `status` may be gone on with.
 
-        Nothing is waited for but the next token of turns that are being sampled. Raises what episodes have raised.
+        Nothing is waited for but the next token of turns that are being sampled. What the environment was asked is
+        answered meanwhile: a trajectory that goes on in this worker has it. Raises what episodes have raised.
         """
         async with self._interrupting:
             playing, self._playing = self._playing, {}
             if not playing:  # a call that was sent before is still on its way
                 await asyncio.sleep(TOGETHER_S)
                 return []
-            pause, self._pause = self._pause, Pause()
+            pause, self._pause = self._pause, Pause(self._answers)
             pause.begin()
             left: set[asyncio.Task[Trajectory]] = set(playing)
             try:
@@ -150,6 +153,7 @@ class RolloutWorker:
         async with self._interrupting:
             tasks, self._playing = list(self._playing), {}
             await _end(tasks)
+            self._answers.forget()
 
     async def take_spans(self) -> list[Span]:
         """Since the last call: `rollouts`, and in them `generate`, or `WAITING` when no episode was in the engine."""
@@ -178,6 +182,7 @@ class RolloutWorker:
         """End the engine's process and the environment's connections; fine to call when `start` did not finish."""
         if hasattr(self, "engine"):
             self.engine.shutdown()
+        self._answers.forget()
         if hasattr(self, "environment"):
             await self.environment.close()
 

@@ -49,13 +49,14 @@ class NodeProbe:
         return left
 
 
-def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float) -> None:
+def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float, gather: bool = False) -> list[int]:
     """Raise WorkerError when nodes do not reach each other, ConfigError when one does not see the folders of the run.
 
-    Those are the folder that the run was started in, where relative paths begin, and `run_dir`. Fine on one node.
+    Those are the folder that the run was started in, where relative paths begin, and `run_dir`. With `gather` a node
+    may have another `run_dir`; returns the numbers of those that have. Fine on one node.
     """
     if pool.nnodes == 1:
-        return
+        return []
     ask = partial(wait_for, timeout_s=timeout_s)
     probes = [ray.remote(NodeProbe).options(**pool.node_options(node)).remote() for node in range(pool.nnodes)]
     hosts = [node.address for node in pool.nodes]
@@ -72,11 +73,14 @@ def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float) -> None:
         for probe in probes:
             ray.kill(probe)
     _require_seen(dict(zip(hosts, missing, strict=True)))
-    if without := [host for host, paths in zip(hosts, missing, strict=True) if paths]:
+    apart = [node for node, paths in enumerate(missing) if paths]
+    if apart and not gather:
         raise ConfigError(
-            f"trainer.default_local_dir={run_dir} is another folder on {_shown(without)}: the ranks there write their "
-            "part of the state; set it to a folder of a file system that all nodes share"
+            f"trainer.default_local_dir={run_dir} is another folder on {_shown([hosts[node] for node in apart])}: the "
+            "ranks there write their part of the state. Set it to a folder of a file system that all nodes share, or "
+            "trainer.gather_state=true: that part then lies on their own disk until it is copied to the driver's node"
         )
+    return apart
 
 
 def check_working_dir(pool: ResourcePool, timeout_s: float) -> None:

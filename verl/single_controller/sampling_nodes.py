@@ -63,6 +63,10 @@ class SamplingNodes:
                 break
         return new
 
+    def leave_out(self, address: str) -> None:
+        """Of a node that has something else to do, unless it is among the pools; it is not asked to join."""
+        self.taken = [*self.taken, address]
+
     def give_up(self, address: str, unusable: str = "") -> None:
         """Of a node that is lost, or is `unusable` for that reason; none of any other."""
         for pool in [pool for pool in self.pools if pool.address == address]:

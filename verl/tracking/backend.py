@@ -1,4 +1,4 @@
-"""What every place that metrics go to has in common."""
+"""The interface of every tracking back end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Run:
-    """What a back end is told about the run. `config` has its secrets masked. `total_steps`: None if not known."""
+    """What a back end knows of the run. `config` has its secrets masked. `total_steps`: None if not known."""
 
     project: str
     experiment: str
@@ -28,6 +28,15 @@ class Backend(Protocol):
 
     def finish(self, failed: bool = False) -> None:
         """Flush and close. `failed`: the run was ended by an error."""
+        ...
+
+
+@runtime_checkable
+class PhaseBackend(Protocol):
+    """A back end that shows what the run is doing."""
+
+    def now_in(self, phase: str) -> None:
+        """The innermost phase that has begun, by the name that it has in `timing_s/`; "" between them."""
         ...
 
 

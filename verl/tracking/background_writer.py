@@ -1,4 +1,4 @@
-"""Files written beside the step that comes next."""
+"""Writes files in the background, beside the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from verl.errors import StorageError
 
-SLOW_S = 1.0  # a hand-over that waits longer is told of
+SLOW_S = 1.0  # a hand-over that waits longer is logged
 
 log = logging.getLogger(__name__)
 

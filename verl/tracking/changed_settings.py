@@ -11,7 +11,7 @@ NOT_SET = "not set"
 _MODEL = r"(actor_rollout_ref|critic)\.model\."
 _ROLE = r"(actor_rollout_ref\.(actor|ref|rollout)|critic)\."
 HARMLESS = re.compile(
-    r"data\.(val_\w+|test_files)|reward\.val_kwargs(\..+)?|retriever\.(timeout_s|deadline_s|max_batch)"
+    r"data\.(val_\w+|test_files)|reward\.(val_kwargs(\..+)?|n_gpus|port)|retriever\.(timeout_s|deadline_s|max_batch)"
     rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|fsdp_config\.(?!mixed_precision).+)"
     rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size)"
     rf"|{_ROLE}(fsdp_config\.(?!mixed_precision).+|num_threads|head_chunk_tokens|old_log_probs)"
@@ -20,7 +20,7 @@ HARMLESS = re.compile(
     r"|actor_rollout_ref\.rollout\.(tensor_model_parallel_size|max_num_batched_tokens|max_num_seqs|num_engines)"
     r"|actor_rollout_ref\.rollout\.((max_)?nnodes|n_gpus_per_node|max_concurrent|max_restarts|(val_kwargs|weight_sync)\..+)"
     r"|trainer\.(project_name|experiment_name|logger|log_\w+|metrics_\w+|(min_)?nnodes|n_gpus_per_node|device|test_freq|step_timeout_s)"
-    r"|trainer\.(default_\w+_dir|overwrite|resume_\w+|max_ckpt_to_keep|del_local_ckpt_after_load|save_\w+)"
+    r"|trainer\.(default_\w+_dir|gather_state|overwrite|resume_\w+|max_ckpt_to_keep|del_local_ckpt_after_load|save_\w+)"
     r"|trainer\.(val_before_train|val_only|eval_ref_policy_freq|layout|rollout_gpus_per_node)|critic\.n_gpus_per_node"
 )
 """Keys that change where, how fast, or what is reported, and gradients at most by rounding. Any other may change what
@@ -46,16 +46,18 @@ class Change:
 
 def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Change]:
     """By key; those that may change what is learned come first. Both as read from YAML."""
-    old, new = dict(_leaves(saved)), dict(_leaves(wanted))
+    old, new = dict(leaves(saved)), dict(leaves(wanted))
     keys = dict.fromkeys([*new, *old])
     changes = [Change(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in keys]
     return sorted((change for change in changes if change.old != change.new), key=lambda change: change.harmless)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a tree of settings by dotted key.
+
+    An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

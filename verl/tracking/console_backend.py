@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from long_task import Progress, duration
 from verl.storage import writing
 from verl.tracking.backend import Run
 
 WATCHED = (
     ("critic/score/mean", "reward", ".3f"),
+    ("reward/exact_match", "em", ".3f"),
     ("actor/pg_loss", "pg", ".4f"),
     ("actor/kl_loss", "kl", ".4f"),
     ("actor/entropy_loss", "entropy", ".3f"),
@@ -22,6 +23,8 @@ WATCHED = (
     ("timing_s/step", "s", ".1f"),
 )
 """Metric name, its short name on the line, and its format."""
+SCORES = (("critic/score/mean", "reward"), ("reward/exact_match", "em"), ("val/test_score/mean", "val"))
+"""What the bar shows: metric name and its short name."""
 SCORE_INFIX = "/test_score/"
 TIMING = "timing_s/"
 OUTSIDE = {f"{TIMING}{name}" for name in ("step", "testing", "testing_ref_policy", "save_checkpoint")}
@@ -30,32 +33,45 @@ WORTH_TELLING = 0.01  # of a step's time
 
 
 class ConsoleBackend:
-    """Prints a line for every `log`; the bar is drawn only on a terminal, so a log file holds lines alone."""
+    """Prints a line for every `log`, with the time that is left; on a terminal there is a bar below the lines.
+
+    The bar shows the phase that the run is in, and the newest reward, exact match and validation score.
+    """
 
     def __init__(self, run: Run, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console
         self._total_steps = run.total_steps
-        self._progress = Progress(
-            TextColumn(run.experiment, markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("step", total=run.total_steps)
-        self._progress.start()
+        self._bar = Progress(run.experiment, run.total_steps, unit="steps", lines=False, console=console)
+        self._phase, self._scores = "", dict[str, float]()
+        self._has_begun = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._scores |= {name: metrics[name] for name, _ in SCORES if name in metrics}
+        if not self._has_begun:  # what was before is loading, or the steps of an earlier start
+            self._has_begun = True
+            self._bar.begin(max(0, step - 1), metrics.get(f"{TIMING}step", 0.0))
+        self._bar.reach(step)
+        self._show()
         line = compact_line(metrics, step, self._total_steps)
+        if left := self._bar.seconds_left():
+            line += f" | {duration(left)} left"
         with writing("standard output"):  # a file on a full disk, say
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-            self._progress.update(self._task, completed=step)
+            if self._console is None:
+                print(line, flush=True)
+            else:
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def now_in(self, phase: str) -> None:
+        self._phase = phase
+        self._show()
 
     def finish(self, failed: bool = False) -> None:
         with writing("standard output"):
-            self._progress.stop()
+            self._bar.close()
+
+    def _show(self) -> None:
+        scores = (f"{short} {self._scores[name]:.3f}" for name, short in SCORES if name in self._scores)
+        self._bar.update(0, note=", ".join(filter(None, [self._phase, *scores])))
 
 
 def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | None = None) -> str:

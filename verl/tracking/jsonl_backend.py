@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, readable while the run goes on."""
+"""metrics.jsonl: one JSON object a line, readable while the run lasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 class JsonlBackend:
     """Appends `{"step": int, "time": unix seconds, name: number, ...}`, whole lines only.
 
-    NaN and infinities become null, so that every line is valid JSON. A resumed run goes on in the same file, behind
+    NaN and infinities become null, so that every line is valid JSON. A resumed run appends to the same file, behind
     the last whole line.
     """
 

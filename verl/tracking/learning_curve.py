@@ -16,7 +16,7 @@ from verl.tracking.run_data import Curve, RunData
 TRAIN_METRIC = "critic/score/mean"
 SPLITS = {"val": "validation", "test": "test", "val_ref": "anchor on validation"}
 """Metric prefix of a held-out split, and its name for people."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe-Ito: told apart by everyone
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe-Ito: also for colour-blind readers
 LOOKS: dict[str, dict[str, Any]] = {
     "val": {"linestyle": "-", "marker": "o", "markersize": 4},
     "test": {"linestyle": "none", "marker": "D", "markersize": 6, "markerfacecolor": "white", "markeredgewidth": 1.6},

@@ -6,9 +6,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which it reads when it is imported
 
@@ -17,6 +16,8 @@ from mlflow.entities import Metric, Param
 
 from verl.errors import ConfigError
 from verl.tracking.backend import Run
+from verl.tracking.changed_settings import leaves
+from verl.tracking.secrets import MASK, URL_CREDENTIALS
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,6 @@ MAX_METRICS = 1000  # of a call, by MLflow's REST API
 MAX_PARAMS = 100
 MAX_PARAM_LENGTH = 6000
 REFUSED = re.compile(r"[^\w/.\- :]")  # by MLflow, in the name of a metric or parameter
-CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """The loop waits for the server: MLflow's own defaults are minutes."""
 
@@ -34,7 +34,7 @@ class MlflowBackend:
 
     Metrics keep their names, but for characters that MLflow refuses (`_` in their place), and a metric `a` beside one
     `a/b` is `a/all`: MLflow's folders cannot have both. The settings of the run are its parameters. A step that a
-    server does not take is a warning, and the run goes on: `metrics.jsonl` has it.
+    server does not take is a warning, and the run continues: `metrics.jsonl` has it.
 
     Raises ConfigError when the run cannot be made.
     """
@@ -52,7 +52,7 @@ class MlflowBackend:
             experiment = self._client.get_experiment_by_name(run.project)
             identity = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
             self._run_id: str = self._client.create_run(identity, run_name=run.experiment).info.run_id
-            params = [Param(_allowed(name), str(value)[:MAX_PARAM_LENGTH]) for name, value in _leaves(run.config)]
+            params = [Param(_allowed(name), str(value)[:MAX_PARAM_LENGTH]) for name, value in leaves(run.config)]
             for start in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
         except Exception as error:  # its file store raises all kinds
@@ -87,12 +87,4 @@ def _allowed(name: str) -> str:
 
 
 def _without_credentials(error: Exception) -> str:
-    return CREDENTIALS.sub("***", str(error))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return URL_CREDENTIALS.sub(MASK, str(error))

@@ -21,7 +21,7 @@ STEP, LOGGED = f"{PREFIX}step", f"{PREFIX}last_logged_seconds"
 class PrometheusBackend:
     """Serves `http://{host}:{port}/metrics` until `finish`; port 0 takes a free one, which is `port`.
 
-    Raises ConfigError when the port cannot be had.
+    Raises ConfigError when the port is not available.
     """
 
     def __init__(self, run: Run, host: str, port: int) -> None:

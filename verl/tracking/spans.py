@@ -1,4 +1,4 @@
-"""What was done when: named spans of wall-clock time, from which the timeline of a step is made."""
+"""Named spans of wall-clock time, from which the timeline of a step is made."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ class Span:
 
 
 class SpanRecorder:
-    """Spans of things done one after the other, or one inside the other.
-
-    An exception still ends the span.
-    """
+    """Records spans that follow each other or are nested. An exception still ends the span."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []  # in the order of their ends
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -43,11 +40,11 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self._spans.append(Span(name, start, now()))
+            self.spans.append(Span(name, start, now()))
 
     def take(self) -> list[Span]:
         """Those that have ended since the last call."""
-        taken, self._spans = self._spans, []
+        taken, self.spans = self.spans, []
         return taken
 
 
@@ -73,7 +70,7 @@ class OverlapRecorder:
                 self._spans.append(Span(self.name, self._start, now()))
 
     def take(self) -> list[Span]:
-        """Those that have ended since the last call, and what has passed of one that goes on."""
+        """Those that have ended since the last call, and the part of a running one that has passed."""
         if self._inside:
             self._spans.append(Span(self.name, self._start, now()))
             self._start = self._spans[-1].end

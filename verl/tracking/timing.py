@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from verl.tracking.spans import Span, now
+from verl.tracking.spans import SpanRecorder
 
 
-class Timer:
+class Timer(SpanRecorder):
     """Adds up the wall-clock seconds of named phases; a phase entered twice is summed.
 
     Nested phases each count their own whole duration, so an outer `step` covers the phases inside it.
@@ -22,18 +22,30 @@ class Timer:
         timer.spans    # [Span("gen", ...), Span("step", ...)], in the order of their ends
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
+        """`entered` is told the innermost phase whenever that changes; "" outside of all."""
+        super().__init__()
+        self._entered = entered
+        self._inside: list[str] = []
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = now()
+    def __call__(self, name: str) -> Iterator[None]:
+        self._inside.append(name)
+        self._entered(name)
         try:
-            yield
+            with super().__call__(name):
+                yield
         finally:
-            self.spans.append(Span(phase, start, now()))
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.spans[-1].seconds
+            self._inside.remove(name)
+            self._entered(self._inside[-1] if self._inside else "")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the phases that have ended."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        return seconds
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/{phase}` in seconds."""

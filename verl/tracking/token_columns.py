@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-TOKEN_VALUES = ("advantages", "old_log_probs", "kl")
 _LIST = pa.list_(pa.float32())
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl.errors import ConfigError
 from verl.storage import whole_file
-from verl.tracking.backend import Backend, Run, Sample, SampleBackend
+from verl.tracking.backend import Backend, PhaseBackend, Run, Sample, SampleBackend
 from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.secrets import mask_secrets
 
@@ -70,6 +70,12 @@ class Tracker:
         for backend in self._backends:
             if samples and isinstance(backend, SampleBackend):
                 backend.log_samples(samples, step)
+
+    def now_in(self, phase: str) -> None:
+        """Show what the run is doing, in the back ends that can."""
+        for backend in self._backends:
+            if isinstance(backend, PhaseBackend):
+                backend.now_in(phase)
 
     def finish(self, failed: bool = False) -> None:
         """Close every back end; safe to call twice. `failed`: an error has ended the run."""

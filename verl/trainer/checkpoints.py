@@ -1,4 +1,4 @@
-"""Checkpoints of a run: models that anyone can load, and the state from which the run itself goes on.
+"""Checkpoints of a run: models that anyone can load, and the state from which the run itself resumes.
 
 `{run folder}/{actor,critic,ref}/global_step_N` are in Hugging Face format; `verl.trainer.saved_state` describes
 `{run folder}/state/global_step_N`.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from verl.errors import CheckpointError, VerlError
+from verl.errors import CheckpointError, Stalled, VerlError
+from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring, require_arrived
 from verl.single_controller.waiting import wait_beside
 from verl.storage import Digests
 from verl.trainer import saved_state
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.roles import ActorGroup, CriticGroup, Role
+from verl.trainer.save_progress import saving
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +43,25 @@ class Checkpoints:
         critic: CriticGroup | None,
         with_anchor: bool,
         max_to_keep: int | None = None,
+        copies: FolderCopies | None = None,
+        model_bytes: int | None = None,
     ) -> None:
-        """`with_anchor`: there is an anchor that moves, so it is saved too."""
+        """`with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
+        do not share it. `model_bytes`: about as large a saved model becomes, where that is known, so that the first
+        save can say how long it will take.
+        """
         self.run_dir = run_dir
         self.with_anchor = with_anchor
         self.max_to_keep = max_to_keep
+        self.model_bytes = model_bytes
         self.actor = actor
         self.critic = critic
         self.steps: list[int] = []
         self.scores: dict[int, float] = {}  # validation scores by saved step
         self.abandoned: list[int] = []
+        self._copies = copies
         self._writing: tuple[int, Path] | None = None  # step, and temporary name of its state
+        self._arriving: Future[Digests] | None = None  # what others have written of it
 
     @property
     def best(self) -> int | None:
@@ -58,11 +70,12 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """The models. Raises CheckpointError, and leaves earlier ones as they are."""
-        self.actor.save(self.path("actor", step))
-        if self.with_anchor:
-            self.actor.save(self.path("ref", step), of="anchor")
-        if self.critic is not None:
-            self.critic.save(self.path("critic", step))
+        for name, role, of in self._models():
+            with self._saving(name, step) as path:
+                role.save(path, of)
+        if self._copies:  # rank 0 may be on another node
+            for name, _, _ in self._models():
+                self._copies.bring(self.path(name, step))
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -78,6 +91,8 @@ class Checkpoints:
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
         try:
+            if self._copies:
+                self._copies.make([temporary / role for role in self._groups()])
             for role, group in self._groups().items():
                 group.start_saving_state(temporary / role)
         except VerlError as error:
@@ -86,7 +101,7 @@ class Checkpoints:
         self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Give a state that is on the disk its name, and remove what is too old.
+        """Rename a state that is completely written, and remove what is too old.
 
         `wait` for one that is being written, at most `timeout_s` seconds where that is given. Raises VerlError when it
         could not be written; then it is removed.
@@ -94,32 +109,54 @@ class Checkpoints:
         if self._writing is None:
             return
         step, temporary = self._writing
-        if not wait and not self._nobody_writes():
+        if not wait and not self._is_here(temporary):
             return
+        path = saved_state.state_path(self.run_dir, step)
         try:
-            saved_state.finish(temporary, saved_state.state_path(self.run_dir, step), self._written(timeout_s))
+            with saving(path):
+                written = self._written(timeout_s)
+                self._require_arrived(temporary, written, timeout_s)
+            saved_state.finish(temporary, path, written)
         except VerlError as error:
             self._give_up(temporary, error, timeout_s)
             raise
-        self._writing = None
+        self._writing = self._arriving = None
         self._rotate(step)
+
+    def _is_here(self, temporary: Path) -> bool:
+        """Whether all of a state is written, and what lay on other nodes has been brought."""
+        return self._nobody_writes() and self._bringing(temporary).done()
+
+    def _bringing(self, temporary: Path) -> Future[Digests]:
+        """Of what ranks have written on other nodes; begun when they are all done."""
+        if self._arriving is None:
+            self._arriving = self._copies.begin_bringing(temporary) if self._copies else nothing_to_bring()
+        return self._arriving
+
+    def _require_arrived(self, temporary: Path, written: Digests, timeout_s: float | None) -> None:
+        try:
+            require_arrived(temporary, self._bringing(temporary).result(timeout_s), written)
+        except TimeoutError as error:
+            raise Stalled(f"{temporary} was not brought here from its nodes within {timeout_s} s") from error
 
     def _give_up(self, temporary: Path, error: VerlError, timeout_s: float | None = None) -> None:
         """Remove a state that cannot be written. Ranks that could write their part are waited for, or they would fill
         the folder again; those that do not answer are not.
         """
-        self._writing = None
+        self._writing = self._arriving = None
         deadline = time.monotonic() + (WRITERS_S if timeout_s is None else timeout_s)
         with suppress(VerlError):
             while isinstance(error, CheckpointError) and not self._nobody_writes() and time.monotonic() < deadline:
                 time.sleep(0.05)
         saved_state.discard(temporary)
+        if self._copies:
+            self._copies.remove(temporary)
 
     def _nobody_writes(self) -> bool:
         return all(group.state_is_saved() for group in self._groups().values())
 
     def _written(self, timeout_s: float | None) -> Digests:
-        """By all roles. What one of them cannot write is told while another is still at work."""
+        """By all roles. An error of one is raised while another is still writing."""
         calls = {role: group.begin_saved_state(timeout_s) for role, group in self._groups().items()}
         written = {
             role: wait_beside(call, [other for other in calls.values() if other is not call])
@@ -129,10 +166,12 @@ class Checkpoints:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""
-        for role, group in self._groups().items():
+        for role in self._groups():
             if not (path / role).is_dir():
                 raise CheckpointError(f"{path} has no {role}: it is of a run with other roles; start a new run")
-            group.load_state(path / role)
+        with self._lent(path):
+            for role, group in self._groups().items():
+                group.load_state(path / role)
         progress = saved_state.read_progress(path)
         self.steps = [step for step in progress["saved"] if self.path("actor", step).is_dir()]
         self.scores = {step: score for step, score in progress.get("scores", []) if step in self.steps}
@@ -140,22 +179,39 @@ class Checkpoints:
         return progress
 
     def load(self, step: int) -> None:
-        """Put the weights of a saved step back; optimizers start anew. What was saved later is abandoned."""
-        self.actor.load(self.path("actor", step))
-        if self.with_anchor:
-            self.actor.load(self.path("ref", step), of="anchor")
-        if self.critic is not None:
-            self.critic.load(self.path("critic", step))
+        """Restore the weights of a saved step; optimizers are reset. What was saved later is abandoned."""
+        models = [(self.path(name, step), role, of) for name, role, of in self._models()]
+        with self._lent(*(path for path, _, _ in models if path.is_dir())):
+            for path, role, of in models:
+                role.load(path, of)
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
 
+    @contextmanager
+    def _saving(self, role: str, step: int) -> Iterator[Path]:
+        path = self.path(role, step)
+        with saving(path, self.model_bytes):
+            yield path
+
     def path(self, role: str, step: int) -> Path:
         return self.run_dir / role / f"global_step_{step}"
+
+    def _lent(self, *folders: Path) -> AbstractContextManager[None]:
+        """Meanwhile ranks on all nodes can read them."""
+        return self._copies.lent(*folders) if self._copies else nullcontext()
 
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
         return {"step": step, "best": self.best} | known
+
+    def _models(self) -> Iterator[tuple[str, Role, str | None]]:
+        """Each model by its folder, with the role that has it and what it is called there."""
+        yield "actor", self.actor, None
+        if self.with_anchor:
+            yield "ref", self.actor, "anchor"
+        if self.critic is not None:
+            yield "critic", self.critic, None
 
     def _groups(self) -> dict[str, ActorGroup | CriticGroup]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})

@@ -118,11 +118,10 @@ class CollapseGuard:
     """Counts for how many steps in a row each condition of `config` has held.
 
     A step without a condition's metric leaves its count as it is; a value within the threshold sets it back to zero.
-    NaN or infinity in a watched metric is an alarm at once. Raises ValueError for a guard with nothing to watch.
+    NaN or infinity in a watched metric is an alarm at once.
     """
 
     def __init__(self, config: CollapseGuardConfig) -> None:
-        _check(config)
         self.config = config
         self.num_rollbacks = 0
         self._forget()
@@ -255,7 +254,7 @@ def good_checkpoint(saved_steps: Sequence[int], first_bad_step: int) -> int | No
 
 
 def _is_due(steps: int, patience: int) -> bool:
-    """After 1, 2, 4, 8, ... times the patience: a condition that stays is not told in every step."""
+    """After 1, 2, 4, 8, ... times the patience: a lasting condition is not reported in every step."""
     times, rest = divmod(steps, patience)
     return not rest and times.bit_count() == 1
 
@@ -267,10 +266,3 @@ def _message(finding: _Finding, streak: _Streak) -> str:
     if finding.finite and finding.seen:
         seen = finding.seen
     return f"{finding.setting}: {seen}, for {steps} since step {streak.first_step}. What to do: {advice}."
-
-
-def _check(config: CollapseGuardConfig) -> None:
-    if config.action != "off" and all(getattr(config, name) is None for name in SETTINGS):
-        raise ValueError(
-            f"trainer.collapse_guard.action={config.action} with nothing to watch: set a threshold, or action=off"
-        )

@@ -15,6 +15,7 @@ from verl.algorithms.selection import informative_rows
 from verl.config import Config
 from verl.config.asynchronous import max_staleness
 from verl.config.counts import trajectories_per_step
+from verl.config.predicates import estimator_traits
 from verl.data.prompts import PromptSource
 from verl.protocol import TrainBatch, Trajectory, reward_rows
 from verl.rollout.groups import Group, groups_of
@@ -38,7 +39,7 @@ class Collector:
 
     With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
     once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
-    batch needs; `carried` are those that go on in the next step.
+    batch needs; `carried` are those that continue in the next step.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class Collector:
         self.carried: list[Group] = []
         self._wanted = config.data.train_batch_size
         self._filtering = config.algorithm.filter_groups.enable
-        self._remax = config.algorithm.adv_estimator == "remax"
+        self._needs_greedy = estimator_traits(config).needs_greedy
         train: list[How] = ["train"] * (trajectories_per_step(config) // self._wanted)
-        self._hows: list[How] = [*train, "greedy"] if self._remax else train
+        self._hows: list[How] = [*train, "greedy"] if self._needs_greedy else train
 
     def collect(self, step: int) -> Collected:
         """Raises RolloutError when too much has failed (see `RolloutManager.collect`)."""
@@ -85,7 +86,7 @@ class Collector:
         if self._num_extra(step) or num_carried:
             metrics |= self._carrying(taken, step)
         trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
-        if not self._remax:
+        if not self._needs_greedy:
             return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics)
         baselines = self._greedy_rewards(taken)
         trained = [trajectory for trajectory in trained if trajectory.group_id in baselines]
@@ -94,7 +95,7 @@ class Collector:
         return Collected(sampled, trained, batch, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """From which the prompts go on; those of groups that were carried over come first, and are sampled anew."""
+        """The position in the prompts; those of groups that were carried over come first, and are sampled again."""
         return self.prompts.state_dict(again=[group.prompt for group in self.carried])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ class Collector:
         self.prompts.load_state_dict(state)
 
     def forget(self) -> None:
-        """What was sampled of groups that were carried over is of no use; their prompts are sampled anew."""
+        """Discard what was sampled of groups that were carried over; their prompts are sampled again."""
         self.load_state_dict(self.state_dict())
 
     def _selection(self, step: int) -> Selection:

@@ -1,4 +1,4 @@
-"""What a run prints at its end: what came of it, where everything is, and which command shows it."""
+"""What a run prints at its end: its results, where everything is, and which command shows it."""
 
 from __future__ import annotations
 

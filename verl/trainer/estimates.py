@@ -13,8 +13,13 @@ from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSett
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
-from verl.config.objective import has_kl_in_reward, needs_ref_log_probs, scores_in_update
-from verl.engine.kl_objective import policy_topk
+from verl.config.predicates import (
+    corrects_rollout,
+    has_kl_in_reward,
+    needs_ref_log_probs,
+    policy_topk,
+    scores_in_update,
+)
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer
 from verl.trainer.roles import ActorGroup, CriticGroup
@@ -57,9 +62,9 @@ class Estimator:
             return self._correct(batch) | self._advantages(batch)
 
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
-        config = self.actor_config.rollout_correction
-        if config.importance == "none" and config.reject == "none":
+        if not corrects_rollout(self.actor_config):
             return {}
+        config = self.actor_config.rollout_correction
         correction = rollout_correction(
             batch.tokens["old_log_probs"],
             batch.tokens["rollout_log_probs"],

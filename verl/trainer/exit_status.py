@@ -1,4 +1,4 @@
-"""How an entry point ends: one line for a person, and an exit status for what started it."""
+"""How an entry point ends: one line for the user, and an exit status for the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does when it fails: it keeps what is being saved, and says what happened and where it can go on from."""
+"""What a run does when it fails: it finishes what is being saved, and logs what happened and how to resume."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter
         _keep(checkpoints, writer, INTERRUPT_WAIT_S)
         raise
     except Stalled:
-        _tell_stacks(run_dir)
+        _write_stacks(run_dir)
         _keep(checkpoints, writer, INTERRUPT_WAIT_S)
-        _tell_state(run_dir)
+        _log_newest_state(run_dir)
         raise
     except Exception:
         _keep(checkpoints, writer, None)
-        _tell_state(run_dir)
+        _log_newest_state(run_dir)
         raise
 
 
-def tell_stall(run_dir: Path, seconds: float) -> None:
+def report_stall(run_dir: Path, seconds: float) -> None:
     """For a driver that hangs itself, and is ended next."""
     log.error("the driver got nothing done for %.0f s (trainer.step_timeout_s) and is ended", seconds)
-    _tell_stacks(run_dir)
-    _tell_state(run_dir)
+    _write_stacks(run_dir)
+    _log_newest_state(run_dir)
 
 
 def _keep(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float | None) -> None:
@@ -65,11 +65,11 @@ def _keep(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float |
         log.warning("trajectories of the latest steps are lost: %s", error)
 
 
-def _tell_stacks(run_dir: Path) -> None:
+def _write_stacks(run_dir: Path) -> None:
     """Write the stacks of all processes on this node to `{run folder}/stacks`."""
     paths = collect_stacks(run_dir / "stacks")
     log.error("what each process was doing is in %s (%s)", run_dir / "stacks", ", ".join(path.name for path in paths))
 
 
-def _tell_state(run_dir: Path) -> None:
-    log.warning(saved_state.where_to_go_on(run_dir))
+def _log_newest_state(run_dir: Path) -> None:
+    log.warning(saved_state.how_to_resume(run_dir))

@@ -49,8 +49,13 @@ def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING
 
 
 def _nodes_to_train_on(config: Config, device: str) -> int:
-    """Nodes that are up and have what a node of the run needs, without those that only sample."""
+    """Nodes that are up and have what a node of the run needs, without those that only sample, and without one for the
+    reward's server where no other GPUs are left for it.
+    """
     place = placement_of(config, device)
     kind, amount = ResourcePool(place.nnodes, place.per_node, device).needed
-    present = sum(node["Alive"] and node["Resources"].get(kind, 0.0) >= amount for node in ray.nodes())
-    return present - place.sampling_nodes
+    offered = [node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]]
+    present = sum(has >= amount for has in offered)
+    server = config.reward.n_gpus if device == "cuda" else 0
+    beside = any(has >= server if has < amount else has - amount >= server for has in offered)
+    return present - place.sampling_nodes - (0 if beside else 1)

@@ -1,4 +1,4 @@
-"""Signs that a policy is losing its way, before its score shows it: plain floats named `health/...`.
+"""Signs that a policy degrades, before its score shows it: plain floats named `health/...`.
 
 What the policy did is read from the trajectories, what the models computed from the train batch. Failed trajectories
 count nowhere. A name whose mean would be over nothing is left out.
@@ -7,7 +7,6 @@ Letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens or n-grams,
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
@@ -15,26 +14,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from verl.protocol import Source, Status, TrainBatch, Trajectory
+from verl.algorithms.ratio import mismatch
+from verl.algorithms.selection import zero_variance_groups
+from verl.protocol import Source, TrainBatch, Trajectory, reward_rows
+from verl.trainer.metrics import finished_ones, rewards_of
+from verl.trainer.policy_scores import PolicyScores
 
 NGRAM = 4
 MAX_TURNS = 8
 """Turns with a mismatch figure of their own; later ones count in the overall figures only."""
 
 
-def health_metrics(trajectories: Sequence[Trajectory], batch: TrainBatch | None) -> dict[str, float]:
+def health_metrics(
+    trajectories: Sequence[Trajectory], batch: TrainBatch | None, scores: PolicyScores | None = None
+) -> dict[str, float]:
     """All health metrics of one step; docs/health.md says what each one means.
 
-    `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T], `entropy` [T] and
-    `old_log_probs` [T] (the trainer's, nats) are read where present, the last two at the tokens that `scored` [T] bool
-    names, by default those of the loss mask. Pass a batch without `old_log_probs` where they are the sampler's own.
+    `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T] are read where present.
+    `scores`: by default the batch's own `old_log_probs` and `entropy`.
 
     Raises ValueError for a finished trajectory without a reward.
     """
-    finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
+    finished = finished_ones(trajectories)
     metrics = turn_metrics(finished) | repetition(finished) | equal_rewards(finished)
     if batch is not None:
-        metrics |= zero_advantages(batch) | entropy(batch) | sampler_mismatch(batch)
+        scores = PolicyScores.of(batch) if scores is None else scores
+        metrics |= zero_advantages(batch) | entropy(scores) | sampler_mismatch(batch, scores)
     return metrics
 
 
@@ -78,19 +83,14 @@ def equal_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
     Rewards are compared in float32, as the advantages are made from them.
     """
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for trajectory in finished:
-        if trajectory.reward is None:
-            raise ValueError(
-                f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet: "
-                "score the trajectories before asking for health metrics"
-            )
-        rewards[trajectory.group_id].append(float(np.float32(trajectory.reward)))
-    metrics = {}
-    if len(finished) >= 2:
-        metrics["health/equal_rewards"] = float(len({reward for values in rewards.values() for reward in values}) == 1)
-    if groups := [values for values in rewards.values() if len(values) >= 2]:
-        metrics["health/zero_variance_groups"] = sum(min(values) == max(values) for values in groups) / len(groups)
+    rewards_of(finished)
+    if len(finished) < 2:
+        return {}
+    rows = reward_rows(finished)
+    reward_B, group_B = rows["reward"], rows["group"]
+    metrics = {"health/equal_rewards": float(reward_B.min() == reward_B.max())}
+    if num_groups := int((group_B.bincount() > 1).sum()):
+        metrics["health/zero_variance_groups"] = int(zero_variance_groups(reward_B, group_B).sum()) / num_groups
     return metrics
 
 
@@ -102,27 +102,23 @@ def zero_advantages(batch: TrainBatch) -> dict[str, float]:
     return {"health/zero_advantages": float((batch.tokens["advantages"][mask_T] == 0).double().mean())}
 
 
-def entropy(batch: TrainBatch) -> dict[str, float]:
-    """`health/entropy`: mean of `entropy` [T] (nats) over the scored tokens."""
-    mask_T = _scored(batch)
-    if "entropy" not in batch.tokens or not bool(mask_T.any()):
+def entropy(scores: PolicyScores) -> dict[str, float]:
+    """`health/entropy`: mean entropy (nats) over the tokens that have one."""
+    if scores.entropy_T is None or not bool(scores.known_T.any()):
         return {}
-    return {"health/entropy": float(batch.tokens["entropy"][mask_T].double().mean())}
+    return {"health/entropy": float(scores.entropy_T[scores.known_T].double().mean())}
 
 
-def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
+def sampler_mismatch(batch: TrainBatch, scores: PolicyScores) -> dict[str, float]:
     """`health/mismatch...`: how far the trainer's log-probs are from the sampler's on the tokens sampled, in nats.
 
     With d = trainer - sampler: `mean_abs` is the mean of |d|, `max_abs` its maximum, and `k3` the mean of
-    exp(d) - 1 - d, an unbiased and never negative estimate of KL(sampler || trainer) (Schulman, "Approximating KL
-    divergence", http://joschu.net/blog/kl-approx.html). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
+    exp(d) - 1 - d (`verl.algorithms.ratio.mismatch`). `mismatch_turn_{n}` is turn n alone, from 0 as in the events.
     """
-    mask_T = _scored(batch)
-    if "old_log_probs" not in batch.tokens or not bool(mask_T.any()):
+    if scores.log_prob_T is None or not bool(scores.known_T.any()):
         return {}
-    policy_N = mask_T.nonzero().squeeze(-1)  # to read by numbers is several times faster than by a mask
-    d_N = batch.tokens["old_log_probs"][policy_N].double() - batch.tokens["rollout_log_probs"][policy_N].double()
-    abs_N, k3_N = d_N.abs(), torch.expm1(d_N) - d_N
+    policy_N = scores.known_T.nonzero().squeeze(-1)  # to read by numbers is several times faster than by a mask
+    abs_N, k3_N = mismatch(scores.log_prob_T[policy_N].double() - batch.tokens["rollout_log_probs"][policy_N].double())
     metrics = {
         "health/mismatch/mean_abs": float(abs_N.mean()),
         "health/mismatch/max_abs": float(abs_N.max()),
@@ -135,11 +131,6 @@ def sampler_mismatch(batch: TrainBatch) -> dict[str, float]:
         for turn, mean in enumerate(mean_K[:MAX_TURNS].tolist()):
             metrics[f"health/mismatch_turn_{turn}/{name}"] = mean
     return metrics
-
-
-def _scored(batch: TrainBatch) -> torch.Tensor:
-    """[T] bool."""
-    return batch.tokens.get("scored", batch.tokens["loss_mask"])
 
 
 def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], start_N: npt.NDArray[np.int64]) -> int:

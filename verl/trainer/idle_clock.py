@@ -1,4 +1,4 @@
-"""How long something has had nothing to do."""
+"""Measures idle time."""
 
 from __future__ import annotations
 

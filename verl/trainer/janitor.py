@@ -1,7 +1,7 @@
-"""Ends what a driver that was killed leaves behind, and says what the driver can say no more.
+"""Ends the processes that a killed driver leaves behind, and logs how to resume.
 
 Helpers of Ray's own notice only after a minute that their driver is gone. The janitor is a process of its own, which
-outlives the driver: it hears of its end by the end of its standard input.
+outlives the driver: it sees the end of the driver by the end of its standard input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from verl.startup import log_to_stderr
-from verl.trainer.saved_state import where_to_go_on
+from verl.trainer.saved_state import how_to_resume
 
 GRACE_S = 5.0  # most end by themselves
 
@@ -56,7 +56,7 @@ def main() -> None:
         time.sleep(GRACE_S)
         _end(watched)
         log.error("the driver ended without a word: it was killed, or Ray's library ended it")
-        log.warning(where_to_go_on(Path(sys.argv[1])))
+        log.warning(how_to_resume(Path(sys.argv[1])))
 
 
 def _end(processes: list[tuple[int, float]]) -> None:

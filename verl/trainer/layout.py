@@ -1,4 +1,4 @@
-"""Who sits where: the devices of a run, divided among the roles."""
+"""The layout of a run: its devices, divided among the roles."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import ray
 from verl.config import Config
 from verl.config.placement import Placement, placement_of
 from verl.single_controller import Node, ResourcePool
+from verl.single_controller.folder_copies import FolderCopies
 from verl.single_controller.nodes import check_nodes
 from verl.single_controller.sampling_nodes import SamplingNodes
+from verl.trainer.reward_server import reserve_reward_server
 
 NODES_SHOWN = 8
 
 
 class Pools(NamedTuple):
     """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` where it
-    has no devices of its own. `release` gives back what Ray was asked for.
+    has no devices of its own; the reward's server is on `reward_server` where it has GPUs. `copies` are of the run
+    folder on nodes that do not share it. `release` gives the devices back to Ray.
     """
 
     sampling: ResourcePool
     sampling_nodes: SamplingNodes | None
     training: ResourcePool
     critic: ResourcePool
+    reward_server: ResourcePool | None
+    copies: FolderCopies
     table: str
     release: Callable[[], None]
 
@@ -43,25 +48,44 @@ def reserve_pools(config: Config, device: str) -> Pools:
     with ExitStack() as reserved:
         reserved.callback(whole.release)
         whole.reserve(timeout_s)
-        check_nodes(whole, Path(config.trainer.default_local_dir), timeout_s)
+        run_dir = Path(config.trainer.default_local_dir)
+        without = check_nodes(whole, run_dir, timeout_s, config.trainer.gather_state)
+        copies = FolderCopies(whole, without, run_dir, timeout_s)
+        reserved.callback(copies.close)
         if place.sampling_nodes:
             apart = SamplingNodes(place.sampling, device, [node.address for node in whole.nodes])
             reserved.callback(apart.release)
             apart.reserve(place.sampling_nodes, timeout_s)
+        if reward_server := reserve_reward_server(config, timeout_s):
+            reserved.callback(reward_server.release)
+            if apart:
+                apart.leave_out(reward_server.address)
         release = reserved.pop_all().close
     training = whole.part(place.first_training, place.training)
     critic = whole.part(place.per_node - place.critic, place.critic) if place.critic else training
-    table = layout_table(place, whole.nodes, [node for pool in apart.pools for node in pool.nodes] if apart else [])
-    return Pools(whole.part(0, place.sampling), apart, training, critic, table, release)
+    sampling_nodes = [node for pool in apart.pools for node in pool.nodes] if apart else []
+    table = layout_table(place, whole.nodes, sampling_nodes, reward_server.nodes[0] if reward_server else None)
+    return Pools(whole.part(0, place.sampling), apart, training, critic, reward_server, copies, table, release)
 
 
-def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = ()) -> str:
-    """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each."""
+def layout_table(
+    place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = (), reward_server: Node | None = None
+) -> str:
+    """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each; one for the GPUs
+    of the reward's server, where it has some.
+    """
+    lines = _lines(place, nodes, sampling_nodes)
+    if reward_server:
+        lines.append(f"the reward's server: on GPUs {','.join(reward_server.devices)} of {reward_server.address}")
+    return "\n    ".join(lines)
+
+
+def _lines(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node]) -> list[str]:
     ranks, engines = _ranks(place), _count(place.num_engines, "engine")
     if not nodes or not nodes[0].devices:
         apart = f", {engines} on CPU of {_listed(sampling_nodes)}" if sampling_nodes else ""
         what = ranks if sampling_nodes else f"{ranks} and {engines}"
-        return f"layout: {what} on CPU" + f" of {_listed(nodes)}" * bool(nodes) + apart
+        return [f"layout: {what} on CPU" + f" of {_listed(nodes)}" * bool(nodes) + apart]
     words = "colocated, taking turns" if place.colocated else "split"
     each = _count(place.gpus_per_engine, "GPU")
     on = _count(place.nnodes, "node") + f" and {_count(place.sampling_nodes, 'node')}" * bool(sampling_nodes)
@@ -75,7 +99,7 @@ def layout_table(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequen
     for some in (nodes, sampling_nodes):
         if len(some) > NODES_SHOWN:
             lines.append(f"... and {_count(len(some) - NODES_SHOWN, 'node')} more like {some[0].address}")
-    return "\n    ".join([title, *lines])
+    return [title, *lines]
 
 
 def _row(place: Placement, number: int, node: Node) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 from verl.trainer.resuming import check_start
 from verl.trainer.run_lock import run_lock
-from verl.trainer.saved_state import where_to_go_on
+from verl.trainer.saved_state import how_to_resume
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
         run_dir = Path(config.trainer.default_local_dir)
         run(config)
 
-    return exit_status(train, lambda: where_to_go_on(run_dir) if run_dir else "nothing was started")
+    return exit_status(train, lambda: how_to_resume(run_dir) if run_dir else "nothing was started")
 
 
 def run(config: Config) -> None:

@@ -42,7 +42,7 @@ def step_metrics(
     """
     metrics = environment_metrics(trajectories)
     metrics |= length_metrics(trajectories, max_prompt_length)
-    metrics |= _spread("critic/score", _scores(trajectories)) | component_metrics(trajectories, "reward")
+    metrics |= _spread("critic/score", rewards_of(trajectories)) | component_metrics(trajectories, "reward")
     if batch is not None and len(batch) > 0:
         metrics |= batch_metrics(batch)
         if partitions is not None:
@@ -53,7 +53,7 @@ def step_metrics(
 def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[str, float]:
     """`{prefix}/{component}`: means of the reward's components over trajectories that did not fail."""
     values: dict[str, list[float]] = defaultdict(list)
-    for trajectory in _finished(trajectories):
+    for trajectory in finished_ones(trajectories):
         for name, value in trajectory.reward_components.items():
             values[name].append(value)
     return {f"{prefix}/{name}": _mean(column) for name, column in values.items()}
@@ -64,7 +64,7 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     Means are per trajectory over those that did not fail; `env/failed_ratio` is failed over all.
     """
-    finished = _finished(trajectories)
+    finished = finished_ones(trajectories)
     metrics = {"env/failed_ratio": 1 - len(finished) / len(trajectories)} if trajectories else {}
     if not finished:
         return metrics
@@ -86,7 +86,7 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | 
     `response_length/*` is everything after the prompt, retrieved text included; `policy_length/*` is what the policy
     wrote. `response_length/clip_ratio` is the share that ended because of the length limit.
     """
-    finished = _finished(trajectories)
+    finished = finished_ones(trajectories)
     if not finished:
         return {}
     prompt_lengths = [_num_prompt_tokens(t) for t in finished]
@@ -164,7 +164,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
     Raises ValueError for a finished trajectory without a reward.
     """
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in _finished(trajectories):
+    for trajectory in finished_ones(trajectories):
         by_source[trajectory.prompt.data_source].append(trajectory)
     metrics = {f"{prefix}/num_questions": float(sum(len(rows) for rows in by_source.values()))}
     if trajectories:
@@ -172,28 +172,32 @@ def validation_metrics(trajectories: Sequence[Trajectory], prefix: str = "val") 
     for source, rows in sorted(by_source.items()):
         metrics[f"{prefix}/num_questions/{source}"] = float(len(rows))
         metrics |= _validation_means(rows, prefix, source) | component_metrics(rows, f"{prefix}/reward/{source}")
-    return metrics | _validation_means(_finished(trajectories), prefix, "mean")
+    return metrics | _validation_means(finished_ones(trajectories), prefix, "mean")
 
 
 def _validation_means(finished: Sequence[Trajectory], prefix: str, name: str) -> dict[str, float]:
     if not finished:
         return {}
     return {
-        f"{prefix}/test_score/{name}": _mean(_scores(finished)),
+        f"{prefix}/test_score/{name}": _mean(rewards_of(finished)),
         f"{prefix}/searches_per_question/{name}": _mean(t.num_searches for t in finished),
         f"{prefix}/finish_ratio/{name}": _mean(t.status is Status.ANSWERED for t in finished),
     }
 
 
-def _finished(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+def finished_ones(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Those that did not fail."""
     return [t for t in trajectories if t.status is not Status.FAILED]
 
 
-def _scores(trajectories: Iterable[Trajectory]) -> list[float]:
+def rewards_of(trajectories: Iterable[Trajectory]) -> list[float]:
+    """Of those that did not fail. Raises ValueError for one without a reward."""
     scores = []
-    for trajectory in _finished(trajectories):
+    for trajectory in finished_ones(trajectories):
         if trajectory.reward is None:
-            raise ValueError(f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet")
+            raise ValueError(
+                f"trajectory of group {trajectory.group_id} ({trajectory.status}) has no reward yet: score it first"
+            )
         scores.append(trajectory.reward)
     return scores
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl.config import Config
-from verl.engine.hf_model import source_of
+from verl.engine.hf_model import HfModel
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora, add_adapters
-from verl.engine.model import decoder_layers
+from verl.engine.model import CausalLm, decoder_layers
 from verl.engine.sharding import num_parameters
-from verl.engine.value_model import token_classifier_config
 from verl.errors import ConfigError
-from verl.pretrained import load_model_config
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class ModelShape:
 
     Of `num_params`, `num_looked_up` are in no product: an embedding that is not the head too.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
+    `num_heads`: attention heads of a layer, of its queries and of its keys.
     """
 
     num_params: int
@@ -36,6 +35,8 @@ class ModelShape:
     window: int | None
     num_looked_up: int = 0
     num_adapted: int = 0
+    num_heads: int = 0
+    num_key_heads: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -46,60 +47,33 @@ def policy_shape(config: Config) -> ModelShape:
     """Of the policy that a run would load. Raises ConfigError."""
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
-    return model_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
+    return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
 
 
-def model_shape(
-    path: str,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    lora: Lora | None = None,
-) -> ModelShape:
-    """Of the language model in the folder (config.json suffices) or of that hub name, with adapters if any are asked
-    for. Raises ConfigError.
+def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
+    """Of a language model, or of one that is made into a critic, with adapters if `lora` is given; a folder needs a
+    config.json alone. Raises ConfigError.
     """
-
-    def make() -> PreTrainedModel:
-        source = source_of(path, "actor_rollout_ref.model.path")
-        config = load_model_config(source, trust_remote_code, override_config)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-    return _shape(path, make, lora)
-
-
-def value_shape(
-    path: str,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    lora: Lora | None = None,
-) -> ModelShape:
-    """Of the same made into a critic: one output per token instead of the vocabulary's. Raises ConfigError."""
-
-    def make() -> PreTrainedModel:
-        config = token_classifier_config(path, override_config, trust_remote_code)
-        return AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
-
-    return _shape(path, make, lora)
-
-
-def _shape(path: str, make: Callable[[], PreTrainedModel], lora: Lora | None) -> ModelShape:
     try:
         with torch.device("meta"):
-            model = make()
+            model = hf.auto_class.from_config(hf.config(), trust_remote_code=hf.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: the model's config cannot be used: {error}") from error
+        raise ConfigError(f"{hf.path}: the model's config cannot be used: {error}") from error
     config = model.config
     heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
         num_params=num_parameters(model),
         num_layers=len(decoder_layers(model)),
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        key_width=key_heads * head_size,
         window=getattr(config, "max_position_embeddings", None),
         num_looked_up=0 if config.tie_word_embeddings else num_parameters(model.get_input_embeddings()),
         num_adapted=0 if lora is None else _num_adapted(model, lora),
+        num_heads=heads,
+        num_key_heads=key_heads,
     )
 
 

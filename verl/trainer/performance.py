@@ -116,7 +116,7 @@ class Utilisation:
 
     @classmethod
     def of(cls, config: Config, device_name: str, num_devices: int) -> Utilisation | None:
-        """None for a device that no data sheet is known of, a CPU among them."""
+        """None for a device without a known data sheet, such as a CPU."""
         named = device_name.replace("-", " ").split()
         gpu = next((gpu for gpu in GPUS if gpu.name.partition("-")[0] in named), None)
         if gpu is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl.config import Config
 from verl.data.prompts import PromptSource
-from verl.trainer.preflight.prompts import require_prompts
+from verl.trainer.preflight.prompts import prompt_source, require_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,23 +21,7 @@ class PromptSets(NamedTuple):
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
     """Raises DataError for files that cannot be used, ConfigError for fewer training prompts than a step has."""
     data = config.data
-    train = _source(config, tokenizer, data.train_files, data.train_data_num)
+    train = prompt_source(config, tokenizer, data.train_files, data.train_data_num)
     require_prompts(config, len(train))  # what is left of them without those that are too long
-    val = _source(config, tokenizer, data.val_files, data.val_data_num)
-    return PromptSets(train, val, _source(config, tokenizer, data.test_files, None) if data.test_files else None)
-
-
-def _source(
-    config: Config, tokenizer: PreTrainedTokenizerBase, files: str | list[str], num_rows: int | None
-) -> PromptSource:
-    data = config.data
-    return PromptSource(
-        files,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        max_start_length=data.max_start_length,
-        shuffle=data.shuffle_train_dataloader,
-        seed=config.trainer.seed,
-        num_rows=num_rows,
-        filter_overlong=data.filter_overlong_prompts,
-    )
+    val = prompt_source(config, tokenizer, data.val_files, data.val_data_num)
+    return PromptSets(train, val, prompt_source(config, tokenizer, data.test_files) if data.test_files else None)

@@ -28,7 +28,7 @@ class Recovery:
         self._alarm = self.guard.observe(metrics, step)
         return self.guard.metrics()
 
-    def answer(self, step: int) -> int | None:
+    def act(self, step: int) -> int | None:
         """Act on what `watch` found in this step. Returns the step whose weights were put back, None when none were.
 
         Raises TrainingCollapsed, which names the last good checkpoint, when the run should end.

@@ -1,4 +1,4 @@
-"""Which saved state a run goes on from, what becomes of an earlier run in its folder, and which settings differ."""
+"""Which saved state a run resumes from, what becomes of an earlier run in its folder, and which settings differ."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
 
 
 def check_start(trainer: TrainerConfig) -> None:
-    """Raise ConfigError when a run in the folder is under way, or is neither gone on with nor to be archived; quick.
+    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived. Quick.
 
     Raises CheckpointError for a state that is not there.
     """
@@ -55,7 +55,7 @@ def check_start(trainer: TrainerConfig) -> None:
 
 def _check_earlier_run(trainer: TrainerConfig) -> None:
     run_dir = Path(trainer.default_local_dir)
-    if goes_on(trainer):
+    if resumes_here(trainer):
         if trainer.overwrite == "archive":
             raise ConfigError(
                 "trainer.overwrite=archive would move the state away that trainer.resume_from_path names: leave it out"
@@ -71,7 +71,7 @@ def prepare_folder(trainer: TrainerConfig) -> None:
     """
     _check_earlier_run(trainer)
     run_dir = Path(trainer.default_local_dir)
-    if not goes_on(trainer):
+    if not resumes_here(trainer):
         if target := archive(run_dir):
             log.warning("the run folder held a run with no state to go on from; it was moved to %s", target)
     elif trainer.resume_mode == "resume_path":
@@ -81,12 +81,12 @@ def prepare_folder(trainer: TrainerConfig) -> None:
 
 
 def settings_since(config: Config) -> list[Change]:
-    """What differs from the settings of the run that is gone on with, by the config.yaml in its folder."""
+    """What differs from the settings of the run that is resumed, by the config.yaml in its folder."""
     trainer = config.trainer
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "resume_path":
         run_dir = named_state(trainer).parents[1]
-    elif not goes_on(trainer):
+    elif not resumes_here(trainer):
         return []
     if not (run_dir / CONFIG_FILE).is_file():
         return []
@@ -94,7 +94,7 @@ def settings_since(config: Config) -> list[Change]:
     return changed_settings(saved, yaml.safe_load(settings_text(asdict(config))))
 
 
-def goes_on(trainer: TrainerConfig) -> bool:
+def resumes_here(trainer: TrainerConfig) -> bool:
     """Whether the run folder's metrics are those of this run."""
     if trainer.resume_mode == "disable":
         return False

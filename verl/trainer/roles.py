@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -94,20 +93,20 @@ class Role:
         """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
         self.group.call_all("load_state", str(folder))
 
+    def load(self, path: Path, of: str | None = None) -> None:
+        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer is reset."""
+        self.group.call_all("load", str(path), of)
+
+    def save(self, path: Path, of: str | None = None) -> None:
+        """Write a model (None: the trained one) in Hugging Face format to `path`."""
+        self.group.call_all("save", str(path), of)
+
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""
         self.group.call_all("scale_lr", factor)
 
     def shutdown(self) -> None:
         self.group.shutdown()
-
-
-def actor_config(config: Config) -> Config:
-    """Validation alone updates nothing, so its actor has no KL loss, which would need an anchor."""
-    if not config.trainer.val_only:
-        return config
-    role = config.actor_rollout_ref
-    return replace(config, actor_rollout_ref=replace(role, actor=replace(role.actor, use_kl_loss=False)))
 
 
 class ActorGroup(Role):
@@ -151,13 +150,6 @@ class ActorGroup(Role):
         buckets = stream_buckets(export, self._sender.send)
         return WeightStream(buckets, partial(self.group.call_all, "release_weights"), self._sender)
 
-    def load(self, path: Path, of: str = "policy") -> None:
-        """Replace the weights by a saved model's; the optimizer starts anew."""
-        self.group.call_all("load", str(path), of)
-
-    def save(self, path: Path, of: str = "policy") -> None:
-        self.group.call_all("save", str(path), of)
-
     def shutdown(self) -> None:
         with suppress(VerlError):  # a rank that is dead or stuck
             self.group.call_all("close", timeout_s=CLOSE_S)
@@ -187,13 +179,6 @@ class CriticGroup(Role):
 
     def _values(self, batch: TrainBatch, begun: Call) -> torch.Tensor:
         return merged(batch, begun())["value"]
-
-    def load(self, path: Path) -> None:
-        """Replace the weights by a saved critic's; the optimizer starts anew."""
-        self.group.call_all("load", str(path))
-
-    def save(self, path: Path) -> None:
-        self.group.call_all("save", str(path))
 
 
 def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:

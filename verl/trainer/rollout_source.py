@@ -33,7 +33,7 @@ class RolloutSource(Protocol):
         """Inside, the engines have the actor's weights and are the loop's alone, for a validation."""
 
     def discard(self, version: int, timed: Timer) -> None:
-        """The actor has other weights, and nothing sampled before is of use. Its prompts are sampled again."""
+        """The actor has other weights: everything sampled before is discarded, and its prompts are sampled again."""
 
     def state(self) -> SamplingState:
         """From which a resumed run samples the step after the latest one that was taken."""
@@ -43,7 +43,7 @@ class RolloutSource(Protocol):
 
 
 class InTurn:
-    """Samples a step when it is asked for it: sampling and training take turns."""
+    """Samples a step when the loop takes it: sampling and training alternate."""
 
     def __init__(self, collector: Collector, rollouts: RolloutManager, actor: ActorGroup) -> None:
         self.collector, self.rollouts, self.actor = collector, rollouts, actor

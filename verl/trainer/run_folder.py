@@ -70,7 +70,7 @@ def archive(run_dir: Path) -> Path | None:
 def archive_after(run_dir: Path, step: int) -> Path | None:
     """Move what was saved after `step` to `archive/DATE`, and of the metrics a copy; None when there was nothing.
 
-    For a run that goes back to an earlier state of its own. Raises StorageError.
+    For a run that resumes from an earlier state of its own. Raises StorageError.
     """
     later = [path for path in _matching(run_dir, RESULTS) if _step_of(path, run_dir) > step]
     if not later:

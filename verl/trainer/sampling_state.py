@@ -21,7 +21,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class SamplingState:
-    """Where `prompts` go on, and the generators that rewards and environments share, each [n] uint8."""
+    """The position in `prompts`, and the generators that rewards and environments share, each [n] uint8."""
 
     prompts: dict[str, Any]
     random: dict[str, torch.Tensor]

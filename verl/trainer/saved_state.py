@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from long_task import reading
 from verl.errors import CheckpointError
-from verl.storage import Digests, could_not_write, digest, sync
+from verl.storage import Digests, could_not_write, digest, digest_of, sync
 
 FOLDER, MANIFEST, TRAINER = "state", "manifest.json", "trainer.json"
 PREFIX = "global_step_"
@@ -67,7 +68,8 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path / MANIFEST} does not list {TRAINER}")
     for name, expected in files.items():
         try:
-            found = digest(path / name)
+            with reading(path / name, f"verify {path.name}/{name}") as opened:
+                found = digest_of(opened)
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from error
         if found != expected:
@@ -108,7 +110,7 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted((path for path in paths if path.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
-def where_to_go_on(run_dir: Path) -> str:
+def how_to_resume(run_dir: Path) -> str:
     """A sentence for somebody whose run has ended too early."""
     states = list(saved(run_dir))
     if states:

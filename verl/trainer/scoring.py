@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from verl.by_name import dotted_name, in_words, load_by_name
 from verl.config import Config
+from verl.config.reward_server import expected_address, with_server
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_score
@@ -28,7 +29,7 @@ class Reward(Protocol):
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
-        """Raises `RewardUnavailable` where it cannot be had: the trajectory is masked then."""
+        """Raises `RewardUnavailable` where it is not available: the trajectory is then masked."""
         ...
 
 
@@ -47,16 +48,18 @@ class Scorer:
     `stats` describes the latest `score`: `reward/unavailable_ratio` is the share that could not be scored.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, server: str | None = None) -> None:
+        """`server`: host:port of the one that `reward.launch` has started, where it is known."""
         reward = config.reward
-        self.train = make_reward(config, reward.function, reward.kwargs)
+        address = server or expected_address(reward)
+        self.train = make_reward(config, reward.function, with_server(reward.kwargs, address))
         self.validation = self.train
         if reward.val_kwargs is not None:
-            self.validation = make_reward(config, reward.function, reward.val_kwargs)
+            self.validation = make_reward(config, reward.function, with_server(reward.val_kwargs, address))
         self.tokenizer = tokenizer
         self.max_failed_ratio = config.agent.max_failed_ratio
         self.stats: dict[str, float] = {}
-        self._num_asked = self._num_unavailable = 0
+        self._num_requested = self._num_unavailable = 0
 
     def check(self) -> None:
         """Before a run: raises what the `check` of a rule raises, where it has one."""
@@ -74,8 +77,8 @@ class Scorer:
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         """Reward every trajectory that did not fail, and return these.
 
-        One whose reward cannot be had becomes FAILED: masked and counted, never scored 0. Raises RolloutError when all
-        have failed, or when more than `agent.max_failed_ratio` could not be scored.
+        One whose reward is not available becomes FAILED: masked and counted, never scored 0. Raises RolloutError when
+        all have failed, or when more than `agent.max_failed_ratio` could not be scored.
         """
         scored = self.score_some(trajectories, validate)
         self.require_enough(trajectories)
@@ -85,36 +88,36 @@ class Scorer:
         """As `score`, of what is not all yet: `require_enough` says later whether too much has failed."""
         finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
         scored = score_trajectories(self._rule(validate), finished, self.tokenizer)
-        self._num_asked += len(finished)
+        self._num_requested += len(finished)
         self._num_unavailable += len(finished) - len(scored)
         return scored
 
     def begin(self) -> None:
-        """Forget what was scored for a step that was then abandoned."""
-        self._num_asked = self._num_unavailable = 0
+        """Forget what was scored for a step that was abandoned."""
+        self._num_requested = self._num_unavailable = 0
 
     def require_enough_so_far(self, least: int) -> None:
         """While more is to come: raises RolloutError when too much could not be scored, of at least `least`."""
-        unavailable, asked = self._num_unavailable, self._num_asked
-        if unavailable > self.max_failed_ratio * max(least, asked):
+        unavailable, requested = self._num_unavailable, self._num_requested
+        if unavailable > self.max_failed_ratio * max(least, requested):
             raise RolloutError(
-                f"{unavailable} of {asked} trajectories could not be scored so far, more than "
-                f"agent.max_failed_ratio={self.max_failed_ratio:g} allows for {max(least, asked)}"
+                f"{unavailable} of {requested} trajectories could not be scored so far, more than "
+                f"agent.max_failed_ratio={self.max_failed_ratio:g} allows for {max(least, requested)}"
             )
 
     def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
         """Of what was scored since this was called last, for `trajectories`. Raises RolloutError as `score` does."""
-        asked, unavailable = self._num_asked, self._num_unavailable
-        self._num_asked = self._num_unavailable = 0
-        self.stats = {"reward/unavailable_ratio": unavailable / max(1, asked)}
+        requested, unavailable = self._num_requested, self._num_unavailable
+        self._num_requested = self._num_unavailable = 0
+        self.stats = {"reward/unavailable_ratio": unavailable / max(1, requested)}
         failure = next((trajectory.failure for trajectory in trajectories if trajectory.status is Status.FAILED), None)
         if all(trajectory.status is Status.FAILED for trajectory in trajectories):
             raise RolloutError(f"all {len(trajectories)} trajectories failed: {failure}")
         if unavailable:
-            log.warning("%d of %d trajectories could not be scored: %s", unavailable, asked, failure)
-        if unavailable > self.max_failed_ratio * asked:
+            log.warning("%d of %d trajectories could not be scored: %s", unavailable, requested, failure)
+        if unavailable > self.max_failed_ratio * requested:
             raise RolloutError(
-                f"{unavailable} of {asked} trajectories could not be scored, more than "
+                f"{unavailable} of {requested} trajectories could not be scored, more than "
                 f"agent.max_failed_ratio={self.max_failed_ratio}: {failure}"
             )
 
@@ -148,7 +151,7 @@ def score_trajectories(
 
     Raises RewardError, naming the rule and the row, when the rule raises or gives something that is no score.
     """
-    for trajectory, given in zip(trajectories, _ask(rule, trajectories, tokenizer), strict=True):
+    for trajectory, given in zip(trajectories, _score_each(rule, trajectories, tokenizer), strict=True):
         if isinstance(given, RewardUnavailable):
             trajectory.status, trajectory.failure = Status.FAILED, str(given)
             continue
@@ -159,14 +162,14 @@ def score_trajectories(
     return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
 
 
-def _ask(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
+def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
     """For each a score in some form, or a RewardUnavailable."""
     if not isinstance(rule, BatchReward):
-        return [_ask_one(rule, trajectory, tokenizer) for trajectory in trajectories]
+        return [_score_one(rule, trajectory, tokenizer) for trajectory in trajectories]
     if not trajectories:
         return []
     try:
-        with _errors_told(rule, f"{len(trajectories)} trajectories, the first of {_place(trajectories[0].prompt)}"):
+        with _errors_named(rule, f"{len(trajectories)} trajectories, the first of {_place(trajectories[0].prompt)}"):
             given = rule.score_all(trajectories, tokenizer)
     except RewardUnavailable as error:
         return [error] * len(trajectories)
@@ -179,17 +182,17 @@ def _ask(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokeniz
     return scores
 
 
-def _ask_one(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Any:
+def _score_one(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Any:
     try:
-        with _errors_told(rule, _place(trajectory.prompt)):
+        with _errors_named(rule, _place(trajectory.prompt)):
             return rule.score(trajectory, tokenizer)
     except RewardUnavailable as error:
         return error
 
 
 @contextmanager
-def _errors_told(rule: Reward | BatchReward, of: str) -> Iterator[None]:
-    """An error of the rule's own code names it and what it was asked about."""
+def _errors_named(rule: Reward | BatchReward, of: str) -> Iterator[None]:
+    """An error of the rule's own code is raised with its name and what it was scoring."""
     try:
         yield
     except VerlError:
@@ -202,7 +205,7 @@ def _errors_told(rule: Reward | BatchReward, of: str) -> Iterator[None]:
 
 
 def _place(prompt: Prompt) -> str:
-    """The row, as far as it can be told."""
+    """What is known of the row."""
     index, question = (prompt.row.get("extra_info") or {}).get("index"), question_of(prompt.row)
     parts = [f"data_source {prompt.data_source!r}"]
     parts += [] if index is None else [f"index {index}"]

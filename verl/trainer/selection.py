@@ -13,7 +13,7 @@ class Selection:
     """Wants `wanted` useful groups; may have `most` in all, of which each useless one is replaced at once by a new one.
 
     `due` are groups that cannot wait for another step: the selection has them, however long they take. While there are
-    more groups than wanted, the first to be complete are taken. `in_order` asks about a group only when all those
+    more groups than wanted, the first to be complete are taken. `in_order` decides about a group only when all those
     before it are complete, so that what is decided does not depend on how long things take.
     """
 
@@ -26,15 +26,15 @@ class Selection:
     in_order: bool = False
     useful: list[Group] = field(default_factory=list)  # in the order in which they were completed
     useless: list[Group] = field(default_factory=list)
-    _unasked: list[Group] = field(default_factory=list)
+    _undecided: list[Group] = field(default_factory=list)
 
     def feed(self, complete: Sequence[Group]) -> list[Group] | None:
         """See `verl.rollout.draws.Feed`."""
-        self._unasked += complete
-        asked = self._leading() if self.in_order else list(self._unasked)
-        self._unasked = [group for group in self._unasked if group not in asked]
+        self._undecided += complete
+        decided = self._leading() if self.in_order else list(self._undecided)
+        self._undecided = [group for group in self._undecided if group not in decided]
         useless = 0
-        for group, is_useful in zip(asked, self.are_useful(asked) if asked else [], strict=True):
+        for group, is_useful in zip(decided, self.are_useful(decided) if decided else [], strict=True):
             (self.useful if is_useful else self.useless).append(group)
             useless += not is_useful
         if len(self.useful) >= self.wanted and all(group in self.useful + self.useless for group in self.due):
@@ -51,18 +51,18 @@ class Selection:
 
     @property
     def left(self) -> list[Group]:
-        """Those that go on in the next step: first the complete ones, then the others."""
+        """Those that continue in the next step: first the complete ones, then the others."""
         gone = [*self.taken, *self.useless]
         left = in_order_of_beginning([group for group in self.groups if group not in gone])
         return sorted(left, key=lambda group: not group.is_complete)
 
     def _leading(self) -> list[Group]:
-        asked = [*self.useful, *self.useless]
+        decided = [*self.useful, *self.useless]
         leading: list[Group] = []
         for group in self.groups:
-            if group in self._unasked:
+            if group in self._undecided:
                 leading.append(group)
-            elif group not in asked:
+            elif group not in decided:
                 break
         return leading
 

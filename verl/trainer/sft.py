@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from long_task import Progress
 from verl import startup
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
@@ -28,6 +29,7 @@ from verl.tracking.jsonl_backend import FILE_NAME
 from verl.trainer.exit_status import exit_status
 from verl.trainer.run_folder import archive, check_new_run
 from verl.trainer.run_lock import check_not_in_use, run_lock
+from verl.trainer.save_progress import saving
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +86,6 @@ def run(config: SftConfig) -> Path:
 def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     """The steps, inside a process group; writes `metrics.jsonl` and `global_step_N` into the run folder."""
     with startup.phase(f"loading {config.model.path}"):
-        from tqdm import tqdm
-
         from verl.engine.sft_engine import SftEngine
         from verl.engine.sharding import is_main_rank
 
@@ -103,20 +103,22 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
             run_dir.mkdir(parents=True, exist_ok=True)
     num_steps = config.trainer.total_training_steps
     startup.tell(f"step 1 of {num_steps}; a line every {config.trainer.log_freq} steps")
-    bar = tqdm(range(num_steps), desc="sft", disable=not (main_rank and sys.stderr.isatty()))
-    for step in bar:
-        phase, batch = batches.next(step)
-        metrics = engine.step(batch)
-        bar.set_postfix_str(f"{phase} loss {metrics.get('loss', 0.0):.3f}")
-        if not main_rank:
-            continue
-        record = {f"sft/{name}": value for name, value in metrics.items()}
-        record["sft/lm_phase"] = float(phase == "lm")
-        append(metrics_path, json.dumps({"step": step + 1, "time": time.time(), **record}).encode() + b"\n")
-        if bar.disable and (step + 1) % config.trainer.log_freq == 0:
-            log.info("step %d/%d %s loss %.4f", step + 1, num_steps, phase, metrics.get("loss", 0.0))
+    with Progress("warm start", num_steps, unit="steps", shown=main_rank, lines=False) as progress:
+        for step in range(num_steps):
+            phase, batch = batches.next(step)
+            metrics = engine.step(batch)
+            told = f"{phase} loss {metrics.get('loss', 0.0):.4f}"
+            progress.update(note=told)
+            if not main_rank:
+                continue
+            record = {f"sft/{name}": value for name, value in metrics.items()}
+            record["sft/lm_phase"] = float(phase == "lm")
+            append(metrics_path, json.dumps({"step": step + 1, "time": time.time(), **record}).encode() + b"\n")
+            if not progress.has_bar and (step + 1) % config.trainer.log_freq == 0:
+                log.info("step %d/%d %s, %s", step + 1, num_steps, told, progress.pace())
     target = run_dir / f"global_step_{num_steps}"
-    engine.save_pretrained(target, tokenizer)
+    with saving(target) if main_rank else nullcontext():
+        engine.save_pretrained(target, tokenizer)
     return target
 
 

@@ -1,4 +1,4 @@
-"""How much older the weights are that sampled the tokens of a step than those that are trained on them."""
+"""Staleness: how many versions older the weights that sampled a step are than those that are trained on it."""
 
 from __future__ import annotations
 

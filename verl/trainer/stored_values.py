@@ -1,29 +1,53 @@
-"""What the step knew of each token, for the stored trajectories."""
+"""The trajectory files of a run, with what a step knew of each token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from verl.protocol import TrainBatch
+from verl.config import Config
+from verl.protocol import TrainBatch, Trajectory
+from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.token_columns import TokenValues
+from verl.tracking.trajectory_columns import Decode
+from verl.tracking.trajectory_store import Kind, write_trajectories
 from verl.trainer.collection import Collected
+from verl.trainer.policy_scores import PolicyScores
 
 
-def token_values(collected: Collected, trained: TrainBatch, scored: TrainBatch) -> TokenValues:
+class TrajectoryFiles:
+    """Written beside the step that comes next, where trainer.save_trajectories is set; the writer's thread decodes."""
+
+    def __init__(self, config: Config, run_dir: Path, writer: BackgroundWriter, decode: Decode) -> None:
+        self.enabled, self.run_dir = config.trainer.save_trajectories, run_dir
+        self.writer, self.decode = writer, decode
+
+    def write(
+        self, trajectories: Sequence[Trajectory], split: Kind, step: int, values: TokenValues | None = None
+    ) -> None:
+        """Raises what an earlier write raised."""
+        if self.enabled:
+            what = (split, step, trajectories, self.decode, values)
+            self.writer.hand_over(partial(write_trajectories, self.run_dir, *what))
+
+
+def token_values(collected: Collected, trained: TrainBatch, scores: PolicyScores) -> TokenValues:
     """Of the trajectories that were trained on, by their place in `collected.sampled`.
 
-    `trained` is the batch that the losses saw; `scored` has `old_log_probs` where the trainer found them
-    (`Updates.scored`). `kl` is there with a KL in the reward, or as the update found it, where one is in the loss.
+    `trained` is the batch that the losses saw. `kl` is there with a KL in the reward, or as the update computed it,
+    where one is in the loss.
     """
     batch = collected.batch
     place = {id(trajectory): row for row, trajectory in enumerate(collected.sampled)}
     mask_T = batch.tokens["loss_mask"]
     found = {"advantages": (batch.tokens["advantages"], mask_T)}
-    if "old_log_probs" in scored.tokens:
-        found["old_log_probs"] = (scored.tokens["old_log_probs"], scored.tokens.get("scored", mask_T))
+    if scores.log_prob_T is not None:
+        found["old_log_probs"] = (scores.log_prob_T, scores.known_T)
     if "kl" in trained.tokens:
         in_reward = "kl" in batch.tokens
         found["kl"] = (trained.tokens["kl"], mask_T if in_reward else trained.tokens["loss_mask"])

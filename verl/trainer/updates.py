@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 
 from verl.config import Config
-from verl.config.objective import has_anchor, scores_in_update, stores_token_values
+from verl.config.predicates import anchor_moves, scores_in_update, stores_token_values
 from verl.engine.token_values import POLICY_SCORES
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
 from verl.tracking.timing import Timer
 from verl.trainer.estimates import for_critic
+from verl.trainer.policy_scores import PolicyScores
 from verl.trainer.roles import ActorGroup, CriticGroup
 
 TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and the batch
@@ -57,24 +58,22 @@ class Updates:
                 metrics |= begun()[0]
         return metrics
 
-    def scored(self, batch: TrainBatch, trained: TrainBatch) -> TrainBatch:
-        """The batch with `old_log_probs` and `entropy` only where the trainer found them: before the update those of
-        all tokens, or in the update those of the tokens that were `trained`.
-        """
-        tokens = dict(batch.tokens)
-        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
-            del tokens["old_log_probs"]  # the sampler's own say nothing about a mismatch
+    def scores(self, batch: TrainBatch, trained: TrainBatch) -> PolicyScores:
+        """What was computed in the update, of the tokens that were `trained`, else before it, of all tokens."""
         if "log_probs" in trained.tokens:
-            found = {"old_log_probs": trained.tokens["log_probs"], "entropy": trained.tokens["entropy"]}
-            tokens |= found | {"scored": trained.tokens["loss_mask"]}
-        return replace(batch, tokens=tokens)
+            tokens = trained.tokens
+            return PolicyScores(tokens["loss_mask"], tokens["log_probs"], tokens["entropy"])
+        scores = PolicyScores.of(batch)
+        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:  # the sampler's own say nothing about a mismatch
+            return replace(scores, log_prob_T=None)
+        return scores
 
     def _update_actor(self, trained: TrainBatch, beside: Sequence[Call]) -> dict[str, float]:
         names = [*(POLICY_SCORES if scores_in_update(self.config) else ()), *(["kl"] if self._keeps_kl else [])]
         if not names:
             return self.actor.update(trained, beside)
-        metrics, found = self.actor.update_and_score(trained, beside, names)
-        trained.tokens |= {TOKENS.get(name, name): value_T for name, value_T in found.items()}
+        metrics, scores = self.actor.update_and_score(trained, beside, names)
+        trained.tokens |= {TOKENS.get(name, name): value_T for name, value_T in scores.items()}
         return metrics
 
     @property
@@ -88,7 +87,3 @@ class Updates:
         with timed("update_ref_policy_ema"):
             self.actor.follow_anchor(tau)
         return {"ref_policy/ema_tau": tau}
-
-
-def anchor_moves(config: Config) -> bool:
-    return has_anchor(config) and config.algorithm.ref_policy_ema_tau < 1.0

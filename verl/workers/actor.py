@@ -36,7 +36,7 @@ class ActorWorker(RankWorker):
         super().__init__(config, rank, world_size)
         self.total_training_steps = total_training_steps
         self.with_anchor = with_anchor
-        self.own: RankValues | None = None  # what this rank has found out about its rows, until the update
+        self.own: RankValues | None = None  # what this rank keeps of its rows until the update
 
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the models."""
@@ -49,11 +49,11 @@ class ActorWorker(RankWorker):
 
         The most likely tokens, `top_k` of each, stay here for the update: they are by far the most of a batch.
         """
-        found = self.engine.log_probs(batch.fetch(), self.config.actor_rollout_ref.rollout.temperature, of, top_k)
-        told = {name: value_T for name, value_T in found.tokens.items() if name != TOP_INDEX}
+        scores = self.engine.log_probs(batch.fetch(), self.config.actor_rollout_ref.rollout.temperature, of, top_k)
+        sent = {name: value_T for name, value_T in scores.tokens.items() if name != TOP_INDEX}
         if top_k:
-            self.own = RankValues(found.rows, {TOP_INDEX: found.tokens[TOP_INDEX]})
-        return SharedValues.of(RankValues(found.rows, told))
+            self.own = RankValues(scores.rows, {TOP_INDEX: scores.tokens[TOP_INDEX]})
+        return SharedValues.of(RankValues(scores.rows, sent))
 
     @in_phase(Phase.UPDATE)
     def update(self, batch: SharedBatch) -> dict[str, float]:
@@ -65,8 +65,8 @@ class ActorWorker(RankWorker):
     def update_and_score(self, batch: SharedBatch, names: Sequence[str]) -> tuple[dict[str, float], SharedValues]:
         """Like `update`, with what its first pass over each token found; see `PolicyEngine.update_and_score`."""
         own, self.own = self.own, None
-        metrics, found = self.engine.update_and_score(batch.fetch(), own, names)
-        return metrics, SharedValues.of(found)
+        metrics, scores = self.engine.update_and_score(batch.fetch(), own, names)
+        return metrics, SharedValues.of(scores)
 
     def follow_anchor(self, tau: float) -> None:
         with self.spans("follow_anchor"):
@@ -113,11 +113,3 @@ class ActorWorker(RankWorker):
         """Take away what would outlive this process."""
         if hasattr(self, "exporter"):
             self.exporter.close()
-
-    def load(self, path: str, of: Which) -> None:
-        """Replace the weights by a saved model's; the optimizer starts anew."""
-        self.engine.load_saved(Path(path), of)
-
-    def save(self, path: str, of: Which) -> None:
-        """Write the model and tokenizer in Hugging Face format to `path`."""
-        self.engine.save_pretrained(Path(path), self.tokenizer, of=of)

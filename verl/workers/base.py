@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import ray
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from verl.config import Config
 from verl.determinism import seed_everything, use_deterministic_kernels
@@ -29,10 +30,12 @@ LOOPBACK = "127.0.0.1"  # on one node it is there whatever becomes of the networ
 class RankWorker:
     """One rank of a role. The ranks of a role have a process group of their own.
 
-    Every method but `rendezvous` is called on all ranks at once; `start` makes the `engine`.
+    Every method but `rendezvous` is called on all ranks at once; `start` makes the `engine`, and loads
+    the `tokenizer` that is saved with its models.
     """
 
     engine: TrainedEngine
+    tokenizer: PreTrainedTokenizerBase
     role: ClassVar[str]
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
@@ -89,6 +92,14 @@ class RankWorker:
     def device_name(self) -> str:
         """As its driver calls it; empty for a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+
+    def load(self, path: str, of: str | None = None) -> None:
+        """Replace the weights of a model (None: the trained one) by saved ones; its optimizer is reset."""
+        self.engine.load_saved(Path(path), of)
+
+    def save(self, path: str, of: str | None = None) -> None:
+        """Write a model (None: the trained one) and the tokenizer in Hugging Face format to `path`."""
+        self.engine.save_pretrained(Path(path), self.tokenizer, of)
 
     def scale_lr(self, factor: float) -> None:
         """Multiply the learning rate of all further steps."""

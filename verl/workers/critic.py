@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from verl.config import Config
 from verl.engine.memory_meter import in_phase
 from verl.engine.value_engine import ValueEngine
@@ -32,11 +30,3 @@ class CriticWorker(RankWorker):
     def values(self, batch: SharedBatch) -> SharedValues:
         """Values of this rank's rows."""
         return SharedValues.of(self.engine.values(batch.fetch()))
-
-    def load(self, path: str) -> None:
-        """Replace the weights by a saved critic's; the optimizer starts anew."""
-        self.engine.load_saved(Path(path))
-
-    def save(self, path: str) -> None:
-        """Write the model and tokenizer in Hugging Face format to `path`."""
-        self.engine.save_pretrained(Path(path), self.tokenizer)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from long_task import Progress
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.coverage import Rank, first_rank, is_covered, matcher_of, recall, scan_corpus, summarize
 from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
@@ -62,11 +61,11 @@ async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> l
     ranks: list[Rank] = []
     try:
         await client.check()
-        with tqdm(total=len(questions), desc="questions", disable=None) as bar:
+        with Progress("questions", len(questions)) as progress:
             for start in range(0, len(questions), _SENT_TOGETHER):
                 part = questions[start : start + _SENT_TOGETHER]
                 ranks += await asyncio.gather(*map(rank_of, part))
-                bar.update(len(part))
+                progress.update(len(part))
     finally:
         await client.close()
     return ranks

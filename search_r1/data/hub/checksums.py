@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from long_task import BYTES, Progress
 from search_r1.data.hub.listing import RemoteFile
 from verl.errors import DataError
 
@@ -48,13 +47,13 @@ def _matches(path: Path, start: int, remote: RemoteFile) -> bool:
 def _digest(path: Path, start: int, size: int, digest: Any) -> str:
     with (
         path.open("rb") as file,
-        tqdm(total=size, desc=f"check {path.name}", unit="B", unit_scale=True, disable=None) as bar,
+        Progress(f"check {path.name}", size, unit=BYTES) as progress,
     ):
         file.seek(start)
         while size and (block := file.read(min(BLOCK, size))):
             digest.update(block)
             size -= len(block)
-            bar.update(len(block))
+            progress.update(len(block))
     return str(digest.hexdigest())
 
 

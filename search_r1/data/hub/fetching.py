@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
@@ -10,6 +11,7 @@ from huggingface_hub.utils import build_hf_headers
 
 from search_r1.data.hub.checksums import is_whole
 from search_r1.data.hub.listing import HubUnavailable, RemoteFile, first_line
+from search_r1.data.qa.hub_bar import HubBar
 from verl.errors import DataError
 
 
@@ -32,6 +34,7 @@ def fetch(remote: RemoteFile, target: Path) -> None:
                 headers=build_hf_headers(),
                 expected_size=remote.size,
                 displayed_filename=remote.path,
+                tqdm_class=cast(Any, HubBar),
             )
     except (HTTPError, OSError) as error:
         arrived = partial.stat().st_size if partial.exists() else 0

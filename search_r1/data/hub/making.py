@@ -8,13 +8,11 @@ import os
 import shutil
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from tqdm import tqdm
-
+from long_task import reading
 from search_r1.data.hub.checksums import BLOCK
 from verl.errors import DataError
 
@@ -39,7 +37,7 @@ def join(parts: Sequence[Path], product: Path) -> str:
 
     def copy(target: _HashedFile) -> None:
         for part in parts:
-            with _with_bar(part) as source:
+            with reading(part) as source:
                 shutil.copyfileobj(source, target, BLOCK)
 
     return _write(product, copy)
@@ -53,7 +51,7 @@ def unpack(packed: Path, product: Path) -> str:
 
     def copy(target: _HashedFile) -> None:
         try:
-            with _with_bar(packed) as raw, gzip.open(raw) as plain:
+            with reading(packed) as raw, gzip.open(raw) as plain:
                 if _is_tar(plain):
                     _copy_member(packed, plain, target)
                 else:
@@ -100,10 +98,3 @@ def _write(product: Path, copy: Callable[[_HashedFile], None]) -> str:
         return target.digest.hexdigest()
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-@contextmanager
-def _with_bar(path: Path) -> Iterator[BinaryIO]:
-    size = path.stat().st_size
-    with path.open("rb") as file, tqdm.wrapattr(file, "read", size, desc=f"read {path.name}", disable=None) as bar:
-        yield bar

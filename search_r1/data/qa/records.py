@@ -9,13 +9,15 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from long_task import reading, track
 from search_r1.data.qa.json_array import array_items
 from search_r1.errors import CorpusError
 from search_r1.search.jsonl import read_lines
@@ -102,16 +104,18 @@ def _table_row(line: int, row: dict[str | Any, Any]) -> Record:
 
 def _parquet(path: Path) -> Iterator[Record]:
     try:
-        batches = pq.ParquetFile(path).iter_batches()
-        yield from itertools.starmap(Record, enumerate(row for batch in batches for row in batch.to_pylist()))
+        file = pq.ParquetFile(path)
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
+        yield from itertools.starmap(Record, enumerate(told))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+@contextmanager
+def _text(path: Path) -> Iterator[TextIO]:
+    with reading(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as plain:
+        yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding="utf-8-sig", newline="")
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from search_r1.data.qa.sets import FLASHRAG_REPO, SETS
 from verl.errors import DataError
@@ -129,11 +130,14 @@ def _from_hub(name: str, wanted: str) -> Source:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    from search_r1.data.qa.hub_bar import HubBar
+
     splits = [split for split in _SPLITS[wanted] if split in _published(name)] or _SPLITS[wanted]
     for split in splits:
         file = f"{name}/{split}.jsonl"
         try:
-            return Source(name, split, Path(hf_hub_download(FLASHRAG_REPO, file, repo_type="dataset")))
+            fetched = hf_hub_download(FLASHRAG_REPO, file, repo_type="dataset", tqdm_class=cast(Any, HubBar))
+            return Source(name, split, Path(fetched))
         except RemoteEntryNotFoundError:
             continue
         except (OSError, HTTPError) as error:

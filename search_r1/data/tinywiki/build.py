@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers.utils.logging import disable_progress_bar
 
+from long_task import track
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, Segment
 from search_r1.data.tinywiki.names import hash_number
 from search_r1.data.tinywiki.passages import PassageIndex
@@ -134,7 +135,8 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
 def sft_rows(recipe: Recipe, demonstrator: Demonstrator) -> Iterator[dict[str, Any]]:
     """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy"."""
     rng = random.Random(hash_number("sft", recipe.seed))
-    for number in range(recipe.num_lm_rows + recipe.num_policy_rows):
+    num_rows = recipe.num_lm_rows + recipe.num_policy_rows
+    for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
         if phase == "lm" and rng.random() < recipe.document_share:
             entity = rng.randrange(demonstrator.world.num_entities)

@@ -7,8 +7,8 @@ from array import array
 
 import bm25s
 import numpy as np
-from tqdm import tqdm
 
+from long_task import track
 from search_r1.errors import CorpusError
 from search_r1.search.bm25.analyzer import terms
 from search_r1.search.bm25.kernel import compiled
@@ -23,7 +23,7 @@ def build_index(corpus: Corpus, k1: float, b: float) -> bm25s.BM25:
     """
     vocabulary: dict[str, int] = {}
     tokens, lengths = array("i"), array("i")
-    for passage in tqdm(corpus, total=len(corpus), desc="bm25", disable=None):
+    for passage in track(corpus, "bm25", len(corpus), "passages"):
         columns = [vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage["contents"])]
         tokens.fromlist(columns)
         lengths.append(len(columns))

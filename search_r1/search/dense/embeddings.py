@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from long_task import Progress
 from search_r1.errors import EncoderError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
@@ -57,9 +57,9 @@ def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> Vector
         _reserve(job, len(corpus) * encoder.dim * 4, done)
     writer = _Writer(job, encoder, corpus)
     ended = map(writer.write, blocks) if job.num_processes == 1 else _in_processes(job, blocks)
-    with tqdm(total=len(corpus), initial=done, desc="encode", unit="passage", disable=None) as bar:
+    with Progress("encode", len(corpus), done, "passages") as progress:
         for stop in ended:
-            bar.update(stop - bar.n)
+            progress.reach(stop)
             write_manifest(manifest_path(job.path), job.fields | {"rows_done": stop})
     return VectorFile(job.path, len(corpus), encoder.dim)
 

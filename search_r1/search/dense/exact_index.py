@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from tqdm import tqdm
 
+from long_task import track
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.dense.encoding.precision import cpu_has_bf16
 from search_r1.search.dense.encoding.worker_threads import WorkerThreads
@@ -118,8 +118,7 @@ class ExactIndex:
             for start, place in zip(starts, places, strict=False)  # there may be fewer rows than devices
         ]
         blocks = self._vectors.blocks()
-        bar = tqdm(blocks, total=-(-len(self) // BLOCK_ROWS), desc="matrix", unit="block", disable=None, leave=False)
-        for start, block in bar:
+        for start, block in track(blocks, "matrix", -(-len(self) // BLOCK_ROWS), "blocks"):
             self._check_finite(start, torch.from_numpy(block))
             offset_RD = torch.from_numpy(block - self._center_D)
             rounded_RD = offset_RD.to(self._dtype)

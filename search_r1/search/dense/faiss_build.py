@@ -10,11 +10,11 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from tqdm import tqdm
 
+from long_task import Progress
 from search_r1.errors import ServerError
 from search_r1.search.dense.faiss_index import to_gpus
-from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
+from search_r1.search.dense.vectors import VectorFile
 
 _ROWS_A_CENTROID = 64  # k-means wants at least 39
 _LEAST_TRAIN_ROWS = 65_536  # 256 for each of the 256 centroids of a product quantizer
@@ -72,7 +72,10 @@ def sample_rows(num_rows: int, wanted: int) -> np.ndarray:
 
 
 def _progress(vectors: VectorFile) -> Iterator[tuple[int, np.ndarray]]:
-    return tqdm(vectors.blocks(), total=-(-len(vectors) // BLOCK_ROWS), desc="index", unit="block", disable=None)
+    with Progress("index", len(vectors), unit="vectors") as progress:
+        for start, block in vectors.blocks():
+            yield start, block
+            progress.update(len(block))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ export function Group({ run, state }) {
     <p class="bar"><a href=${linkTo({ view: "list" })}>Back to the list</a></p>
     <h2 class="question">${data.samples[0].question ?? state.of}</h2>
     <p>${data.samples.length} samples of ${data.file}, mean reward ${rewards.length ? number(mean) : "-"}, gold: ${data.samples[0].gold.join(" | ") || "none"}.
-      ${data.formula ? ` Advantage: ${data.formula}, from the stored rewards.` : ""}</p>
+      ${data.formula ? ` Advantage of a sample: ${data.formula}.` : ""}</p>
     <${Samples} found=${data} label="Samples of the prompt" />`;
 }
 

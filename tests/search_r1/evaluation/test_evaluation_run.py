@@ -23,6 +23,7 @@ import uvicorn
 from e2e_world import free_port
 from evaluation_world import Answer, ModelServer, choice
 
+import long_task
 from search_r1.evaluation.__main__ import main
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
@@ -103,15 +104,19 @@ def test_results_records_trajectories_and_page(command, tmp_path, model_server, 
     assert "text without token ids" in page and "| template.name | direct |" in page
 
 
-def test_each_phase_is_told_and_how_far_it_is(command, tmp_path, model_server, retriever_url, caplog):
+def test_each_phase_is_told_and_how_far_it_is(
+    command, tmp_path, model_server, retriever_url, caplog, capsys, monkeypatch
+):
     """On standard error, for a person or a log file; the questions by their tenths, which eight all are."""
+    monkeypatch.setattr(long_task, "SHORT_S", 0.0)  # lines of so short a task
     caplog.set_level(logging.INFO)
     assert main([*command, "--method", "search"]) == 0
     told = [
         re.sub(r"^\[ *\d+ s\] ", "", record.getMessage()) for record in caplog.records if "[" in record.getMessage()
     ]
-    questions = [text for text in told if text.startswith("questions: ")]
-    assert [text for text in told if text not in questions] == [
+    told_so_far = (re.sub(r"^\[ *\d+ s\] ", "", line) for line in capsys.readouterr().err.splitlines())
+    questions = [text for text in told_so_far if text.startswith("questions: ")]
+    assert told == [
         "reading the questions",
         "8 questions: 4 of odd, 4 of even",
         f"asking the retriever {retriever_url}",

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from viewer_world import QUESTIONS, client_of
+from viewer_world import QUESTIONS, Episodes, client_of, river_step, write_run, write_step
 
+from verl.tracking.token_columns import TokenValues
 from verl.tracking.trajectory_store import read_trajectories
 
 Ask = Callable[..., Any]
@@ -177,8 +179,33 @@ def test_passages_with_their_ids(ask: Ask) -> None:
     ]
 
 
-def test_the_samples_of_a_prompt_with_their_advantages(ask: Ask) -> None:
+def test_the_samples_of_a_prompt_with_the_advantages_of_the_file(ask: Ask, river_run: Path) -> None:
+    """Here they differ from token to token, as GAE's do: a sample has their mean."""
     group = ask("group", file="train_step_1", group="g0")
+    stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[:4]
+    known = [[value for value in row["advantages"] or () if value is not None] for row in stored]
+    means = [sum(values) / len(values) if values else None for values in known]
+    assert [sample["advantage"] for sample in group["samples"]] == means and means[3] is None and None not in means[:3]
+    assert group["formula"] == "the mean over its tokens, as the loss saw them"
+    shown = ask("trajectory", file="train_step_1", row=1)["group"]
+    assert shown["advantage"] == means[1] and shown["formula"] == group["formula"]
+
+
+def test_one_advantage_for_all_tokens_is_shown_as_it_is(tmp_path: Path, episodes: Episodes) -> None:
+    """With GRPO. 0.1 as float32 is not 0.1, and its mean over seven tokens would be another number again."""
+    trajectories = river_step(episodes)[:2]
+    lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
+    mask_T = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
+    value_T = np.repeat([0.1, -0.1], lengths)
+    run = write_run(tmp_path / "run", episodes)
+    write_step(run, episodes, "train", 3, trajectories, TokenValues([0, 1], lengths, {"advantages": (value_T, mask_T)}))
+    reply = client_of(run).get("/api/group", params={"run": "run", "file": "train_step_3", "group": "g0"}).json()
+    assert [sample["advantage"] for sample in reply["samples"]] == [float(np.float32(0.1)), float(np.float32(-0.1))]
+    assert reply["formula"] == "as the loss saw it"
+
+
+def test_the_samples_of_a_prompt_of_an_older_file(ask: Ask) -> None:
+    group = ask("group", file="train_step_2", group="g0")
     # Rewards 1.1, 0.1, 0: mean 0.4, unbiased std sqrt((0.49 + 0.09 + 0.16) / 2) = 0.6082763
     assert [sample["advantage"] for sample in group["samples"]] == [
         pytest.approx(0.7 / (0.6082762530 + 1e-6)),
@@ -186,8 +213,8 @@ def test_the_samples_of_a_prompt_with_their_advantages(ask: Ask) -> None:
         pytest.approx(-0.4 / (0.6082762530 + 1e-6)),
         None,
     ]
-    assert group["formula"] == "(reward - mean) / (std + 1e-6)"
-    shown = ask("trajectory", file="train_step_1", row=1)["group"]
+    assert group["formula"] == "(reward - mean) / (std + 1e-6), from the stored rewards"
+    shown = ask("trajectory", file="train_step_2", row=1)["group"]
     assert shown["rows"] == [0, 1, 2, 3] and shown["mean_reward"] == pytest.approx(0.4)
     assert shown["advantage"] == group["samples"][1]["advantage"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.anchor import follow
 from verl.algorithms.registry import Registry
 
@@ -47,3 +48,9 @@ def test_a_name_is_registered_once() -> None:
         registry.register("a")(max)
     with pytest.raises(KeyError, match="unknown thing 'c'; known: a, b"):
         registry["c"]
+
+
+def test_a_name_without_a_row_in_the_table_of_traits_is_not_registered() -> None:
+    with pytest.raises(ValueError, match="advantage estimator 'mine' has no row in verl/algorithms/traits.py: add one"):
+        ADVANTAGES.register("mine")(max)
+    assert "mine" not in ADVANTAGES

@@ -12,6 +12,8 @@ import pytest
 from verl.config import Config, load_config, load_config_from_argv
 from verl.config.docs import PAGE, page
 from verl.config.keys import is_known, leaves
+from verl.config.sft import SftConfig
+from verl.config.units import UNITS, WARM_START_UNITS, is_number, unit_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -84,7 +86,7 @@ def test_the_documentation_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl.config.docs"
 
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 KEY = re.compile(
     rf"`((?:{'|'.join(sorted({key.partition('.')[0] for key in leaves(Config) if '.' in key}))})(?:\.\w+)+)[=`]"
 )
@@ -99,3 +101,36 @@ def test_every_key_in_the_documentation_exists(path: Path) -> None:
 def test_the_readme_names_keys() -> None:
     found = set(KEY.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
     assert {"algorithm.adv_estimator", "trainer.logger", "reward.function"} <= found
+
+
+# Units that a meaning names as well.
+NAMED = {
+    unit: re.compile(words, re.IGNORECASE)
+    for unit, words in {
+        "tokens": "token|length|longest",
+        "prompts": "prompts",
+        "trajectories": "trajector|sequences|samples",
+        "RL steps": r"\bsteps?\b|versions",
+        "share": "share|probability|ratio|first",
+        "seconds": "seconds",
+        "GiB": "GiB",
+        "MiB": "MiB",
+        "passages": "passages",
+        "queries": "queries",
+        "workers": "workers",
+        "nodes": "nodes|machines",
+        "threads": "threads",
+    }.items()
+}
+
+
+@pytest.mark.parametrize(("schema", "units"), [(Config, UNITS), (SftConfig, WARM_START_UNITS)])
+def test_every_number_has_a_unit_that_its_meaning_does_not_contradict(schema: type, units: dict[str, str]) -> None:
+    numbers = [key for key in leaves(schema).values() if is_number(key)]
+    assert len(numbers) > 15
+    for key in numbers:
+        unit = unit_of(key, units)
+        assert unit
+        if unit in NAMED and "Has no effect" not in key.meaning:
+            assert NAMED[unit].search(key.meaning), f"{key.path}: {unit}, but {key.meaning}"
+    assert not [key.path for key in leaves(schema).values() if not is_number(key) and unit_of(key, units)]

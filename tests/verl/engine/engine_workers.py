@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
+from engine_state import full_state, gradients, whole, whole_weights
 from torch.profiler import ProfilerActivity, profile
 
 from verl.engine import residence
@@ -23,7 +24,6 @@ from verl.engine.exchange import exchange, rows_of
 from verl.engine.learner import TokenLoss
 from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import whole
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 from verl.rollout.weight_buckets import gathered
@@ -73,20 +73,20 @@ def evaluate(
     for name in cases:
         num_rows, overrides = CASES[name]
         engine = make_engine(model_path, folder, *KL, *sharding, *overrides, **options)
-        results["gradients"][name] = engine.gradients(make_batch(num_rows))
+        results["gradients"][name] = gradients(engine, make_batch(num_rows))
     engine = make_engine(model_path, folder, *KL, *sharding, *MINI_BATCHES, **options)
     batch = make_batch(12)
     for _ in range(3):
         engine.follow_anchor(0.9)
-    results["followed"] = engine.full_state_dict("anchor")
+    results["followed"] = full_state(engine, "anchor")
     results["metrics"] = []
     for _ in range(3):
         results["metrics"].append(engine.update(batch))
         engine.follow_anchor(0.9)
-    results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
+    results["policy"], results["anchor"] = full_state(engine), full_state(engine, "anchor")
     engine.save_pretrained(folder / "saved", None)
     engine.load_saved(folder / "saved", "anchor")
-    results["restored"] = engine.full_state_dict("anchor")
+    results["restored"] = full_state(engine, "anchor")
     results["part"] = tuple(engine.log_probs(batch, 1.0))
     batch.tokens["advantages"].fill_(float("nan"))
     try:
@@ -153,9 +153,9 @@ def move_and_stay(
             "movable": len(engine.residence._movable),
             "metrics": metrics,
             "log_prob": part.tokens["log_prob"],
-            "resumed": dict(resumed.iter_full_parameters()),
+            "resumed": whole_weights(resumed),
             "bucket": gathered(merged_tensors(engine.policy), torch.float32),
-            "restored": dict(engine.iter_full_parameters("anchor")),
+            "restored": whole_weights(engine, "anchor"),
         }
     return results
 
@@ -169,7 +169,7 @@ def _whole_state(engine: PolicyEngine) -> dict[str, Any]:
         for key, value in engine.learner.optimizer.state.get(parameter, {}).items()
     }
     policy, anchor = (
-        {name: tensor.clone() for name, tensor in engine.iter_full_parameters(of)} for of in ("policy", "anchor")
+        {name: tensor.clone() for name, tensor in whole_weights(engine, of).items()} for of in ("policy", "anchor")
     )
     return {"policy": policy, "anchor": anchor, "moments": moments, "step": engine.step}
 
@@ -216,7 +216,7 @@ def learn_from_own_columns(folder: Path, model_path: str, other_model_path: str)
                 dist.all_gather_object(everyones, (rows, found["top_index"]))
                 batch.tokens["top_index"] = merge_rows(batch.lengths_B, everyones)
             metrics.append(engine.update(batch, own if name == "own" else None))
-        results[name] = metrics, engine.full_state_dict()
+        results[name] = metrics, full_state(engine)
     return results
 
 
@@ -237,8 +237,8 @@ def score_in_update(folder: Path, model_path: str, other_model_path: str) -> dic
         "scores": tuple(scores),
         "expected": expected,
         "metrics": metrics,
-        "expected_weights": first.full_state_dict(),
-        "weights": second.full_state_dict(),
+        "expected_weights": full_state(first),
+        "weights": full_state(second),
     }
 
 
@@ -285,16 +285,17 @@ def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[
         num_rows, overrides = CASES[name]
         engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *overrides, with_anchor=True)
         engine.update(make_batch(12, seed=1))  # from zeros A has no gradient
-        results["gradients"][name] = engine.gradients(make_batch(num_rows))
+        results["gradients"][name] = gradients(engine, make_batch(num_rows))
     engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *MINI_BATCHES, with_anchor=True)
     results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
-    results["policy"], results["anchor"] = engine.full_state_dict(), engine.full_state_dict("anchor")
+    results["policy"], results["anchor"] = full_state(engine), full_state(engine, "anchor")
     engine.save_pretrained(folder / "saved", None)
     if dist.get_rank() == 0:
         (folder / "state").mkdir()
     dist.barrier()
     engine.start_saving_state(folder / "state")
     engine.resumable.saved()
+    dist.barrier()  # rank 0 alone writes it, after its shards
     return results | {"base": json.loads((folder / "state" / "base.json").read_text())}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from engine_cases import make_batch, make_engine
+from engine_state import full_state
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -23,7 +24,7 @@ def test_anchor_equals_a_float64_recomputation_after_200_updates(model_path: str
         engine.follow_anchor(tau)
         now = policy.detach().full_tensor().flatten()[:40].tolist()
         expected = [tau * old + (1.0 - tau) * new for old, new in zip(expected, now, strict=True)]
-    actual = engine.full_state_dict("anchor")[name].flatten()[:40].tolist()
+    actual = full_state(engine, "anchor")[name].flatten()[:40].tolist()
     moved = max(abs(a - b) for a, b in zip(expected, start, strict=True))
     assert moved > 1e-2
     assert max(abs(a - b) for a, b in zip(expected, actual, strict=True)) < 1e-6
@@ -32,13 +33,13 @@ def test_anchor_equals_a_float64_recomputation_after_200_updates(model_path: str
 def test_every_parameter_follows_and_the_next_forward_sees_it(model_path: str, run_dir: Path) -> None:
     engine = make_engine(model_path, run_dir, with_anchor=True)
     batch = make_batch()
-    start = engine.full_state_dict("anchor")
+    start = full_state(engine, "anchor")
     before = engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"]
     engine.update(batch)
     engine.follow_anchor(1.0)
     assert torch.equal(engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"], before)
     engine.follow_anchor(0.25)
-    policy, anchor = engine.full_state_dict(), engine.full_state_dict("anchor")
+    policy, anchor = full_state(engine), full_state(engine, "anchor")
     for name, value in anchor.items():
         expected = 0.25 * start[name].double() + 0.75 * policy[name].double()
         torch.testing.assert_close(value.double(), expected, atol=1e-7, rtol=1e-6)

@@ -84,8 +84,8 @@ def test_a_first_token_is_never_selected() -> None:
 
 def test_parts_merge_into_the_batch() -> None:
     batch = make_batch(5)
-    batch.tokens["wide"] = torch.arange(3 * len(batch.tokens["ids"]), dtype=torch.int32).view(-1, 3)
-    for name in ("advantages", "wide"):
+    batch.tokens["top_index"] = torch.arange(3 * len(batch.tokens["ids"]), dtype=torch.int32).view(-1, 3)
+    for name in ("advantages", "top_index"):
         parts = [(rows, batch.select(rows).tokens[name]) for rows in ([3, 0], [1, 2, 4], [])]
         merged = merge_rows(batch.lengths_B, parts)
         assert torch.equal(merged, batch.tokens[name]) and merged.dtype == batch.tokens[name].dtype

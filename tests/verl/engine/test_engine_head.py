@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl.algorithms.kl import EXACT_KL
-from verl.engine.head import AnchorView, Head, Question, TokenStats, default_chunk, product, token_stats
+from verl.engine.head import AnchorView, Head, HeadRequest, TokenStats, default_chunk, product, token_stats
 
 NUM, HIDDEN, VOCABULARY, TOP = 7, 5, 11, 3
 TEMPERATURE = 0.7
@@ -37,9 +37,9 @@ class Case:
     def leaves(self) -> list[torch.Tensor]:
         return [t for t in (self.hidden_NH, self.weight_VH, self.bias_V) if t is not None]
 
-    def question(self, chunk: int | None, kl: str | None, **changes: object) -> Question:
+    def request(self, chunk: int | None, kl: str | None, **changes: object) -> HeadRequest:
         anchor = None if kl is None else AnchorView(self.anchor_hidden_NH, self.anchor_head, EXACT_KL[kl])
-        return Question(self.label_N, TEMPERATURE, chunk, index_Nk=self.index_Nk, anchor=anchor)._replace(**changes)
+        return HeadRequest(self.label_N, TEMPERATURE, chunk, index_Nk=self.index_Nk, anchor=anchor)._replace(**changes)
 
     def expected(self, kl: str | None) -> TokenStats:
         """The same from whole logits, by autograd."""
@@ -65,7 +65,7 @@ class Case:
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_values_and_gradients_are_those_of_whole_logits(chunk: int, kl: str | None, bias: bool) -> None:
     case = Case(bias)
-    stats, expected = token_stats(case.hidden_NH, case.head, case.question(chunk, kl)), case.expected(kl)
+    stats, expected = token_stats(case.hidden_NH, case.head, case.request(chunk, kl)), case.expected(kl)
     for value, wanted in zip(stats[:4], expected[:4], strict=True):
         assert (value is None) == (wanted is None)
         if value is not None:
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_whole_logits(chunk: int, kl: str | No
 
 def test_entropy_for_reporting_has_no_gradient() -> None:
     case = Case()
-    stats = token_stats(case.hidden_NH, case.head, case.question(3, None, entropy_gradient=False))
+    stats = token_stats(case.hidden_NH, case.head, case.request(3, None, entropy_gradient=False))
     gradients = torch.autograd.grad((stats.entropy_N * case.outer[1]).sum(), case.leaves)
     assert not any(gradient.any() for gradient in gradients)
 
@@ -86,7 +86,7 @@ def test_entropy_for_reporting_has_no_gradient() -> None:
 def test_top_ids_are_the_most_likely_ones() -> None:
     case = Case()
     with torch.no_grad():
-        stats = token_stats(case.hidden_NH, case.head, Question(case.label_N, TEMPERATURE, 3, top_k=TOP))
+        stats = token_stats(case.hidden_NH, case.head, HeadRequest(case.label_N, TEMPERATURE, 3, top_k=TOP))
     assert stats.index_Nk is not None and stats.log_prob_Nk is not None
     log_p_NV = (case.hidden_NH @ case.weight_VH.T / TEMPERATURE).log_softmax(-1)
     torch.testing.assert_close(stats.log_prob_Nk, log_p_NV.topk(TOP).values.detach(), atol=1e-12, rtol=0)
@@ -97,27 +97,27 @@ def test_top_ids_are_the_most_likely_ones() -> None:
 def test_the_gradient_at_the_top_ids_is_that_at_given_ids(chunk: int) -> None:
     """To the last bit: the ids are found in the same pass, or known before."""
     case = Case(bias=True)
-    found = token_stats(case.hidden_NH, case.head, Question(case.label_N, TEMPERATURE, chunk, top_k=TOP))
-    question = Question(case.label_N, TEMPERATURE, chunk, index_Nk=found.index_Nk)
-    given = token_stats(case.hidden_NH, case.head, question)
+    found = token_stats(case.hidden_NH, case.head, HeadRequest(case.label_N, TEMPERATURE, chunk, top_k=TOP))
+    request = HeadRequest(case.label_N, TEMPERATURE, chunk, index_Nk=found.index_Nk)
+    given = token_stats(case.hidden_NH, case.head, request)
     gradients = [torch.autograd.grad(case.total(stats), case.leaves) for stats in (found, given)]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
     with pytest.raises(ValueError, match="at one set of ids"):
-        token_stats(case.hidden_NH, case.head, question._replace(top_k=TOP))
+        token_stats(case.hidden_NH, case.head, request._replace(top_k=TOP))
 
 
 def test_more_ids_than_the_vocabulary_has_are_all_of_it() -> None:
     case = Case()
     with torch.no_grad():
-        stats = token_stats(case.hidden_NH, case.head, Question(case.label_N, TEMPERATURE, top_k=99))
+        stats = token_stats(case.hidden_NH, case.head, HeadRequest(case.label_N, TEMPERATURE, top_k=99))
     assert stats.log_prob_Nk is not None
     torch.testing.assert_close(stats.log_prob_Nk.exp().sum(-1), torch.ones(NUM, dtype=torch.float64))
 
 
 def test_no_token_gives_the_head_a_zero_gradient() -> None:
     case = Case(bias=True)
-    question = Question(case.label_N[:0], TEMPERATURE, index_Nk=case.index_Nk[:0])
-    stats = token_stats(case.hidden_NH[:0], case.head, question)
+    request = HeadRequest(case.label_N[:0], TEMPERATURE, index_Nk=case.index_Nk[:0])
+    stats = token_stats(case.hidden_NH[:0], case.head, request)
     assert stats.log_prob_N.shape == (0,) and stats.log_prob_Nk is not None and stats.log_prob_Nk.shape == (0, TOP)
     stats.log_prob_N.sum().backward()
     assert case.weight_VH.grad is not None and not case.weight_VH.grad.any()
@@ -127,7 +127,7 @@ def test_half_precision_states_are_computed_in_float32() -> None:
     case = Case()
     hidden_NH = case.hidden_NH.detach().to(torch.bfloat16).requires_grad_()
     weight_VH = case.weight_VH.detach().to(torch.bfloat16).requires_grad_()
-    stats = token_stats(hidden_NH, Head(weight_VH), Question(case.label_N, 1.0))
+    stats = token_stats(hidden_NH, Head(weight_VH), HeadRequest(case.label_N, 1.0))
     assert stats.log_prob_N.dtype == torch.float32
     whole_N = (hidden_NH.float() @ weight_VH.float().T).log_softmax(-1)[torch.arange(NUM), case.label_N]
     torch.testing.assert_close(stats.log_prob_N, whole_N)
@@ -142,13 +142,13 @@ def test_bfloat16_factors_are_summed_in_float32() -> None:
     hidden_NH, weight_VH, bias_V = (leaf.detach().bfloat16().requires_grad_() for leaf in case.leaves)
     anchor_head = Head(case.anchor_head.weight_VH.bfloat16())
     anchor = AnchorView(case.anchor_hidden_NH.bfloat16(), anchor_head, EXACT_KL["full_reverse"])
-    question = Question(case.label_N, TEMPERATURE, 3, anchor=anchor, dtype=torch.bfloat16)
+    request = HeadRequest(case.label_N, TEMPERATURE, 3, anchor=anchor, dtype=torch.bfloat16)
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden_NH, weight_VH, bias_V)]
     wide_anchor = anchor._replace(hidden_NH=anchor.hidden_NH.double(), head=Head(anchor.head.weight_VH.double()))
     results = []
     for leaves, asked in (
-        ([hidden_NH, weight_VH, bias_V], question),
-        (wide, question._replace(anchor=wide_anchor, dtype=torch.float64)),
+        ([hidden_NH, weight_VH, bias_V], request),
+        (wide, request._replace(anchor=wide_anchor, dtype=torch.float64)),
     ):
         stats = token_stats(leaves[0], Head(*leaves[1:]), asked)
         loss = (stats.log_prob_N * case.outer[0] + stats.entropy_N * case.outer[1] + stats.kl_N).sum()
@@ -189,7 +189,7 @@ def test_on_cuda_short_factors_are_multiplied_into_float32(monkeypatch: pytest.M
 
 def test_a_chunk_is_counted_in_bytes() -> None:
     def sizes(num_tokens: int, vocabulary: int) -> list[int]:
-        spans = Question(torch.zeros(num_tokens, dtype=torch.int64), 1.0).spans(vocabulary)
+        spans = HeadRequest(torch.zeros(num_tokens, dtype=torch.int64), 1.0).spans(vocabulary)
         return [len(range(num_tokens)[span]) for span in spans]
 
     assert sizes(150, 151_936) == [64, 64, 22]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import CPU, VOCABULARY, write_model
+from engine_state import whole
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForTokenClassification,
@@ -27,7 +28,6 @@ from verl.config.critic import CriticModelConfig
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded, load_sharded_critic
 from verl.engine.model import CausalLm
-from verl.engine.sharding import whole
 from verl.errors import ConfigError
 
 WHOLE = "every worker loads the whole model"

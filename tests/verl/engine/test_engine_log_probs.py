@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, write_model
+from engine_state import full_state, gradients
 
 from verl.engine.batching import merge_rows, selected_tokens
 from verl.errors import NumericalError
@@ -59,10 +60,10 @@ def test_untied_head_and_gradient_checkpointing(tmp_path: Path, run_dir: Path) -
     path = write_model(tmp_path / "untied", tied=False)
     batch = make_batch()
     engine = make_engine(path, run_dir)
-    assert "lm_head.weight" in engine.full_state_dict()
-    plain = engine.gradients(batch)
+    assert "lm_head.weight" in full_state(engine)
+    plain = gradients(engine, batch)
     setting = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
-    checkpointed = make_engine(path, run_dir, setting).gradients(batch)
+    checkpointed = gradients(make_engine(path, run_dir, setting), batch)
     assert plain.keys() == checkpointed.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import make_batch, make_engine, relative_error
+from engine_state import full_state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def test_a_row_that_is_left_out_of_the_losses_makes_no_mini_batch_smaller(model_
     engine, alone = make_engine(model_path, run_dir, *settings), make_engine(model_path, run_dir, *settings)
     assert engine.update(batch)["actor/num_updates"] == 1.0
     alone.update(batch.select([2, 5, 8, 11]))
-    assert relative_error(engine.full_state_dict(), alone.full_state_dict()) < 1e-6
+    assert relative_error(full_state(engine), full_state(alone)) < 1e-6
 
 
 def test_a_remainder_takes_no_step_of_its_own(model_path: str, run_dir: Path) -> None:
@@ -71,4 +72,4 @@ def test_a_remainder_takes_no_step_of_its_own(model_path: str, run_dir: Path) ->
     assert engine.update(batch)["actor/num_updates"] == 2.0
     for rows in (range(5), range(5, 9)):
         by_hand.learner.learn(batch.select(list(rows)), by_hand.objective, 0)
-    assert relative_error(engine.full_state_dict(), by_hand.full_state_dict()) < 1e-6
+    assert relative_error(full_state(engine), full_state(by_hand)) < 1e-6

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_state import gradients
 
 from verl.algorithms.kl import TOPK_KL
 from verl.protocol import TrainBatch
@@ -179,4 +180,4 @@ def test_gradient(name: str, model_path: str, other_model_path: str, run_dir: Pa
         log_q_TV = log_softmax_rows(full_logits(other_model_path, batch)[1], 1.0)
     loss(World(batch, log_softmax_rows(logits, 1.0), log_q_TV)).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert relative_error(engine.gradients(batch), expected) < 1e-5
+    assert relative_error(gradients(engine, batch), expected) < 1e-5

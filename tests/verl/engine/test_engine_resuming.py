@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
+from engine_state import full_state
 from engine_workers import KL
 
 from verl.engine.policy_engine import PolicyEngine
@@ -28,7 +29,7 @@ def train(engine: PolicyEngine, steps: range) -> list[dict[str, float]]:
 
 def assert_same(one: PolicyEngine, other: PolicyEngine) -> None:
     for of in ("policy", "anchor"):
-        states = one.full_state_dict(of), other.full_state_dict(of)
+        states = full_state(one, of), full_state(other, of)
         assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     optimizers = one.resumable._optimizer_state(), other.resumable._optimizer_state()
     assert optimizers[0].keys() == optimizers[1].keys() and optimizers[0]

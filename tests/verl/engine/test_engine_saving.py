@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
+from engine_state import full_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ def test_round_trip(model_path: str, run_dir: Path, tokenizer: PreTrainedTokeniz
     engine.update(batch)
     target = run_dir / "actor" / "global_step_1"
     engine.save_pretrained(target, tokenizer)
-    state = engine.full_state_dict()
+    state = full_state(engine)
     assert "lm_head.weight" not in state
     loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -41,17 +42,17 @@ def test_round_trip(model_path: str, run_dir: Path, tokenizer: PreTrainedTokeniz
     assert PreTrainedTokenizerFast.from_pretrained(target).get_vocab() == {"a": 0, "<unk>": 1}
     engine.save_pretrained(run_dir / "ref" / "global_step_1", tokenizer, of="anchor")
     anchor = AutoModelForCausalLM.from_pretrained(run_dir / "ref" / "global_step_1", dtype=torch.float32)
-    assert torch.equal(anchor.model.norm.weight, engine.full_state_dict("anchor")["model.norm.weight"])
+    assert torch.equal(anchor.model.norm.weight, full_state(engine, "anchor")["model.norm.weight"])
     assert not torch.equal(anchor.model.norm.weight, loaded.model.norm.weight)
 
 
 def test_state_is_a_copy(model_path: str, run_dir: Path) -> None:
     engine = make_engine(model_path, run_dir)
-    state = engine.full_state_dict()
+    state = full_state(engine)
     kept = {name: tensor.clone() for name, tensor in state.items()}
     engine.update(make_batch())
     assert all(torch.equal(state[name], kept[name]) for name in state)
-    assert any(not torch.equal(state[name], tensor) for name, tensor in engine.full_state_dict().items())
+    assert any(not torch.equal(state[name], tensor) for name, tensor in full_state(engine).items())
 
 
 def test_several_files(model_path: str, run_dir: Path) -> None:
@@ -60,7 +61,7 @@ def test_several_files(model_path: str, run_dir: Path) -> None:
     files = sorted(run_dir.glob("model/model-*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
-    state = engine.full_state_dict()
+    state = full_state(engine)
     assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
 
 
@@ -93,7 +94,7 @@ def test_an_older_checkpoint_of_that_name_is_replaced(model_path: str, run_dir: 
     assert not (target / "left_over").exists()
     assert [path.name for path in run_dir.iterdir()] == ["model"]
     loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    assert torch.equal(loaded.model.norm.weight, engine.full_state_dict()["model.norm.weight"])
+    assert torch.equal(loaded.model.norm.weight, full_state(engine)["model.norm.weight"])
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(model_path: str, run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl.config import load_config
 from verl.config.model import OptimConfig
 from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
 from verl.engine.optimizer import Schedule
@@ -45,10 +46,12 @@ def test_cosine_falls_to_its_minimum() -> None:
 
 
 def test_bad_schedules_are_named() -> None:
-    with pytest.raises(ConfigError, match="warmup_style 'linear'"):
-        Schedule.from_config(optim(warmup_style="linear"), 10)
-    with pytest.raises(ConfigError, match="must lie in 0..1"):
-        Schedule.from_config(optim(lr_warmup_steps_ratio=3), 10)
+    """By the type and the bounds of the setting, before there is an engine."""
+    key = "actor_rollout_ref.actor.optim"
+    with pytest.raises(ConfigError, match="optim.warmup_style: expected one of constant, cosine, got 'linear'"):
+        load_config("ppo_trainer", [f"{key}.warmup_style=linear"])
+    with pytest.raises(ConfigError, match="optim.lr_warmup_steps_ratio: must be at most 1, got 3"):
+        load_config("ppo_trainer", [f"{key}.lr_warmup_steps_ratio=3"])
 
 
 def test_device_and_precision() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_state import full_state, gradients
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
 from verl.engine.batching import selected_tokens
@@ -72,7 +73,7 @@ def test_gradient_is_autograd_on_the_definition(
         anchor_path=other_model_path,
     )
     expected, means = defined_gradient(model_path, other_model_path, batch, kind)
-    assert relative_error(engine.gradients(batch), expected) < 1e-5
+    assert relative_error(gradients(engine, batch), expected) < 1e-5
     metrics = engine.update(batch)
     assert metrics["actor/pg_loss"] == pytest.approx(means["pg_loss"], rel=1e-5)
     assert metrics["actor/entropy_loss"] == pytest.approx(means["entropy_loss"], rel=1e-5)
@@ -98,17 +99,17 @@ def test_gradient_is_autograd_on_the_definition(
 def test_gradient_does_not_depend_on_the_plumbing(model_path: str, run_dir: Path, overrides: tuple[str, ...]) -> None:
     batch = make_batch(12)
     kl = kl_overrides("full_reverse")
-    reference = make_engine(model_path, run_dir, *kl, with_anchor=True).gradients(batch)
-    gradient = make_engine(model_path, run_dir, *kl, *overrides, with_anchor=True).gradients(batch)
+    reference = gradients(make_engine(model_path, run_dir, *kl, with_anchor=True), batch)
+    gradient = gradients(make_engine(model_path, run_dir, *kl, *overrides, with_anchor=True), batch)
     assert relative_error(gradient, reference) < 1e-5
 
 
 def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: Path) -> None:
     batch = make_batch()
     batch.rows["adv_batch_std"] = torch.full((len(batch),), 0.25)
-    halved = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)).gradients(batch)
+    halved = gradients(make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)), batch)
     del batch.rows["adv_batch_std"]
-    plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))).gradients(batch)
+    plain = gradients(make_engine(model_path, run_dir, *kl_overrides("k2", 0.1 / (0.25 + 1e-6))), batch)
     assert relative_error(halved, plain) < 1e-5
 
 
@@ -122,10 +123,10 @@ def test_equal_rewards_leave_the_kl_as_it_is(model_path: str, run_dir: Path) -> 
     found = ADVANTAGES["grpo"](given, AdvantageSettings(scale="batch_std"))
     assert found.batch_std is not None and float(found.batch_std) == 0
     batch.tokens["advantages"] = found.advantage_T
-    plain = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)).gradients(batch)
+    plain = gradients(make_engine(model_path, run_dir, *kl_overrides("k2", 0.1)), batch)
     batch.rows["adv_batch_std"] = found.batch_std.float().expand(len(batch))
     engine = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1))
-    assert relative_error(engine.gradients(batch), plain) < 1e-6
+    assert relative_error(gradients(engine, batch), plain) < 1e-6
     assert engine.update(batch)["actor/pg_loss"] == 0
 
 
@@ -166,9 +167,9 @@ def test_update_moves_weights_at_the_scheduled_rate(model_path: str, run_dir: Pa
     batch = make_batch()
     settings = [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.4", f"{ACTOR}.optim.weight_decay=0"]
     engine = make_engine(model_path, run_dir, *settings, total_training_steps=10)
-    before = engine.full_state_dict()
+    before = full_state(engine)
     rates = [engine.update(batch)["actor/lr"]]
-    moved = max(float((engine.full_state_dict()[n] - before[n]).abs().max()) for n in before)
+    moved = max(float((full_state(engine)[n] - before[n]).abs().max()) for n in before)
     assert moved == pytest.approx(2.5e-3, rel=1e-2)  # AdamW's first step is the learning rate: 1e-2 / 4
     rates += [engine.update(batch)["actor/lr"] for _ in range(4)]
     assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
@@ -178,11 +179,11 @@ def test_adamw_step_equals_the_formula(model_path: str, run_dir: Path) -> None:
     batch = make_batch()
     optim = [f"{ACTOR}.optim.{item}" for item in ("lr=0.01", "betas=[0.8,0.9]", "eps=1e-4", "weight_decay=0.1")]
     engine = make_engine(model_path, run_dir, *optim, f"{ACTOR}.grad_clip=0.05")
-    before, gradient = engine.full_state_dict(), engine.gradients(batch)
+    before, gradient = full_state(engine), gradients(engine, batch)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
     assert norm > 0.05
     engine.update(batch)
-    for name, after in engine.full_state_dict().items():
+    for name, after in full_state(engine).items():
         g = gradient[name].double() * 0.05 / norm
         # one step from zero moments: bias-corrected moments are g and g^2
         expected = before[name].double() * (1 - 0.01 * 0.1) - 0.01 * g / (g.abs() + 1e-4)
@@ -193,10 +194,10 @@ def test_mini_batch_without_policy_tokens_is_skipped(model_path: str, run_dir: P
     engine = make_engine(model_path, run_dir)
     batch = make_batch()
     batch.tokens["loss_mask"] = torch.zeros_like(batch.tokens["loss_mask"])
-    before = engine.full_state_dict()
+    before = full_state(engine)
     metrics = engine.update(batch)
     assert metrics["actor/num_updates"] == 0.0
-    assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in full_state(engine).items())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -205,14 +206,14 @@ def test_a_loss_that_is_not_finite_saves_the_mini_batch(model_path: str, run_dir
     batch = make_batch()
     position = int(selected_tokens(batch)[3])
     batch.tokens["advantages"][position] = value
-    before = engine.full_state_dict()
+    before = full_state(engine)
     with pytest.raises(NumericalError, match="step 0: loss") as caught:
         engine.update(batch)
     saved = torch.load(run_dir / "failures" / "not_finite_step_0.pt")
     assert str(run_dir / "failures" / "not_finite_step_0.pt") in str(caught.value)
     assert not saved["tokens"]["advantages"][position].isfinite()
     assert torch.equal(saved["tokens"]["ids"], batch.tokens["ids"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(engine).items())
     batch.tokens["advantages"][position] = 1.0
     assert math.isfinite(engine.update(batch)["actor/grad_norm"])
 

@@ -10,13 +10,13 @@ import engine_workers
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_state import full_state, gradients, whole
 from engine_workers import KL
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from verl.engine.lora import Lora, LoraLinear, merge
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import whole
 from verl.errors import ConfigError
 
 MODEL = "actor_rollout_ref.model"
@@ -71,7 +71,7 @@ def test_forward_and_gradient_are_those_of_the_definition() -> None:
 def test_an_engine_begins_as_its_base_and_trains_adapters_alone(model_path: str, run_dir: Path) -> None:
     plain, engine = make_engine(model_path, run_dir), make(model_path, run_dir)
     assert torch.equal(log_probs(engine), log_probs(plain))
-    base, before = plain.full_state_dict(), trained(engine)
+    base, before = full_state(plain), trained(engine)
     engine.update(make_batch())
     engine.update(make_batch(seed=1))
     after = trained(engine)
@@ -86,8 +86,8 @@ def test_the_gradient_is_the_whole_weights_gradient_times_the_other_factor(model
     engine = make(model_path, run_dir, f"{MODEL}.lora_alpha=6")
     engine.update(make_batch(seed=1))
     engine.save_pretrained(run_dir / "merged", None)
-    whole_gradient = make_engine(str(run_dir / "merged"), run_dir).gradients(make_batch())
-    found, values, expected = engine.gradients(make_batch()), trained(engine), {}
+    whole_gradient = gradients(make_engine(str(run_dir / "merged"), run_dir), make_batch())
+    found, values, expected = gradients(engine, make_batch()), trained(engine), {}
     for name in found:
         layer, _, part = name.rpartition(".")
         dW = whole_gradient[f"{layer}.weight"].double()
@@ -107,7 +107,7 @@ def test_merged_weights_give_the_log_probs_of_the_unmerged_model(model_path: str
     mask_T = batch.tokens["loss_mask"].bool()
     torch.testing.assert_close(log_probs(engine)[mask_T].double(), chosen_T[mask_T], rtol=1e-4, atol=1e-4)
     loaded = AutoModelForCausalLM.from_pretrained(run_dir / "merged", dtype=torch.float32)
-    state = engine.full_state_dict()
+    state = full_state(engine)
     assert {name for name, _ in loaded.named_parameters()} == state.keys(), "no adapter among the merged weights"
     assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
 
@@ -127,9 +127,9 @@ def test_a_reference_without_adapters_is_one_that_was_loaded(
         assert free.update(make_batch(seed=seed)) == beside.update(make_batch(seed=seed))
         assert torch.equal(log_probs(free, "anchor"), log_probs(beside, "anchor"))
     assert not torch.equal(log_probs(free), log_probs(free, "anchor"))
-    states = free.full_state_dict(), beside.full_state_dict()
+    states = full_state(free), full_state(beside)
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    states = free.full_state_dict("anchor"), beside.full_state_dict("anchor")
+    states = full_state(free, "anchor"), full_state(beside, "anchor")
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     for call in (partial(free.follow_anchor, 0.9), partial(free.save_pretrained, tmp_path / "anchor", None, "anchor")):
         with pytest.raises(ValueError, match="it cannot move, be loaded or be saved"):
@@ -139,12 +139,12 @@ def test_a_reference_without_adapters_is_one_that_was_loaded(
 def test_a_moving_anchor_follows_the_merged_weights(model_path: str, run_dir: Path) -> None:
     """Not A and B by themselves: the mean of products is not the product of means."""
     engine = make(model_path, run_dir, *KL, "algorithm.ref_policy_ema_tau=0.75")
-    expected = {name: tensor.double() for name, tensor in engine.full_state_dict("anchor").items()}
+    expected = {name: tensor.double() for name, tensor in full_state(engine, "anchor").items()}
     for seed in range(3):
         engine.update(make_batch(seed=seed))
         engine.follow_anchor(0.75)
-        expected = {name: 0.75 * expected[name] + 0.25 * merged for name, merged in engine.full_state_dict().items()}
-    found = engine.full_state_dict("anchor")
+        expected = {name: 0.75 * expected[name] + 0.25 * merged for name, merged in full_state(engine).items()}
+    found = full_state(engine, "anchor")
     assert all(torch.allclose(found[name].double(), expected[name], rtol=1e-6, atol=1e-7) for name in expected)
 
 
@@ -154,9 +154,9 @@ def test_a_frozen_base_is_kept_in_the_format_of_the_forward_pass(model_path: str
     assert formats == {(torch.bfloat16, False), (torch.float32, True)}
     assert torch.equal(log_probs(engine), log_probs(make_engine(model_path, run_dir, IN_BFLOAT16)))
     engine.update(make_batch())
-    state = engine.full_state_dict()
+    state = full_state(engine)
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-    base, values = make_engine(model_path, run_dir).full_state_dict(), trained(engine)
+    base, values = full_state(make_engine(model_path, run_dir)), trained(engine)
     name = "model.layers.0.mlp.up_proj"
     added = 16 / 4 * values[f"{name}.lora_B"] @ values[f"{name}.lora_A"]
     assert torch.allclose(state[f"{name}.weight"], base[f"{name}.weight"].bfloat16().float() + added, atol=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
+from engine_state import full_state
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -39,7 +40,7 @@ def save_state(engine: PolicyEngine, folder: Path) -> Path:
 
 def assert_same(one: PolicyEngine, other: PolicyEngine) -> None:
     for of in ("policy", "anchor"):
-        states = one.full_state_dict(of), other.full_state_dict(of)
+        states = full_state(one, of), full_state(other, of)
         assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
@@ -52,7 +53,7 @@ def test_peft_reads_what_is_saved(model_path: str, run_dir: Path) -> None:
     ids = make_batch().tokens["ids"][None, :20]
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "saved", dtype=torch.float32)
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
-    state = engine.full_state_dict()
+    state = full_state(engine)
     for name, parameter in adapted.merge_and_unload().named_parameters():
         torch.testing.assert_close(parameter, state[name], rtol=1e-5, atol=1e-6)
     assert adapted.peft_config["default"].base_model_name_or_path == model_path

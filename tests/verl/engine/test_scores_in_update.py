@@ -9,6 +9,7 @@ import engine_workers
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
+from engine_state import full_state, gradients
 
 from verl.engine.batching import merge_rows
 from verl.protocol import TrainBatch
@@ -58,11 +59,11 @@ def test_the_same_step(
     ]
     found = engines[0].log_probs(batch, 1.0, top_k=K).tokens
     scored = before(batch, found)
-    assert relative_error(engines[1].gradients(batch), engines[0].gradients(scored)) < 1e-6
+    assert relative_error(gradients(engines[1], batch), gradients(engines[0], scored)) < 1e-6
     expected = engines[0].update(scored)
     metrics, (rows, scores) = engines[1].update_and_score(batch)
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6) and metrics["actor/ppo_kl"] == 0
-    assert relative_error(engines[1].full_state_dict(), engines[0].full_state_dict()) < 1e-6
+    assert relative_error(full_state(engines[1]), full_state(engines[0])) < 1e-6
     assert rows == list(range(len(batch)))
     for score in ("log_prob", "entropy"):
         torch.testing.assert_close(scores[score], found[score], atol=1e-5, rtol=1e-5)
@@ -77,7 +78,7 @@ def test_the_gradient_is_that_of_the_definition(model_path: str, run_dir: Path) 
     ratio_T = (log_p_T - log_p_T.detach()).exp()
     (-ratio_T * batch.tokens["advantages"])[batch.tokens["loss_mask"]].mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert relative_error(engine.gradients(batch), expected) < 1e-5
+    assert relative_error(gradients(engine, batch), expected) < 1e-5
 
 
 def test_scores_are_of_the_trained_tokens(model_path: str, run_dir: Path) -> None:
@@ -119,11 +120,11 @@ def test_the_anchor_is_read_in_the_update(
     metrics = engines[1].update(batch)
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert metrics["actor/num_updates"] == 2 and metrics["actor/kl_loss"] > 0.1
-    assert relative_error(engines[1].full_state_dict(), engines[0].full_state_dict()) < 1e-6
+    assert relative_error(full_state(engines[1]), full_state(engines[0])) < 1e-6
     engines[1].follow_anchor(0.5)  # what is read next is what the anchor is then
-    moved, followed = engines[1].update(batch), engines[1].full_state_dict("anchor")
+    moved, followed = engines[1].update(batch), full_state(engines[1], "anchor")
     assert moved["actor/kl_loss"] < metrics["actor/kl_loss"]
-    assert relative_error(engines[1].full_state_dict("anchor"), followed) == 0
+    assert relative_error(full_state(engines[1], "anchor"), followed) == 0
 
 
 @pytest.mark.parametrize("steps", [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_mini_batch_size=3"])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from engine_cases import CPU, VOCABULARY, make_batch, make_config
+from engine_state import gradients, whole_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -22,8 +23,6 @@ from transformers import (
 )
 
 from verl.config import Config
-from verl.engine.merging import iter_full_parameters
-from verl.engine.sharding import whole
 from verl.engine.value_engine import ValueEngine
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
@@ -91,17 +90,8 @@ def defined_values(path: str, batch: TrainBatch) -> tuple[torch.nn.Module, torch
     return model, torch.cat(parts)
 
 
-def gradients(engine: ValueEngine, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """The whole gradient of `batch` taken as one mini-batch, by Hugging Face name."""
-    engine.model.train()
-    engine.learner.accumulate(batch, engine.loss)
-    gradient = {name: whole(p.grad) for name, p in engine.model.model.named_parameters() if p.grad is not None}
-    engine.learner.optimizer.zero_grad()
-    return gradient
-
-
 def weights(engine: ValueEngine) -> dict[str, torch.Tensor]:
-    return dict(iter_full_parameters(engine.model))
+    return whole_weights(engine)
 
 
 TWO_WORKER_CASES: dict[str, tuple[int, tuple[str, ...]]] = {

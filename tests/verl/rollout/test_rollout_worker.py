@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from verl.agent.environment import Environment, Generation, Outcome, Sampling
+from verl.agent.episode import EpisodeLimits
 from verl.config import load_config
-from verl.protocol import Prompt, Trajectory
+from verl.protocol import Prompt, Status, Trajectory
 from verl.rollout.worker import EpisodeRequest, RolloutWorker
 
 
@@ -67,5 +70,70 @@ def test_to_abandon_waits_for_episodes_that_are_being_interrupted(worker: Rollou
         await worker.abandon()
         assert interrupted.done() and worker.engine.interrupts  # type: ignore[attr-defined]
         await playing
+
+    asyncio.run(calls())
+
+
+class SlowLibrary(Environment):
+    """Answers the second turn at once, and the first one when it is let."""
+
+    def __init__(self) -> None:
+        self.may_answer, self.asked, self.cancelled = asyncio.Event(), 0, 0
+
+    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+        if self.asked and self.may_answer.is_set():
+            return Outcome("answer", valid=True, done=True)
+        self.asked += 1
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Outcome("search", valid=True, done=False, reply="found")
+
+
+class OneWord(Engine):
+    async def generate(self, ids: Any, sampling: Sampling) -> Generation:
+        return Generation((5,), (-1.0,), "stop")
+
+
+@pytest.fixture
+def searching(byte_tokenizer: Any) -> RolloutWorker:
+    """Its episodes search before they answer."""
+    found = RolloutWorker(load_config("ppo_trainer", []), "cpu")
+    found.engine, found.environment, found.tokenizer = OneWord(), SlowLibrary(), byte_tokenizer  # type: ignore[assignment]
+    found.limits = EpisodeLimits(max_turns=2, max_response_length=10, max_context_length=100)
+    found._places = asyncio.Semaphore(8)
+    return found
+
+
+def test_a_search_that_an_interruption_leaves_is_answered_to_the_episode_that_goes_on(searching: RolloutWorker) -> None:
+    library: Any = searching.environment
+
+    async def calls() -> None:
+        playing = asyncio.create_task(searching.play([REQUEST]))
+        await asyncio.sleep(0.01)
+        [(slot, paused)] = await searching.interrupt()
+        assert await playing == [] and (slot, paused.status, paused.open_turn) == (7, None, "stop")
+        library.may_answer.set()
+        [(slot, ended)] = await searching.play([replace(REQUEST, begun=paused)])
+        assert (ended.status, ended.num_turns, ended.num_searches) == (Status.ANSWERED, 2, 1)
+        assert (library.asked, library.cancelled) == (1, 0)
+
+    asyncio.run(calls())
+
+
+def test_to_abandon_cancels_searches_that_were_left(searching: RolloutWorker) -> None:
+    library: Any = searching.environment
+
+    async def calls() -> None:
+        playing = asyncio.create_task(searching.play([REQUEST]))
+        await asyncio.sleep(0.01)
+        await searching.interrupt()
+        await playing
+        assert library.cancelled == 0
+        await searching.abandon()
+        await asyncio.sleep(0)
+        assert library.cancelled == 1
 
     asyncio.run(calls())

@@ -72,5 +72,14 @@ def test_a_space_that_a_token_has_only_in_company(word_tokenizer) -> None:
     assert first_found(word_tokenizer, ("rivers>",), [1, 3, 2, 3]) == (4, "rivers>")
 
 
+def test_a_token_that_ends_no_stop_string_is_told_from_those_that_may(byte_tokenizer) -> None:
+    reader = StopStrings(byte_tokenizer, ("</search>", "\u6cb3>"))
+    close, other = (byte_tokenizer(text)["input_ids"][-1] for text in ("</search>", "a>"))
+    assert reader.may_end_with(close)
+    texts = {token: byte_tokenizer.decode([token]) for token in range(SIZE)}
+    assert all(">" in texts[token] for token in texts if reader.may_end_with(token))
+    assert reader.may_end_with(other) == (texts[other] == ">"), "with a letter before it that the stop string has not"
+
+
 def test_nothing_is_found_without_stop_strings(byte_tokenizer) -> None:
     assert first_found(byte_tokenizer, (), byte_tokenizer("<search> the </search>")["input_ids"]) is None

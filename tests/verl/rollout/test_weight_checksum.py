@@ -75,6 +75,26 @@ def test_a_checked_copy_casts_and_has_the_sum_of_what_was_copied(first: int, len
     assert found == word_sum(memory[first : first + length], first * memory.itemsize)
 
 
+def test_a_checked_copy_rounds_to_bfloat16_as_pytorch_does() -> None:
+    """Bit patterns from all over float32: subnormal numbers, ties, both zeros, the largest that stays finite."""
+    values = torch.arange(-(2**31), 2**31, 7919, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    ties = torch.tensor([1.00390625, 1.01171875, -0.0, 3.3895313892515355e38])  # two ties: to 1.0 and to 1.015625
+    values = torch.cat([ties, values[values.isfinite() & (values.abs() < 3.3895e38)]])
+    target = torch.empty_like(values, dtype=torch.bfloat16)
+    found = copy_checked("w", values, target, 0)
+    assert target[:4].tolist() == [1.0, 1.015625, 0.0, 3.3895313892515355e38]
+    assert torch.equal(target.view(torch.int16), values.to(torch.bfloat16).view(torch.int16))
+    assert found == word_sum(target)
+
+
+@pytest.mark.parametrize("position", [0, 2047, 2048, 5000])
+def test_a_value_that_is_finite_in_float32_only_is_refused(position: int) -> None:
+    values = torch.ones(5001)
+    values[position] = 3.4e38
+    with pytest.raises(NumericalError, match="weight w has NaN or Inf"):
+        copy_checked("w", values, torch.empty(5001, dtype=torch.bfloat16), 0)
+
+
 def test_what_differs_is_named() -> None:
     ones, twos = torch.ones(2), torch.full((3, 1), 2.0).bfloat16()
     expected = sums_of([("a", ones), ("b", twos)])

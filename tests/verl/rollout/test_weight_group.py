@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import socket
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from verl.errors import WeightSyncError
 from verl.rollout import weight_group
 from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.weight_checksum import differing, sums_of
-from verl.rollout.weight_group import Meeting, WeightDrain, WeightSource
+from verl.rollout.weight_group import Meeting, WeightDrain, WeightGroup, WeightSource
 from verl.rollout.weight_memory import HostBuckets
-from verl.rollout.weight_sync import failure_of
+from verl.rollout.weight_sync import WeightSyncExtension, failure_of
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NOT_TOLD = "not done after"  # of a member that waited until the limit
 
 
@@ -167,6 +171,97 @@ def test_a_receiver_that_ends_is_told_to_all_others(tmp_path: Path) -> None:
     assert source_told or told, "nobody noticed"
     assert NOT_TOLD not in source_told + told
     receivers.close()
+
+
+class Stub:
+    """A class of PyTorch's that only a build with CUDA has: what its type stubs say that its methods take."""
+
+    def __init__(self, name: str) -> None:
+        tree = ast.parse(Path(torch.__file__).with_name("_C").joinpath("_distributed_c10d.pyi").read_text())
+        body, self._methods = tree.body, dict[str, ast.arguments]()
+        for part in name.split("."):
+            [found] = [one for one in body if isinstance(one, ast.ClassDef) and one.name == part]
+            body = found.body
+        self._methods = {one.name: one.args for one in body if isinstance(one, ast.FunctionDef)}
+
+    def check(self, method: str, *args: object) -> None:
+        """Raise TypeError unless it takes so many arguments by position."""
+        known = self._methods[method]
+        most, least = len(known.args) - 1, len(known.args) - 1 - len(known.defaults)
+        if not least <= len(args) <= most:
+            raise TypeError(f"{method} takes {least} to {most} arguments, not {len(args)}")
+
+
+class NcclByStubs:
+    """ProcessGroupNCCL as its stubs have it; what it sends goes by gloo."""
+
+    class Options:
+        def __init__(self, *args: object) -> None:
+            Stub("ProcessGroupNCCL.Options").check("__init__", *args)
+
+    made: ClassVar[list[NcclByStubs]] = []
+
+    def __init__(self, *args: Any) -> None:
+        self._stub = Stub("ProcessGroupNCCL")
+        self._stub.check("__init__", *args)
+        store, rank, size, options = args
+        assert isinstance(options, NcclByStubs.Options)
+        self.handling = os.environ.get(HANDLING)
+        self.is_aborted, self._group = False, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+        self.made.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self, *args: object) -> None:
+        self._stub.check("abort", *args)
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_a_group_of_nccl_is_made_as_pytorch_wants_it(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """And so that a member which fails ends no process: the mode is read when the group is made, and then put back."""
+    monkeypatch.delenv(HANDLING, raising=False)
+    if before:
+        monkeypatch.setenv(HANDLING, before)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclByStubs, raising=False)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "zeros", lambda size, device: ones(size))  # there is no GPU that it could be on
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    group = WeightGroup(Meeting(HOST, store.port, 1), 0, torch.device("cuda"), store)
+    [nccl] = NcclByStubs.made
+    NcclByStubs.made.clear()
+    assert nccl.handling == "0" and os.environ.get(HANDLING) == before
+    group.finish(group.begin(ones(3)))
+    group.leave()
+    assert nccl.is_aborted
+
+
+class NotedDrain(WeightDrain):
+    """Joins nothing, and notes one of NCCL's settings as it is while it would."""
+
+    proto: str | None = None
+
+    def join(self, meeting: Meeting, rank: int) -> None:
+        self.proto = os.environ.get("NCCL_PROTO")
+
+
+def test_a_group_does_not_have_the_nccl_settings_of_a_batch_invariant_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer has others, and NCCL hangs where members of a group have different ones."""
+    from vllm.utils import nccl
+
+    for name in ("NCCL_PROTO", "NCCL_NO_CACHE"):
+        monkeypatch.setenv(name, "")  # so that both are as they were after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)  # of the NCCL that GPU machines have
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple"})
+    rank = WeightSyncExtension()
+    rank.rank, rank.weight_drain = 0, NotedDrain(CPU)
+    assert rank.join_weight_group(HOST, 1, 2, 1) == ""
+    assert rank.weight_drain.proto is None and os.environ["NCCL_PROTO"] == "Simple"
 
 
 def send_all(source: WeightSource, bucket: ExportedWeights) -> None:

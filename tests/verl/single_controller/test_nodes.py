@@ -13,6 +13,7 @@ from hosts import Network, ray_cluster
 from verl.single_controller.nodes import interface_of
 
 PYTHON, PROBE = str(ROOT / ".venv/bin/python"), str(Path(__file__).with_name("nodes_probe.py"))
+COPIES_PROBE = str(Path(__file__).with_name("folder_copies_probe.py"))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,20 @@ def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:
     assert found["error"].startswith(
         "ConfigError: trainer.default_local_dir=/dev/shm is another folder on 10.77.0.2, 10.77"
     )
+
+    assert "trainer.gather_state=true" in found["error"]
+
+
+def test_files_go_between_nodes_that_do_not_share_the_run_s_folder(network: Network) -> None:
+    """What a rank writes elsewhere is brought here whole; what is lent is gone afterwards. A folder that is no part of
+    the run may be there on both, and stays.
+    """
+    variables = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
+    done = network.hosts[0].run(PYTHON, COPIES_PROBE, "/dev/shm/run", **variables)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["arrived"] and found["lent"] and found["left"] == []
+    assert found["another"].startswith("CheckpointError: on host host2 there is another /dev/shm/another, which")
+    assert found["kept"] == found["mine"] == ["/dev/shm/another/manifest.json"]
 
 
 def test_nodes_that_do_not_reach_each_other_are_named(network: Network, tmp_path: Path) -> None:

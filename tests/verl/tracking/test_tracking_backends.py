@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from verl.errors import ConfigError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.backend import Run, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
+from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
 from verl.trainer.metrics import validation_metrics
 
@@ -256,6 +259,22 @@ def test_a_log_file_holds_one_line_a_step_and_no_bar(tmp_path: Path) -> None:
     lines = file.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 1/2", "step 2/2"]
     assert "\x1b" not in file.getvalue()
+
+
+def test_the_bar_has_phase_reward_exact_match_and_the_time_left(tmp_path: Path) -> None:
+    """A step of 100 s of which 3 are left: also where steps are longer than rich's own estimate looks back."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=140)
+    console_backend = ConsoleBackend(Run("project", "experiment", tmp_path, {}, total_steps=4), console)
+    timer = Timer(console_backend.now_in)
+    console_backend.log({"val/test_score/mean": 0.125}, step=0)
+    console_backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 100.0}, step=1)
+    with timer("step"), timer("update_actor"):
+        time.sleep(1.5)  # the bar is drawn several times a second
+    console_backend.finish()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert re.search(r"1 of 4 steps, .* left, update_actor, reward 0.500, em 0.250, val 0.125", plain)
+    assert re.search(r"step 1/4 \| reward 0.500 \| em 0.250 \| s 100.0 \| .*left", plain)
 
 
 def test_a_terminal_shows_the_bar(tmp_path: Path) -> None:

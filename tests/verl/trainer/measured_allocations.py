@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from verl.config import Config, load_config
-from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_update
+from verl.config.predicates import has_anchor, needs_ref_log_probs, policy_topk, scores_in_update
 from verl.engine.device import init_process_group
-from verl.engine.kl_objective import policy_topk
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import TrainBatch

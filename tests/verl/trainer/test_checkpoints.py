@@ -237,7 +237,7 @@ def test_a_rollback_while_a_collapsed_state_is_written_and_a_kill_after_it(
     answers = []
     for step in (3, 4):
         recovery.watch({"health/repetition": 0.9}, step)
-        answers.append(recovery.answer(step))
+        answers.append(recovery.act(step))
     assert answers == [None, 1]
     saved(checkpoints, 4, score=None)
 

@@ -250,11 +250,3 @@ def test_weights_that_sampled_ahead_are_older_by_the_staleness() -> None:
 )
 def test_the_good_checkpoint_is_the_newest_from_before(saved: list[int], first_bad_step: int, good: int | None) -> None:
     assert good_checkpoint(saved, first_bad_step) == good
-
-
-def test_a_guard_with_nothing_to_watch_is_an_error() -> None:
-    nothing = {"dead_run_steps": None, "max_invalid_action_ratio": None, "max_repetition": None}
-    with pytest.raises(ValueError, match="action=stop with nothing to watch: set"):
-        guard(**nothing)
-    guard(**nothing, max_score_drop=0.1)
-    guard(**nothing, action="off")

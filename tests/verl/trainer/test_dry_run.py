@@ -18,15 +18,16 @@ from verl.protocol import TrainBatch
 from verl.trainer.dry_run.__main__ import main
 from verl.trainer.dry_run.advice import three_settings
 from verl.trainer.dry_run.device import device_phases
-from verl.trainer.dry_run.gpus import GIB, GPUS, Groups, groups_of, least_seconds, sending_seconds
+from verl.trainer.dry_run.gpus import GIB, GPUS, Groups, groups_of
 from verl.trainer.dry_run.learned import Learned
 from verl.trainer.dry_run.memory import Peak
 from verl.trainer.dry_run.place import Place, located, parse_gpus
-from verl.trainer.dry_run.report import least_seconds_of_step
+from verl.trainer.dry_run.report import PROMISED, least_seconds_of_step
 from verl.trainer.dry_run.roles import Pass, Role, run_roles
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.dry_run.segments import Segments
 from verl.trainer.dry_run.work import Operation, Work
+from verl.trainer.plan.machine import machine_of
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 VOCABULARY = 1024
@@ -238,7 +239,7 @@ def test_split_devices(tmp_path: Path) -> None:
     split = ["trainer.layout=split", "trainer.rollout_gpus_per_node=2", "trainer.n_gpus_per_node=8"]
     config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), "trainer.device=auto", *split))
     found = dry_run(config, parse_gpus("8x80"))
-    assert [(phase.name, phase.device) for phase in found.phases] == [
+    assert [(phase.phase, phase.device) for phase in found.phases] == [
         ("sample", "samples"), ("score", "trains"), ("update", "trains"), ("sync", "trains")
     ]  # fmt: skip
     sampling, *training = found.phases
@@ -263,7 +264,7 @@ def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
     """Each role is sharded over its own GPUs, and takes nothing of the other's; engines are beside the actor alone."""
     config = load_config("tinywiki", own_critic(tmp_path))
     found = dry_run(config, parse_gpus("8x80"))
-    assert [(phase.name, phase.device) for phase in found.phases] == [
+    assert [(phase.phase, phase.device) for phase in found.phases] == [
         *((phase, "trains the actor") for phase in ("sample", "score", "update", "sync")),
         *((phase, "trains the critic") for phase in ("score", "update")),
     ]
@@ -273,7 +274,7 @@ def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
         assert working == ({"critic", "processes"} if of_critic else {"actor", "engine", "processes"})
         awake = bool(phase.parts.get("engine"))
         assert phase.parts["processes"] == GIB * (1 if of_critic or awake else 2)
-        assert ("CUDA graphs" in phase.parts) == (not of_critic and phase.name is not Phase.SAMPLE)
+        assert ("CUDA graphs" in phase.parts) == (not of_critic and phase.phase is not Phase.SAMPLE)
     actor, critic = found.roles
     assert actor.idle.allocated == pytest.approx(16 * actor.num_params / 6, rel=0.03)  # and the anchor
     assert critic.idle.allocated == pytest.approx(12 * critic.num_params / 2, rel=0.03)
@@ -305,7 +306,7 @@ def test_advice_is_about_the_gpu_that_is_full(tmp_path: Path) -> None:
     config = load_config("tinywiki", own_critic(tmp_path, *large, f"{ACTOR}.ppo_mini_batch_size=2048"))
     place = parse_gpus("8x24")
     found = dry_run(config, place, advise=False)
-    worst = max((one for one in found.phases if one.name == "update"), key=lambda one: one.total)
+    worst = max((one for one in found.phases if one.phase == "update"), key=lambda one: one.total)
     assert worst.device == "trains the critic"
     changes = [change for change, _ in three_settings(located(config, place), found.roles, place, worst)]
     assert f"{CRITIC}.ppo_max_token_len_per_gpu=131072" in changes
@@ -411,23 +412,23 @@ def test_segments_by_hand() -> None:
 
 
 def test_a_roofline_by_hand() -> None:
-    h100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+    h100 = machine_of(next(gpu for gpu in GPUS if gpu.name == "H100"), PROMISED)
     work = Work([Operation(989e12, torch.bfloat16, 0), Operation(0.0, torch.bfloat16, 6_700_000_000_000)])
     one, node = Groups(1), Groups(8)
-    assert least_seconds(work, h100, one) == pytest.approx(3.0)  # a second of arithmetic, and two of reading
-    assert least_seconds(work, h100, one, share=0.5) == pytest.approx(1.5)
+    assert h100.cost(work, one).seconds == pytest.approx(3.0)  # a second of arithmetic, and two of reading
+    assert h100.cost(work, one, share=0.5).seconds == pytest.approx(1.5)
     work.sent["all-reduce"] = int(450e9 * 8 / 7)
     work.sent["all-gather"] = int(900e9 * 8 / 7)
-    assert least_seconds(work, h100, node) == pytest.approx(4.0)  # twice round, and 2 seconds, beside the 3
+    assert h100.cost(work, node).seconds == pytest.approx(4.0)  # twice round, and 2 seconds, beside the 3
 
 
 def test_gradients_of_copies_are_summed_between_nodes() -> None:
     """Two nodes of 8: as one group all goes by the network cards; with a copy on each, what they sum does."""
-    h100, num_bytes = next(gpu for gpu in GPUS if gpu.name == "H100"), 10**12
+    h100, num_bytes = machine_of(next(gpu for gpu in GPUS if gpu.name == "H100"), PROMISED), 10**12
     work = Work([], Counter({"all-gather": num_bytes, "all-reduce": num_bytes}))
-    assert sending_seconds(work, h100, Groups(16)) == pytest.approx(3 * num_bytes * 15 / 16 / 50e9)
+    assert sum(h100.sending(work, Groups(16)).values()) == pytest.approx(3 * num_bytes * 15 / 16 / 50e9)
     on_a_node, between = num_bytes * 7 / 8 / 450e9, 2 * num_bytes / 2 / 50e9
-    assert sending_seconds(work, h100, Groups(8, replicas=2)) == pytest.approx(on_a_node + between)
+    assert sum(h100.sending(work, Groups(8, replicas=2)).values()) == pytest.approx(on_a_node + between)
     config = load_config("ppo_trainer", ["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8"])
     assert groups_of(config, 8) == Groups(8, 2, per_node=8) and groups_of(config, -1) == Groups(16, 1, per_node=8)
 

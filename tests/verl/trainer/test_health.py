@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.trainer.health import health_metrics
+from verl.trainer.policy_scores import PolicyScores
 
 
 def trajectory(
@@ -213,8 +215,9 @@ def test_only_scored_tokens_count() -> None:
     # Of two rows the update scored the first: its differences are 0.1 and 0.3. The zeros elsewhere were not found.
     batch = with_old_log_probs((trajectory((5, 6)), [0.1, 0.3]), (trajectory((7,)), [0.9]))
     batch.tokens["entropy"] = torch.tensor([0.0, 0, 1, 2, 0, 0, 0])
-    batch.tokens["scored"] = batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)
-    metrics = health_metrics([], batch)
+    known_T = batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)
+    scores = replace(PolicyScores.of(batch), known_T=known_T)
+    metrics = health_metrics([], batch, scores)
     assert metrics["health/mismatch/mean_abs"] == pytest.approx(0.2)
     assert metrics["health/entropy"] == pytest.approx(1.5)
 

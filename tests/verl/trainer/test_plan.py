@@ -35,7 +35,7 @@ from verl.trainer.plan.machine import (
     read_machine,
     write_machine,
 )
-from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, Trajectories, sampling_cost
+from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
 from verl.trainer.plan.search import engine_settings, search, sending_weights
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
@@ -88,6 +88,7 @@ def test_sampling_by_hand() -> None:
     context = 16 * 800 * 2e9 / (989e12 / 2)
     cost = sampling_cost(config, policy, place, HALF, of)
     assert cost.seconds == pytest.approx(iterations + context + 2 * SEARCH_S)
+    assert cost.parts[STEPPING] == pytest.approx(500 * ITERATION_S) and cost.bound_by == STEPPING
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,17 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1,000 steps:" in printed and "at 2 a GPU hour" in printed and "a copy on 2" in printed
     assert "1 node for sampling, one copy" in printed
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch stays as it is: the last of 4,096 GPUs that are whole nodes sample as many iterations as the first."""
+    assert main((*plan(model, "1x6xH100"), "--png", str(tmp_path / "plan.png"))) == 0
+    table = capsys.readouterr().out.split("efficiency  bound by\n")[1].split("\n\n")[0]
+    rows = [line.split(maxsplit=3) for line in table.splitlines()]
+    assert [int(row[0]) for row in rows] == [6, 24, 96, 384, 1536, 4092]
+    assert {row[3] for row in rows} == {f"sample: {STEPPING}"}
+    assert rows[0][2] == "100%" and rows[-1][2] == "0%"
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_a_plan_for_cores(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,26 @@ def test_a_run_that_can_start_leaves_no_trace(
             ConfigError,
             "has no linear layer qproj. It has down_proj, gate_proj, ",
         ),
+        # The model has 3 attention heads, of one key and value head.
+        (
+            ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
+            ConfigError,
+            "actor.ulysses_sequence_parallel_size=2 does not divide the 3 attention heads .* set it to one of 1, 3",
+        ),
+        (
+            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
+            ConfigError,
+            "rollout.tensor_model_parallel_size=4 does not divide the 3 attention heads",
+        ),
+        (
+            [
+                "trainer.n_gpus_per_node=4",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+                "+actor_rollout_ref.model.override_config={num_attention_heads: 12, num_key_value_heads: 3}",
+            ],
+            ConfigError,
+            "tensor_model_parallel_size=4 is neither a divisor nor a multiple of the 3 key and value heads",
+        ),
         (["trainer.default_local_dir=/dev/null/run"], ConfigError, "run folder: /dev/null/run: /dev/null is a file"),
         (["data.tokenizer=/no/such/folder"], ConfigError, "no tokenizer could be loaded"),
         (["reward.function=no.such.Reward"], ConfigError, "no.such"),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from verl.config import Config, load_config
+from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
 from verl.trainer.dry_run.place import USUAL, Place
-from verl.trainer.model_shape import model_shape, value_shape
+from verl.trainer.model_shape import CPU, model_shape
 from verl.trainer.preflight.__main__ import main
 from verl.trainer.preflight.models import models_of
 
@@ -47,7 +47,7 @@ def run(model: Path | str, *overrides: str) -> Config:
     ],
 )
 def test_parameters_without_weights(name: str, billions: float) -> None:
-    assert model_shape(str(SHAPES / name)).num_params / 1e9 == pytest.approx(billions, abs=0.005)
+    assert model_shape(CausalLm(str(SHAPES / name), CPU)).num_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_a_cache_by_hand() -> None:
@@ -75,16 +75,19 @@ def test_an_engine_without_room_for_one_sequence() -> None:
 
 def test_a_critic_is_a_value_model(tiny_model_dir: Path) -> None:
     # The head of 152064 tokens gives way to one output, each of width 3584, with a bias.
-    untied = value_shape(str(SHAPES / "Qwen2.5-7B"))
-    assert untied.num_params == model_shape(str(SHAPES / "Qwen2.5-7B")).num_params - 152064 * 3584 + 3585
-    loaded = TokenClassifier(str(tiny_model_dir), torch.device("cpu")).whole()
-    assert value_shape(str(tiny_model_dir)).num_params == sum(p.numel() for p in loaded.parameters())
+    untied = model_shape(TokenClassifier(str(SHAPES / "Qwen2.5-7B"), CPU))
+    whole = model_shape(CausalLm(str(SHAPES / "Qwen2.5-7B"), CPU))
+    assert untied.num_params == whole.num_params - 152064 * 3584 + 3585
+    loaded = TokenClassifier(str(tiny_model_dir), CPU).whole()
+    assert model_shape(TokenClassifier(str(tiny_model_dir), CPU)).num_params == sum(
+        p.numel() for p in loaded.parameters()
+    )
 
 
 def test_a_model_that_cannot_be_a_critic(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ConfigError, match="cannot be a critic"):
-        value_shape(str(tmp_path))
+        model_shape(TokenClassifier(str(tmp_path), CPU))
 
 
 def test_a_model_of_a_library_that_the_settings_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +107,12 @@ AutoModelForCausalLM.register(TheirConfig, TheirModel)
     with pytest.raises(ConfigError, match="theirs"):
         models_of(run(tmp_path))
     config = run(tmp_path, "actor_rollout_ref.model.external_lib=their_models")
-    assert models_of(config).policy == model_shape(str(SHAPES / "Qwen2.5-3B"))
+    assert models_of(config).policy == model_shape(CausalLm(str(SHAPES / "Qwen2.5-3B"), CPU))
 
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
-        model_shape(str(tmp_path))
+        model_shape(CausalLm(str(tmp_path), CPU))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_the_command(
         "--estimate_only", *place, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
         f"actor_rollout_ref.model.path={tiny_model_dir}", "data.train_files=gone", "data.val_files=gone",
         "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40",
-        "actor_rollout_ref.actor.ppo_micro_batch_size=16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=16", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]  # fmt: skip
     assert main(given) == status
     out = capsys.readouterr().out.splitlines()

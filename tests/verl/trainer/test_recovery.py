@@ -40,7 +40,7 @@ def recovery(action: str, **settings: Any) -> tuple[Recovery, Role, Role]:
 
 def watch(recovery: Recovery, metrics: dict[str, float], step: int) -> int | None:
     recovery.watch(metrics, step)
-    return recovery.answer(step)
+    return recovery.act(step)
 
 
 GOOD, BAD = {"health/repetition": 0.1}, {"health/repetition": 0.9}
@@ -81,11 +81,11 @@ def test_rollback_puts_every_role_back_and_halves_the_learning_rate() -> None:
     assert watch(guard, BAD, 7) == 2, "step 5 has the weights that step 6 sampled with"
     folder = "global_step_2"
     assert actor.calls == [
-        ("load", RUN / "actor" / folder),
+        ("load", RUN / "actor" / folder, None),
         ("load", RUN / "ref" / folder, "anchor"),
         ("scale_lr", 0.5),
     ]
-    assert critic.calls == [("load", RUN / "critic" / folder), ("scale_lr", 0.5)]
+    assert critic.calls == [("load", RUN / "critic" / folder, None), ("scale_lr", 0.5)]
     assert guard.checkpoints.steps == [2], "what was saved after the good step is no longer one to go back to"
 
 
@@ -137,7 +137,7 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
     for step in range(1, 202):
         metrics = alive if step == 1 else dead
         logged.append(metrics | loop.watch(metrics, step))
-        assert loop.answer(step) is None
+        assert loop.act(step) is None
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == ["step 21", "step 41", "step 81", "step 161"]
     assert all("every trajectory had the same reward, 0.8" in line for line in lines)

@@ -10,7 +10,7 @@ from verl.config import load_config
 from verl.errors import CheckpointError
 from verl.storage import digest
 from verl.trainer import saved_state
-from verl.trainer.resuming import goes_on, state_to_resume
+from verl.trainer.resuming import resumes_here, state_to_resume
 
 FILES = {"actor/__0_0.distcp": b"weights" * 100, "actor/.metadata": b"where", "critic/__0_0.distcp": b"values" * 50}
 
@@ -72,7 +72,7 @@ def test_a_run_whose_states_are_all_damaged_does_not_start_anew(tmp_path: Path) 
 
 
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:
-    assert state_to_resume(settings(tmp_path, AUTO)) is None and not goes_on(settings(tmp_path, AUTO))
+    assert state_to_resume(settings(tmp_path, AUTO)) is None and not resumes_here(settings(tmp_path, AUTO))
     assert state_to_resume(settings(tmp_path)) is None
     absent = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'state' / 'global_step_3'}")
     with pytest.raises(CheckpointError, match="there is no saved state .*global_step_3"):
@@ -84,7 +84,7 @@ def test_the_published_way_to_name_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "actor" / "global_step_4").mkdir(parents=True)
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'actor' / 'global_step_4'}")
     assert state_to_resume(settings(tmp_path, *named)) == path
-    assert goes_on(settings(tmp_path, *named)) and not goes_on(settings(tmp_path / "other", *named))
+    assert resumes_here(settings(tmp_path, *named)) and not resumes_here(settings(tmp_path / "other", *named))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from verl.protocol import Prompt, Segment, Source, TrainBatch, Trajectory
 from verl.tracking.timing import Timer
 from verl.trainer.collection import Collected
 from verl.trainer.health import health_metrics
+from verl.trainer.policy_scores import PolicyScores
 from verl.trainer.stored_values import token_values
 from verl.trainer.updates import Updates
 
@@ -59,9 +60,9 @@ def test_scores_of_the_update(from_rollout: bool) -> None:
     kept_T = batch.tokens["loss_mask"] & (batch.row_of_token_T == 0)
     trained = replace(batch, tokens=batch.tokens | {"loss_mask": kept_T})
     assert updates.run(trained, 1, Timer(), lambda: None)["actor/way"] == 1
-    scored = updates.scored(batch, trained)
-    assert scored.tokens["old_log_probs"].tolist() == [0, -2, -2, 0, 0]
-    metrics = health_metrics([], scored)
+    scores = updates.scores(batch, trained)
+    assert scores.log_prob_T is not None and scores.log_prob_T.tolist() == [0, -2, -2, 0, 0]
+    metrics = health_metrics([], batch, scores)
     assert metrics["health/mismatch/mean_abs"] == pytest.approx(0.5)
     assert metrics["health/entropy"] == pytest.approx(0.5)
 
@@ -72,11 +73,12 @@ def test_scores_from_before_the_update() -> None:
     batch.tokens["old_log_probs"] = torch.full((5,), -1.75)
     updates = make_updates("actor_rollout_ref.actor.ppo_mini_batch_size=1024")
     assert updates.run(batch, 1, Timer(), lambda: None)["actor/way"] == 0
-    assert health_metrics([], updates.scored(batch, batch))["health/mismatch/mean_abs"] == pytest.approx(0.25)
+    assert health_metrics([], batch, updates.scores(batch, batch))["health/mismatch/mean_abs"] == pytest.approx(0.25)
     rollout = make_updates(
         "actor_rollout_ref.actor.ppo_mini_batch_size=1024", "actor_rollout_ref.actor.use_rollout_log_probs=true"
     )
-    assert "old_log_probs" not in rollout.scored(batch, batch).tokens
+    assert rollout.scores(batch, batch).log_prob_T is None
+    assert not [name for name in health_metrics([], batch, rollout.scores(batch, batch)) if "mismatch" in name]
 
 
 def sampled(group: str) -> Trajectory:
@@ -101,7 +103,7 @@ def test_what_is_stored_of_each_token(on: bool) -> None:
     )
     updates.run(trained, 1, Timer(), lambda: None)
     collected = Collected([failed, second, first], [first, second], batch)
-    values = token_values(collected, trained, updates.scored(batch, trained))
+    values = token_values(collected, trained, updates.scores(batch, trained))
     assert list(values.rows) == [2, 1] and values.lengths_B.tolist() == [3, 2]
     found = {name: value_T[known_T].tolist() for name, (value_T, known_T) in values.columns.items()}
     assert found == {"advantages": [0.5, 0.5, -0.5], "old_log_probs": [-2, -2]} | ({"kl": [0.25, 0.25]} if on else {})
@@ -114,6 +116,6 @@ def test_a_kl_in_the_reward_is_of_all_tokens() -> None:
     batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
     trained = replace(batch, tokens=batch.tokens | {"loss_mask": torch.zeros(5, dtype=torch.bool)})
     first, second = sampled("a"), sampled("b")
-    values = token_values(Collected([first, second], [first, second], batch), trained, batch)
+    values = token_values(Collected([first, second], [first, second], batch), trained, PolicyScores.of(batch))
     kl_T, known_T = values.columns["kl"]
     assert kl_T[known_T].tolist() == [1, 2, 3]

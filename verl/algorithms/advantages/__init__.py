@@ -18,7 +18,9 @@ from verl.algorithms.advantages import reinforce_plus_plus as reinforce_plus_plu
 from verl.algorithms.advantages import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
 from verl.algorithms.advantages import remax as remax
 from verl.algorithms.advantages import rloo as rloo
-from verl.algorithms.advantages.inputs import ADVANTAGES, EPSILON, AdvantageInput, Advantages, AdvantageSettings
+from verl.algorithms.advantages.inputs import ADVANTAGES as ADVANTAGES
+from verl.algorithms.advantages.inputs import EPSILON as EPSILON
+from verl.algorithms.advantages.inputs import AdvantageInput as AdvantageInput
+from verl.algorithms.advantages.inputs import Advantages as Advantages
+from verl.algorithms.advantages.inputs import AdvantageSettings as AdvantageSettings
 from verl.algorithms.advantages.scaling import batch_divisor as batch_divisor
-
-__all__ = ["ADVANTAGES", "EPSILON", "AdvantageInput", "AdvantageSettings", "Advantages", "batch_divisor"]

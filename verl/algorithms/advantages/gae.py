@@ -22,13 +22,13 @@ from verl.algorithms.advantages.scaling import whitened
 
 
 @ADVANTAGES.register("gae")
-def gae(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def gae(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """Whitened GAE and the critic's targets. Reads `gamma` and `lam`; raises ValueError without `value_T`."""
-    if given.value_T is None:
+    if inputs.value_T is None:
         raise ValueError("gae needs value_T: the critic's value before each token")
-    chain_T = given.mask_T if given.chain_T is None else given.chain_T
-    reward_N = torch.where(given.mask_T, given.reward_T, 0.0)[chain_T]
-    value_N, row_N = given.value_T[chain_T].to(reward_N.dtype), given.row_T[chain_T]
+    chain_T = inputs.mask_T if inputs.chain_T is None else inputs.chain_T
+    reward_N = torch.where(inputs.mask_T, inputs.reward_T, 0.0)[chain_T]
+    value_N, row_N = inputs.value_T[chain_T].to(reward_N.dtype), inputs.row_T[chain_T]
     delta_N = reward_N + settings.gamma * following(value_N, row_N) - value_N
     advantage_N = discounted_sum(delta_N, row_N, settings.gamma * settings.lam)
     return Advantages(scattered(whitened(advantage_N), chain_T), scattered(advantage_N + value_N, chain_T))

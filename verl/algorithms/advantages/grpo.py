@@ -21,12 +21,12 @@ from verl.algorithms.advantages.scaling import over_batch_std, over_group_std
 
 
 @ADVANTAGES.register("grpo")
-def grpo(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def grpo(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus its group's mean, scaled by `settings.scale`; ValueError: "batch_std" with fewer than two rows."""
-    rows = policy_rows(given)
+    rows = policy_rows(inputs)
     advantage_B, batch_std = centred(rows.reward_B, rows.group_B), None
     if settings.scale == "group_std":
         advantage_B = over_group_std(advantage_B, rows.group_B)
     elif settings.scale == "batch_std":
         advantage_B, batch_std = over_batch_std(advantage_B)
-    return Advantages(spread(advantage_B, rows, given), batch_std=batch_std)
+    return Advantages(spread(advantage_B, rows, inputs), batch_std=batch_std)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.registry import Registry
+from verl.algorithms.traits import ESTIMATOR_TRAITS
 
 EPSILON = 1e-6
 SCALES = ("group_std", "none", "batch_std")
@@ -105,4 +106,6 @@ class Advantages(NamedTuple):
     """Scalar float64: the deviation of the scale "batch_std"; `scaling.batch_divisor` says what it divided by."""
 
 
-ADVANTAGES: Registry[Callable[[AdvantageInput, AdvantageSettings], Advantages]] = Registry("advantage estimator")
+ADVANTAGES: Registry[Callable[[AdvantageInput, AdvantageSettings], Advantages]] = Registry(
+    "advantage estimator", declared=ESTIMATOR_TRAITS
+)

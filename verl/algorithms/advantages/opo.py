@@ -16,7 +16,7 @@ from verl.algorithms.advantages.rows import policy_rows, spread
 
 
 @ADVANTAGES.register("opo")
-def opo(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def opo(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus its group's length-weighted mean; reads no setting."""
-    rows = policy_rows(given)
-    return Advantages(spread(centred(rows.reward_B, rows.group_B, rows.length_B), rows, given))
+    rows = policy_rows(inputs)
+    return Advantages(spread(centred(rows.reward_B, rows.group_B, rows.length_B), rows, inputs))

@@ -20,10 +20,10 @@ from verl.algorithms.advantages.scaling import over_batch_std
 
 
 @ADVANTAGES.register("reinforce")
-def reinforce(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def reinforce(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus the batch's mean; ValueError for the scale "batch_std" with fewer than two rows."""
-    rows = policy_rows(given)
+    rows = policy_rows(inputs)
     advantage_B, batch_std = centred(rows.reward_B, torch.zeros_like(rows.group_B)), None
     if settings.scale == "batch_std":
         advantage_B, batch_std = over_batch_std(advantage_B)
-    return Advantages(spread(advantage_B, rows, given), batch_std=batch_std)
+    return Advantages(spread(advantage_B, rows, inputs), batch_std=batch_std)

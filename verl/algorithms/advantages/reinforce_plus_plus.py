@@ -15,7 +15,7 @@ from verl.algorithms.advantages.scaling import whitened
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
-def reinforce_plus_plus(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def reinforce_plus_plus(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """Whitened reward-to-go; `return_T` is the reward-to-go itself. Reads `settings.gamma`."""
-    return_N = discounted_sum(given.reward_T[given.mask_T], given.row_T[given.mask_T], settings.gamma)
-    return Advantages(scattered(whitened(return_N), given.mask_T), scattered(return_N, given.mask_T))
+    return_N = discounted_sum(inputs.reward_T[inputs.mask_T], inputs.row_T[inputs.mask_T], settings.gamma)
+    return Advantages(scattered(whitened(return_N), inputs.mask_T), scattered(return_N, inputs.mask_T))

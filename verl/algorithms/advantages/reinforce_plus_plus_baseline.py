@@ -16,8 +16,8 @@ from verl.algorithms.advantages.scaling import whitened
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def reinforce_plus_plus_baseline(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus its group's mean, whitened over policy tokens; reads no setting."""
-    rows = policy_rows(given)
+    rows = policy_rows(inputs)
     whitened_N = whitened(centred(rows.reward_B, rows.group_B)[rows.row_N])
-    return Advantages(scattered(whitened_N.to(given.reward_T.dtype), given.mask_T))
+    return Advantages(scattered(whitened_N.to(inputs.reward_T.dtype), inputs.mask_T))

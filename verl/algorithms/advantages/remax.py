@@ -15,14 +15,14 @@ from verl.algorithms.advantages.rows import scattered
 
 
 @ADVANTAGES.register("remax")
-def remax(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
-    """Reward-to-go minus `given.baseline_B`; `return_T` is the reward-to-go. Reads no setting.
+def remax(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+    """Reward-to-go minus `inputs.baseline_B`; `return_T` is the reward-to-go. Reads no setting.
 
     Raises ValueError without `baseline_B`.
     """
-    if given.baseline_B is None:
+    if inputs.baseline_B is None:
         raise ValueError("remax needs baseline_B: the reward of the greedy answer to each row's prompt")
-    row_N = given.row_T[given.mask_T]
-    return_N = discounted_sum(given.reward_T[given.mask_T], row_N, 1.0)
-    baseline_N = given.baseline_B.to(return_N.dtype)[row_N]
-    return Advantages(scattered(return_N - baseline_N, given.mask_T), scattered(return_N, given.mask_T))
+    row_N = inputs.row_T[inputs.mask_T]
+    return_N = discounted_sum(inputs.reward_T[inputs.mask_T], row_N, 1.0)
+    baseline_N = inputs.baseline_B.to(return_N.dtype)[row_N]
+    return Advantages(scattered(return_N - baseline_N, inputs.mask_T), scattered(return_N, inputs.mask_T))

@@ -15,9 +15,9 @@ from verl.algorithms.advantages.rows import policy_rows, spread
 
 
 @ADVANTAGES.register("rloo")
-def rloo(given: AdvantageInput, settings: AdvantageSettings) -> Advantages:
+def rloo(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus the mean reward of the other trajectories of its group; reads no setting."""
-    rows = policy_rows(given)
+    rows = policy_rows(inputs)
     size_B = group_size(rows.reward_B, rows.group_B)
     advantage_B = centred(rows.reward_B, rows.group_B) * size_B / (size_B - 1).clamp(min=1)
-    return Advantages(spread(advantage_B, rows, given))
+    return Advantages(spread(advantage_B, rows, inputs))

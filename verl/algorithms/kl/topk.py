@@ -24,7 +24,8 @@ away from q even at p = q. docs/topk_kl.md derives all this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -34,52 +35,43 @@ from verl.algorithms.kl.sampled import SampledKL, k4, k5
 TopkGradient = Literal["corrected", "published"]
 
 
-def topk_reverse(
-    log_p_Tk: torch.Tensor,
-    log_q_Tk: torch.Tensor,
-    log_prob_T: torch.Tensor,
-    ref_log_prob_T: torch.Tensor,
-    sampled_in_S_T: torch.Tensor,
-    *,
-    gradient: TopkGradient = "corrected",
-    tail: bool = True,
-    weight_T: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Estimate of KL(p || q) per token [T], in nats.
+@dataclass(frozen=True)
+class TopkKL:
+    """One direction: `tail` estimates outside S, and `mass` is the sign of the head's mass in the correction."""
 
-    `log_p_Tk`, `log_q_Tk`: log-probs at the tokens of S [T, k]; `log_prob_T`, `ref_log_prob_T`: at the sampled token;
-    `sampled_in_S_T`: bool [T]; `weight_T`: detached [T] weight of the tail, None: 1. p gets gradient, q none.
-    Raises ValueError for shapes that do not belong together or an unknown `gradient`.
-    """
-    _check(log_p_Tk, log_q_Tk, log_prob_T, gradient)
-    p_Tk = log_p_Tk.exp()
-    head_T = (p_Tk * (log_p_Tk - log_q_Tk.detach())).sum(-1)
-    if gradient == "corrected":
-        head_T = head_T - _only_gradient(p_Tk.sum(-1))
-    return head_T + _tail(k4, log_prob_T, ref_log_prob_T, sampled_in_S_T, weight_T) if tail else head_T
+    forward: bool
+    tail: SampledKL
+    mass: float
 
+    def __call__(
+        self,
+        log_p_Tk: torch.Tensor,
+        log_q_Tk: torch.Tensor,
+        log_prob_T: torch.Tensor,
+        ref_log_prob_T: torch.Tensor,
+        sampled_in_S_T: torch.Tensor,
+        *,
+        gradient: TopkGradient = "corrected",
+        tail: bool = True,
+        weight_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Estimate of the KL per token [T], in nats.
 
-def topk_forward(
-    log_p_Tk: torch.Tensor,
-    log_q_Tk: torch.Tensor,
-    log_prob_T: torch.Tensor,
-    ref_log_prob_T: torch.Tensor,
-    sampled_in_S_T: torch.Tensor,
-    *,
-    gradient: TopkGradient = "corrected",
-    tail: bool = True,
-    weight_T: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Estimate of KL(q || p) per token [T], in nats; arguments and errors as in `topk_reverse`."""
-    _check(log_p_Tk, log_q_Tk, log_prob_T, gradient)
-    log_q_Tk = log_q_Tk.detach()
-    head_T = (log_q_Tk.exp() * (log_q_Tk - log_p_Tk)).sum(-1)
-    if gradient == "corrected":
-        head_T = head_T + _only_gradient(log_p_Tk.exp().sum(-1))
-    return head_T + _tail(k5, log_prob_T, ref_log_prob_T, sampled_in_S_T, weight_T) if tail else head_T
+        `log_p_Tk`, `log_q_Tk`: log-probs at the tokens of S [T, k]; `log_prob_T`, `ref_log_prob_T`: at the sampled
+        token; `sampled_in_S_T`: bool [T]; `weight_T`: detached [T] weight of the tail, None: 1. p gets gradient, q
+        none. Raises ValueError for shapes that do not belong together or an unknown `gradient`.
+        """
+        _check(log_p_Tk, log_q_Tk, log_prob_T, gradient)
+        p_Tk, difference_Tk = log_p_Tk.exp(), log_p_Tk - log_q_Tk.detach()
+        head_T = (-log_q_Tk.detach().exp() * difference_Tk if self.forward else p_Tk * difference_Tk).sum(-1)
+        if gradient == "corrected":
+            head_T = head_T + self.mass * _only_gradient(p_Tk.sum(-1))
+        return head_T + _tail(self.tail, log_prob_T, ref_log_prob_T, sampled_in_S_T, weight_T) if tail else head_T
 
 
-TOPK_KL: Mapping[str, Callable[..., torch.Tensor]] = {"full_reverse": topk_reverse, "full_forward": topk_forward}
+topk_reverse = TopkKL(forward=False, tail=k4, mass=-1.0)
+topk_forward = TopkKL(forward=True, tail=k5, mass=1.0)
+TOPK_KL: Mapping[str, TopkKL] = {"full_reverse": topk_reverse, "full_forward": topk_forward}
 
 
 def _tail(

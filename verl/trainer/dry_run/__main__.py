@@ -1,4 +1,4 @@
-"""`.venv/bin/python -m verl.trainer.dry_run key=value ... [--gpus 8x80]`: the engines on devices that compute nothing.
+"""`.venv/bin/python -m verl.trainer.dry_run key=value ... [--gpus 8x80]`: memory and work of a run, without a device.
 
 The settings are those of main_ppo or main_ppo_format. Models need a config.json alone.
 """
@@ -15,7 +15,7 @@ from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_rew
 
 
 def parse(argv: list[str]) -> tuple[Config, Place]:
-    """The run, and where it is thought to be. Raises ConfigError."""
+    """The run, and the devices that it is estimated for. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
     own, others = parser.parse_known_args(argv)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config import Config
+from verl.config.keys import value_at
+from verl.config.predicates import has_critic
 from verl.phases import Phase
-from verl.trainer.dry_run.device import DevicePhase, device_phases
+from verl.trainer.dry_run.device import DeviceUse, device_phases
 from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Role, run_role
 
@@ -66,20 +68,20 @@ CHANGES: dict[Phase, list[Change]] = {
 }
 
 
-def three_settings(config: Config, roles: list[Role], place: Place, worst: DevicePhase) -> list[tuple[str, float]]:
+def three_settings(config: Config, roles: list[Role], place: Place, worst: DeviceUse) -> list[tuple[str, float]]:
     """`key=value` and the bytes that it alone takes off the phase; the largest gain first, 3 at most."""
     gains = []
-    for key, frugal in CHANGES[worst.name]:
+    for key, frugal in CHANGES[worst.phase]:
         changed = copy.deepcopy(config)
-        value = frugal(_get(changed, key))
-        if value is None or (key.startswith(CRITIC) and config.algorithm.adv_estimator != "gae"):
+        value = frugal(value_at(changed, key))
+        if value is None or (key.startswith(CRITIC) and not has_critic(config)):
             continue
         _set(changed, key, value)
-        again = [_changed(role, key, changed, place, worst.name) for role in roles]
+        again = [_changed(role, key, changed, place, worst.phase) for role in roles]
         phases = device_phases(changed, again, place)
-        phase = next(phase for phase in phases if (phase.name, phase.device) == (worst.name, worst.device))
+        after = next(use for use in phases if (use.phase, use.device) == (worst.phase, worst.device))
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
-        gains.append((f"{key}={shown}", worst.total - phase.total))
+        gains.append((f"{key}={shown}", worst.total - after.total))
     return sorted((gain for gain in gains if gain[1] > 0), key=lambda gain: -gain[1])[:3]
 
 
@@ -89,13 +91,6 @@ def _changed(role: Role, key: str, config: Config, place: Place, phase: Phase) -
     return run_role(role.name, config, place.kind, [phase]) if role.name == of else role
 
 
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _set(config: Config, key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
-    setattr(_get(config, section), name, value)
+    setattr(value_at(config, section), name, value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from verl.config import Config
-from verl.config.objective import needs_ref_log_probs, scores_in_update
+from verl.config.predicates import needs_ref_log_probs, scores_in_update
 from verl.protocol import TrainBatch
 
 MICRO_BATCHES = 2
@@ -60,7 +60,7 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
 
 
 def for_update(batch: TrainBatch, config: Config) -> TrainBatch:
-    """The batch without the columns that the actor's update finds by itself."""
+    """The batch without the columns that the actor's update computes itself."""
     found = set() if needs_ref_log_probs(config) else {"ref_log_probs"}
     if scores_in_update(config):
         found |= (

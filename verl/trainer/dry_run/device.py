@@ -1,4 +1,4 @@
-"""Who has how much of one device in each phase of a step: the roles and the engine share it, or have devices of their
+"""How much of one device each holder takes in each phase of a step: roles and engine share it, or have devices of their
 own (`trainer.layout=split`, `critic.n_gpus_per_node`).
 """
 
@@ -23,12 +23,12 @@ FREED, FREED_CHECKPOINTED = 0.4, 1.1
 
 
 @dataclass
-class DevicePhase:
+class DeviceUse:
     """Bytes on one device by holder, at the worst moment of the phase. `device` says which one: where all are alike,
     "any"; else what such a one does.
     """
 
-    name: Phase
+    phase: Phase
     device: str = "any"
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -37,7 +37,7 @@ class DevicePhase:
         return sum(self.parts.values())
 
 
-def device_phases(config: Config, roles: list[Role], place: Place) -> list[DevicePhase]:
+def device_phases(config: Config, roles: list[Role], place: Place) -> list[DeviceUse]:
     """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work. On GPUs of
     the critic's own, those in which it works.
     """
@@ -48,16 +48,16 @@ def device_phases(config: Config, roles: list[Role], place: Place) -> list[Devic
     return [*_of_actor(config, [actor], place, "trains the actor"), *alone]
 
 
-def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DevicePhase]:
+def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DeviceUse]:
     """Where the actor is, which is the first of the `roles` there."""
     if config.trainer.layout == "split":
-        sampling = DevicePhase(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
+        sampling = DeviceUse(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
         return [sampling, *(_training(phase, roles, place, device) for phase in Phase if phase != "sample")]
     named = [phase for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
     return [_shared(phase, config, roles, place, device) for phase in named]
 
 
-def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DevicePhase:
+def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DeviceUse:
     """Where the critic is and the actor is not."""
     phase = _training(name, [critic], place, "trains the critic")
     if not place.on_gpu:
@@ -65,7 +65,7 @@ def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place)
     return phase
 
 
-def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DevicePhase:
+def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DeviceUse:
     """With an engine."""
     phase = _training(name, roles, place, device)
     if not place.on_gpu:
@@ -79,9 +79,9 @@ def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device
     return phase
 
 
-def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DevicePhase:
+def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DeviceUse:
     """All but the engine: the role that works, and those that do not."""
-    phase = DevicePhase(name, device)
+    phase = DeviceUse(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
     worst = max(found, key=lambda pair: _taken(pair, place), default=None)
     for role in roles:
@@ -112,7 +112,7 @@ def _share(config: Config, place: Place) -> float:
     return config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
 
 
-def _on_cpu(config: Config, roles: list[Role], phase: DevicePhase, actor: Role) -> dict[str, float]:
+def _on_cpu(config: Config, roles: list[Role], phase: DeviceUse, actor: Role) -> dict[str, float]:
     """A worker's part of the engines, which are there all the time, and what no tensor is."""
     rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     engines = rollout.num_engines / each
@@ -124,10 +124,10 @@ def _on_cpu(config: Config, roles: list[Role], phase: DevicePhase, actor: Role) 
     }
 
 
-def _checkpointed(config: Config, phase: DevicePhase) -> bool:
+def _checkpointed(config: Config, phase: DeviceUse) -> bool:
     of_critic = any(part.startswith("critic: ") for part in phase.parts)
     model = config.critic.model if of_critic else config.actor_rollout_ref.model
-    return phase.name is Phase.UPDATE and model.enable_gradient_checkpointing
+    return phase.phase is Phase.UPDATE and model.enable_gradient_checkpointing
 
 
 def _weights(config: Config, actor: Role) -> float:

@@ -97,7 +97,7 @@ class FakeDevice(TorchDispatchMode):
             return self._on_device(func, types, args, kwargs, *known)
         if not any(self._is_mine(leaf) for leaf in tree_leaves((args, kwargs))):
             return self._on_host(func, args, kwargs)
-        return self._asked(func, types, args, kwargs)[0]
+        return self._dispatched(func, types, args, kwargs)[0]
 
     def _on_device(
         self,
@@ -109,22 +109,24 @@ class FakeDevice(TorchDispatchMode):
         inputs: Sequence[FakeTensor],
     ) -> Any:
         """An operation whose inputs are all the device's."""
-        answer = self.learned.look_up(key)
-        if answer is None:
-            out, seen = self._asked(func, types, args, kwargs)
+        recipe = self.learned.look_up(key)
+        if recipe is None:
+            out, seen = self._dispatched(func, types, args, kwargs)
             if seen is not None:
                 self.learned.learn(key, func, inputs, out, seen)
             return out
-        seen = answer.what
+        seen = recipe.what
         self.memory.workspace(seen.workspace)
-        out = answer.make(self.tensors, inputs)
-        for leaf in [out] if answer.container is None else out:
+        out = recipe.make(self.tensors, inputs)
+        for leaf in [out] if recipe.container is None else out:
             self.memory.see(leaf.untyped_storage())
         if seen.operation is not None:
             self.work.operations.append(seen.operation)
         return out
 
-    def _asked(self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Seen | None]:
+    def _dispatched(
+        self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Seen | None]:
         """What PyTorch says, and what was seen, where that is all there is to it."""
         if func is aten._local_scalar_dense.default:
             return _a_number(args[0].dtype), None

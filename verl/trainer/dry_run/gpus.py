@@ -1,19 +1,11 @@
-"""GPUs by name: what their makers' data sheets promise (dense arithmetic), and the least time that work takes on them.
-
-An operation takes the longer of its arithmetic and of its way through memory; operations follow each other, collectives
-run beside them. A real run is slower: in large products GPUs reach 60 to 80% of the promise, and small operations wait.
-"""
+"""GPUs by name: what their makers' data sheets promise (dense arithmetic)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.config.placement import RoleName, num_ranks
-
-if TYPE_CHECKING:
-    from verl.trainer.dry_run.work import Work
 
 GIB = 2**30
 BETWEEN_NODES = 50e9  # bytes a second of one GPU: a network card of 400 Gbit/s for each
@@ -68,25 +60,3 @@ def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Group
     shard = ranks if fsdp_size == -1 else fsdp_size
     settings = config.actor_rollout_ref.actor if role == "actor" else config.critic
     return Groups(shard, ranks // shard, ranks // config.trainer.nnodes, settings.ulysses_sequence_parallel_size)
-
-
-def least_seconds(work: Work, gpu: Gpu, groups: Groups, share: float = 1.0) -> float:
-    """Of one rank's work when its operations have `share` of the tokens that were counted."""
-    import torch  # takes seconds, which whoever only names GPUs need not wait for
-
-    rates = {torch.bfloat16: gpu.bf16_flops, torch.float16: gpu.bf16_flops}
-    computing = sum(
-        max(operation.flops / rates.get(operation.dtype, gpu.tf32_flops), operation.num_bytes / gpu.memory_bytes)
-        for operation in work.operations
-    )
-    return max(computing * share, sending_seconds(work, gpu, groups))
-
-
-def sending_seconds(work: Work, gpu: Gpu, groups: Groups) -> float:
-    """In rings; an all-reduce goes round twice."""
-    seconds = 0.0
-    for kind, num_bytes in work.sent.items():
-        size, on_one_node = groups.of(kind)
-        link = gpu.link_bytes if on_one_node else min(gpu.link_bytes, BETWEEN_NODES)
-        seconds += (2.0 if kind == "all-reduce" else 1.0) * num_bytes * (size - 1) / size / link
-    return seconds

@@ -1,7 +1,7 @@
-"""What operations give, by the shapes of what they get: PyTorch is asked for the first of a kind, then it is looked up.
+"""The outputs of operations by the shapes of their inputs: PyTorch computes the first of a kind, others are looked up.
 
-PyTorch's fake tensors have such a table too, but making its key and the answer takes several times as long, and a model
-is tens of thousands of operations of a few hundred kinds.
+PyTorch's fake tensors have such a table too, but its keys and outputs take several times as long, and a model is tens
+of thousands of operations of a few hundred kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OF_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of an answer: the input number `same` itself, a view of the input number `view`, or a new one.
+    """A tensor of a recipe: the input number `same` itself, a view of the input number `view`, or a new one.
 
     A view's `offset` is counted from its input's, in bytes.
     """
@@ -48,7 +48,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Recipe:
     """`container` is None for a single tensor, else list or tuple. `what` is what the caller noted of the first."""
 
     outputs: tuple[Output, ...]
@@ -61,19 +61,19 @@ class Answer:
 
 
 class UnknownInputError(Exception):
-    """An input that no answer can be looked up for."""
+    """An input for which no recipe can be looked up."""
 
 
 class Learned:
-    """Answers by operation and inputs."""
+    """Recipes by operation and inputs."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._takes_host = False  # whether the operation that is looked at may have tensors of the host beside
-        self._answers: dict[Any, Answer | None] = {}
+        self._recipes: dict[Any, Recipe | None] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
-        """Of the operation, and its tensors in order; None where an answer may depend on more than that."""
+        """Of the operation, and its tensors in order; None where the output may depend on more than that."""
         tensors: list[FakeTensor] = []
         self._takes_host = isinstance(func, OpOverload) and not func._schema.is_mutable
         try:
@@ -87,19 +87,19 @@ class Learned:
             parts.append(tensors[0].storage_offset())
         return (func, *parts), tensors
 
-    def look_up(self, key: Any) -> Answer | None:
-        return self._answers.get(key)
+    def look_up(self, key: Any) -> Recipe | None:
+        return self._recipes.get(key)
 
     def learn(self, key: Any, func: Any, inputs: Sequence[FakeTensor], out: Any, what: Any) -> None:
         """Remember `out`, if the next one can be made like it."""
-        if key in self._answers:
+        if key in self._recipes:
             return
         leaves = list(out) if isinstance(out, list | tuple) else [out]
         outputs = [_output(func, leaf, inputs, self._mode) for leaf in leaves]
         known = bool(outputs) and None not in outputs and _is_plain(func)
         container = type(out) if isinstance(out, list | tuple) else None
         found = tuple(output for output in outputs if output is not None)
-        self._answers[key] = Answer(found, container, what) if known and container in (None, list, tuple) else None
+        self._recipes[key] = Recipe(found, container, what) if known and container in (None, list, tuple) else None
 
     def _part(self, value: Any, tensors: list[FakeTensor]) -> Any:
         if type(value) is torch.Tensor and self._takes_host:
@@ -127,7 +127,7 @@ def _is_plain(func: Any) -> bool:
 
 
 def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensorMode) -> Output | None:
-    """How to make a tensor of the answer again; None: it cannot be said."""
+    """How to make a tensor of the output again; None: unknown."""
     if not (isinstance(leaf, FakeTensor) and leaf.fake_mode is mode) or leaf.fake_device != CPU:
         return None
     for number, tensor in enumerate(inputs):

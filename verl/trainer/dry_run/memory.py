@@ -64,7 +64,7 @@ class Memory:
         self._segments.give_back()
 
     def workspace(self, num_bytes: int) -> None:
-        """What one operation takes and gives back by itself."""
+        """Workspace that one operation takes and gives back."""
         if num_bytes:
             self._take(-1, num_bytes)
             self._give(-1)

@@ -1,4 +1,4 @@
-"""Where a run is thought to be: the devices that `--gpus` describes, or those of this machine."""
+"""The devices that a run is estimated for: those that `--gpus` describes, or those of this machine."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def located(config: Config, place: Place) -> Config:
     return moved
 
 
-def _per_node(num_devices: int, asked: int) -> int:
-    for each in (asked, NODE, num_devices):
-        if num_devices % each == 0 and (each <= NODE or each == asked):
+def _per_node(num_devices: int, wanted: int) -> int:
+    for each in (wanted, NODE, num_devices):
+        if num_devices % each == 0 and (each <= NODE or each == wanted):
             return each
     raise ConfigError(f"{num_devices} GPUs are no whole nodes of {NODE}: say how many a node has, as in 3x4x80")

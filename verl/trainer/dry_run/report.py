@@ -1,4 +1,4 @@
-"""What a dry run says: memory by phase, work, the least time it takes, and what was assumed."""
+"""The report of a dry run: memory by phase, work, the least time it takes, and the assumptions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from verl.config import Config
 from verl.config.counts import trajectories_per_step, window_of
 from verl.config.placement import Placement, critic_gpus, placement_of
 from verl.phases import Phase
-from verl.trainer.dry_run.device import DevicePhase
-from verl.trainer.dry_run.gpus import GIB, Gpu, least_seconds
+from verl.trainer.dry_run.device import DeviceUse
+from verl.trainer.dry_run.gpus import GIB, Gpu
 from verl.trainer.dry_run.place import Place
 from verl.trainer.dry_run.roles import Pass, Role
+from verl.trainer.plan.machine import Kept, machine_of
 
 FILLED = 0.5  # of the window, by the average trajectory
 TERA = 1e12
+PROMISED = Kept(products=1.0, memory=1.0, link=1.0, network=1.0, launch_s=0.0)
 
 
-def report(config: Config, roles: list[Role], phases: list[DevicePhase], place: Place) -> str:
+def report(config: Config, roles: list[Role], phases: list[DeviceUse], place: Place) -> str:
     """The whole text but the verdict."""
     models = ", ".join(map(_parameters, roles))
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
@@ -55,12 +57,12 @@ def _others(found: Placement, place: Place) -> str:
     return f"rank 0 of {found.num_ranks}; of {gpus}, {own}"
 
 
-def _memory(phases: list[DevicePhase], place: Place) -> Iterator[str]:
+def _memory(phases: list[DeviceUse], place: Place) -> Iterator[str]:
     yield f"{'phase':<8} {'GiB':>8} {'left':>8}  of which"
     for phase in phases:
         parts = [f"{name} {part / GIB:.2f}" for name, part in phase.parts.items() if part >= GIB / 200]
         left = f"{(place.memory - phase.total) / GIB:8.2f}"
-        name = phase.name if phase.device == "any" else f"{phase.name:<8} (a GPU that {phase.device})"
+        name = phase.phase if phase.device == "any" else f"{phase.phase:<8} (a GPU that {phase.device})"
         yield f"{name:<8} {phase.total / GIB:8.2f} {left}  {', '.join(parts)}"
 
 
@@ -87,8 +89,8 @@ def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
 
 
 def seconds_of(one: Pass, role: Role, gpu: Gpu) -> float:
-    """The least that a pass takes in a step."""
-    return one.times * least_seconds(one.work, gpu, role.groups, _filled(one))
+    """The least that a pass takes in a step: all that the data sheet promises, and no waiting. A real run is slower."""
+    return one.times * machine_of(gpu, PROMISED).cost(one.work, role.groups, _filled(one)).seconds
 
 
 def _flops(one: Pass) -> float:

@@ -11,10 +11,16 @@ import torch
 from verl.config import ActorConfig, Config, CriticConfig
 from verl.config.counts import largest_mini_batch, trajectories_per_step, window_of
 from verl.config.model import FsdpConfig
-from verl.config.objective import has_anchor, needs_ref_log_probs, scores_in_update
 from verl.config.placement import RoleName, num_ranks
+from verl.config.predicates import (
+    anchor_moves,
+    has_anchor,
+    has_critic,
+    needs_ref_log_probs,
+    policy_topk,
+    scores_in_update,
+)
 from verl.engine.device import DTYPES
-from verl.engine.kl_objective import policy_topk
 from verl.engine.lora import adapted_layers, is_adapter
 from verl.engine.model import Decoder
 from verl.engine.policy_engine import PolicyEngine
@@ -74,7 +80,7 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
     Raises ConfigError for settings that no engine can be made of.
     """
-    names: list[RoleName] = ["actor", "critic"] if config.algorithm.adv_estimator == "gae" else ["actor"]
+    names: list[RoleName] = ["actor", "critic"] if has_critic(config) else ["actor"]
     return [run_role(name, config, kind) for name in names]
 
 
@@ -91,7 +97,7 @@ class _Dry:
     def __init__(
         self, config: Config, kind: str, phases: Collection[Phase], num_ranks: int, ranks_per_row: int
     ) -> None:
-        self.asked, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
+        self.original, self.num_ranks, self.kind, self.phases = config, num_ranks, kind, phases
         self.ranks_per_row, self.num_groups = ranks_per_row, num_ranks // ranks_per_row
         self.config = copy.deepcopy(config)  # with one mini-batch of what `_largest_update` makes
         self.config.actor_rollout_ref.actor.num_threads = None
@@ -107,13 +113,13 @@ class _Dry:
             self._update(engine, self._batch([FEW], 1))  # from now on there is an optimizer state
             idle = self.device.memory.now
             self._score(engine)
-            epochs = self.asked.actor_rollout_ref.actor.ppo_epochs
+            epochs = self.original.actor_rollout_ref.actor.ppo_epochs
             self._measure(Phase.UPDATE, "update", lambda: self._update(engine, large), large, epochs)
             self._reduced_once(role.actor.fsdp_config)
-            if engine.anchor is not None and self.config.algorithm.ref_policy_ema_tau < 1:
+            if anchor_moves(self.config):
                 self._measure(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
             self._measure(Phase.SYNC, "weight sync", lambda: self._sync(engine))
-            groups = groups_of(self.asked, role.actor.fsdp_config.fsdp_size)
+            groups = groups_of(self.original, role.actor.fsdp_config.fsdp_size)
             num_params, num_adapted = _sizes(engine.policy)
             return Role("actor", num_params, idle, self.passes, groups, num_adapted)
 
@@ -126,15 +132,15 @@ class _Dry:
             idle = self.device.memory.now
             batch = self._batch(self._lengths(_limit(critic, "forward")), 1)
             self._measure(Phase.SCORE, "values", lambda: engine.values(batch), batch)
-            epochs = self.asked.critic.ppo_epochs
+            epochs = self.original.critic.ppo_epochs
             self._measure(Phase.UPDATE, "critic's update", lambda: engine.update(large), large, epochs)
             self._reduced_once(critic.model.fsdp_config)
-            groups = groups_of(self.asked, critic.model.fsdp_config.fsdp_size, "critic")
+            groups = groups_of(self.original, critic.model.fsdp_config.fsdp_size, "critic")
             num_params, num_adapted = _sizes(engine.model)
             return Role("critic", num_params, idle, self.passes, groups, num_adapted)
 
     def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
-        (engine.update_and_score if self.in_update else engine.update)(for_update(batch, self.asked))
+        (engine.update_and_score if self.in_update else engine.update)(for_update(batch, self.original))
 
     def _score(self, engine: PolicyEngine) -> None:
         role = self.config.actor_rollout_ref
@@ -142,7 +148,7 @@ class _Dry:
         if not self.in_update and (top_k or not role.actor.use_rollout_log_probs):
             batch = self._batch(self._lengths(_limit(role.rollout, "log_prob")), 1)
             self._measure(Phase.SCORE, "log-probs", lambda: engine.log_probs(batch, temperature, top_k=top_k), batch)
-        if engine.anchor is not None and needs_ref_log_probs(self.asked):
+        if engine.anchor is not None and needs_ref_log_probs(self.original):
             read = self._batch(self._lengths(_limit(role.ref, "log_prob")), 1)
             self._measure(
                 Phase.SCORE, "anchor's log-probs", lambda: engine.log_probs(read, temperature, "anchor"), read

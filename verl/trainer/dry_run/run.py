@@ -10,7 +10,7 @@ from typing import Literal
 
 from verl.config import Config
 from verl.trainer.dry_run.advice import three_settings
-from verl.trainer.dry_run.device import DevicePhase, device_phases
+from verl.trainer.dry_run.device import DeviceUse, device_phases
 from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.kv_cache import room_for_sequences
 from verl.trainer.dry_run.place import Place, located
@@ -30,7 +30,7 @@ class DryRun:
     """
 
     roles: list[Role]
-    phases: list[DevicePhase]
+    phases: list[DeviceUse]
     report: str
     level: Level
     verdict: str
@@ -62,9 +62,9 @@ def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) 
     return DryRun(roles, phases, text, level, words, room)
 
 
-def _verdict(place: Place, phases: list[DevicePhase]) -> tuple[Level, str]:
+def _verdict(place: Place, phases: list[DeviceUse]) -> tuple[Level, str]:
     worst = _worst(phases)
-    found = f"{worst.total / GIB:.1f} of {place.memory / GIB:.1f} GiB in the phase {worst.name} at the worst"
+    found = f"{worst.total / GIB:.1f} of {place.memory / GIB:.1f} GiB in the phase {worst.phase} at the worst"
     if worst.total <= place.memory * (1 - SPARE):
         return "ok", f"fits: {found}"
     if worst.total <= place.memory:
@@ -72,14 +72,14 @@ def _verdict(place: Place, phases: list[DevicePhase]) -> tuple[Level, str]:
     return "FAIL", f"does not fit: {found}"
 
 
-def _advice(config: Config, roles: list[Role], place: Place, phases: list[DevicePhase]) -> str:
+def _advice(config: Config, roles: list[Role], place: Place, phases: list[DeviceUse]) -> str:
     gains = three_settings(config, roles, place, _worst(phases))
     changes = [f"{change} (-{gain / GIB:.1f} GiB)" for change, gain in gains]
     todo = f"change {', '.join(changes)}" if changes else "there is no setting that gains something"
     return f"; {todo}, or take more than {place.num_devices} devices"
 
 
-def _worst(phases: list[DevicePhase]) -> DevicePhase:
+def _worst(phases: list[DeviceUse]) -> DeviceUse:
     return max(phases, key=lambda phase: phase.total)
 
 

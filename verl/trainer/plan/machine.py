@@ -16,6 +16,7 @@ from verl.trainer.dry_run.work import Work
 
 COMPUTING, IN_NODE, NETWORK, HOST = "arithmetic and memory", "links in a node", "network", "copies to the host"
 HOST_LINK = 63e9  # bytes a second between a GPU and pinned host memory: PCIe 5 x16, in one direction
+OBJECT_BYTES = 2e9  # a second from one node to another, where it was not measured
 ROUNDS: Mapping[str, float] = {"all-reduce": 2.0}  # of the whole tensor round a ring; 1 for other collectives
 
 
@@ -66,8 +67,9 @@ class Machine:
     """What one device reaches in a second; `link_bytes` and `network_bytes` are those that it sends in a ring.
 
     An operation takes `launch_s` at the least, a collective `call_s` besides its bytes, which go round a ring `rounds`
-    times. With `overlap` the device computes while it sends, and starts operations while it computes: a GPU. A core of
-    a CPU does one after the other. `source` says where the numbers are from.
+    times; `object_bytes` are those that Ray's object store sends in a second to another node. With `overlap` the device
+    computes while it sends, and starts operations while it computes: a GPU. A core of a CPU does one after the other.
+    `source` says where the numbers are from.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Machine:
     source: str
     call_s: float = 0.0
     overlap: bool = True
+    object_bytes: float = OBJECT_BYTES
     rounds: Mapping[str, float] = field(default_factory=lambda: dict(ROUNDS))
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -152,7 +155,7 @@ def read_machine(path: Path) -> Machine:
             f"--machine {path} cannot be read ({error}): it is a file of `python -m verl.trainer.plan.calibrate`, with "
             f"{names}"
         ) from error
-    rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes")
+    rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes", "object_bytes")
     if wrong := [name for name in rates if not _is_rate(getattr(machine, name))]:
         raise ConfigError(f"--machine {path}: {', '.join(wrong)} must be numbers above 0")
     return machine

@@ -1,4 +1,4 @@
-"""The plan as a PNG: a step of each layout by phase, and how the best one scales."""
+"""The plan as a PNG: a step of each layout by phase, and how the best one scales and what it is bound by there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _bars(axes: Axes, found: Sequence[Planned]) -> None:
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=len(Phase), loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _curve(axes: Axes, scaled: Sequence[Scaled]) -> None:
@@ -46,8 +46,9 @@ def _curve(axes: Axes, scaled: Sequence[Scaled]) -> None:
     seconds = [one.planned.seconds for one in scaled]
     axes.loglog(numbers, seconds, marker="o", label="a step")
     axes.loglog(numbers, [seconds[0] * numbers[0] / number for number in numbers], linestyle=":", label="at best")
-    axes.set_xticks(numbers, [str(number) for number in numbers])
+    bound = [f"{one.num_gpus}: {one.planned.bottleneck}" + " (no fit)" * (not one.planned.fits) for one in scaled]
+    axes.set_xticks(numbers, bound, rotation=30, ha="right", rotation_mode="anchor", fontsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("GPUs")
+    axes.set_xlabel("GPUs: what binds a step")
     axes.set_ylabel("seconds of a step")
     axes.legend(fontsize=8)

@@ -47,7 +47,7 @@ def _plan(asked: argparse.Namespace) -> int:
     grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
     if grown:
         print("\n".join([*report.scaling(grown, place), ""]))
-    print("\n".join(report.assumed(best, machine)))
+    print("\n".join(report.assumed(best, place, machine)))
     if asked.png:
         draw(found, grown, title, asked.png)
     return 0

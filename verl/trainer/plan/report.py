@@ -12,7 +12,7 @@ from verl.trainer.dry_run.report import FILLED
 from verl.trainer.plan.machine import Machine
 from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S
 from verl.trainer.plan.scaling import Scaled
-from verl.trainer.plan.search import OBJECT_BYTES, Planned
+from verl.trainer.plan.search import Planned
 
 
 def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
@@ -25,11 +25,7 @@ def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
         left = (place.memory - max(phase.total for phase in one.phases)) / GIB
         seconds = "".join(f"{one.costs[phase].seconds:8.1f}" for phase in Phase)
         sent = "".join(f"{one.sent.get(where, 0.0) / GIB:9.1f}" for where in ("in node", "between nodes"))
-        yield f"{name:<{width}} {one.level:<4} {left:6.1f}{seconds}{one.seconds:9.1f}{sent}  {bottleneck(one)}"
-
-
-def bottleneck(one: Planned) -> str:
-    return f"{one.slowest}: {one.costs[one.slowest].bound_by}"
+        yield f"{name:<{width}} {one.level:<4} {left:6.1f}{seconds}{one.seconds:9.1f}{sent}  {one.bottleneck}"
 
 
 def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterator[str]:
@@ -45,15 +41,17 @@ def scaling(found: Sequence[Scaled], place: Place) -> Iterator[str]:
     yield f"{_unit(place) + 's':>5}{'step s':>9}{'efficiency':>12}  bound by"
     for one in found:
         fits = "" if one.planned.fits else "  (does not fit)"
-        yield (f"{one.num_gpus:>5}{one.planned.seconds:9.1f}{one.efficiency:12.0%}  {bottleneck(one.planned)}{fits}")
+        yield (f"{one.num_gpus:>5}{one.planned.seconds:9.1f}{one.efficiency:12.0%}  {one.planned.bottleneck}{fits}")
 
 
-def assumed(one: Planned, machine: Machine) -> Iterator[str]:
-    rows = trajectories_per_step(one.config)
+def assumed(one: Planned, place: Place, machine: Machine) -> Iterator[str]:
+    rows, rollout = trajectories_per_step(one.config), one.config.actor_rollout_ref.rollout
+    by_objects = rollout.nnodes and not rollout.weight_sync.is_broadcast(place.kind)
+    objects = f"Ray's object store sends {machine.object_bytes / 1e9:g} GB/s; " if by_objects else ""
     yield (
         f"memory is by dry run; seconds are a model: {rows:,} trajectories that fill {FILLED:.0%} of their limit; "
         f"{ITERATION_S * 1000:g} ms an iteration of an engine beside its arithmetic, {SEARCH_S:g} s a search; "
-        f"Ray's object store sends {OBJECT_BYTES / 1e9:g} GB/s; {machine.source}"
+        f"{objects}{machine.source}"
     )
 
 

@@ -22,6 +22,7 @@ from verl.trainer.plan.machine import COMPUTING, IN_NODE, Cost, Machine
 
 SEARCH_S = 0.3  # a search with its way there and back, beside others
 ITERATION_S = 4e-3  # of vLLM's scheduler and sampler, whatever is sampled
+STEPPING = "iterations of the engines"
 ALL_REDUCES = 2  # of activations, in each layer of an engine of several GPUs
 HOP_S = 8e-6  # until the first byte of such an all-reduce has arrived
 
@@ -61,10 +62,10 @@ def sampling_cost(config: Config, policy: ModelShape, place: Place, machine: Mac
     sent = _between_gpus(policy, ranks, at_once, width, machine)
     iterations = max(float(of.longest), share * of.generated / at_once)
     context = share * (of.tokens - of.generated) * 2 * policy.num_params / rate
-    computing = iterations * (max(moved, computed) + ITERATION_S) + context
+    computing, stepping = iterations * max(moved, computed) + context, iterations * ITERATION_S
     waiting = of.searches * SEARCH_S * max(1.0, share / at_once)
-    seconds = computing + iterations * sent + waiting
-    return Cost(seconds, {COMPUTING: computing, IN_NODE: iterations * sent, "searches": waiting})
+    parts = {COMPUTING: computing, STEPPING: stepping, IN_NODE: iterations * sent, "searches": waiting}
+    return Cost(sum(parts.values()), parts)
 
 
 def _between_gpus(policy: ModelShape, ranks: int, at_once: int, width: int, machine: Machine) -> float:

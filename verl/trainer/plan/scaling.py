@@ -27,12 +27,20 @@ class Scaled:
 def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
     """From the place of the plan on, each a dry run of its own."""
     yield Scaled(place.num_devices, first, 1.0)
-    number = place.num_devices * FACTOR
-    while number <= MOST:
+    for number in _numbers(place.num_devices):
         larger = replace(place, num_devices=number)
         apart = first.sharding.sampling_nodes * number // place.num_devices
         sharding = replace(first.sharding, sampling_nodes=apart)
         roles = run_roles(placed(load, [*engine_settings(first.engine), *sharding.settings], larger), place.kind)
         found = planned(load, first.engine, sharding, roles, larger, policy, machine)
         yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
+
+
+def _numbers(first: int) -> Iterator[int]:
+    """Multiples of the first up to the last one that is no more than `MOST`."""
+    number, last = first * FACTOR, MOST // first * first
+    while number < last:
+        yield number
         number *= FACTOR
+    if last > first:
+        yield last

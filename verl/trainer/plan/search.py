@@ -9,7 +9,7 @@ from verl.config import Config, check_supported
 from verl.config.placement import critic_gpus
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.trainer.dry_run.device import DevicePhase
+from verl.trainer.dry_run.device import DeviceUse
 from verl.trainer.dry_run.place import Place, located
 from verl.trainer.dry_run.report import FILLED
 from verl.trainer.dry_run.roles import Role, run_roles
@@ -20,7 +20,6 @@ from verl.trainer.plan.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost,
 from verl.trainer.plan.sampling import expected_trajectories, sampling_cost
 
 MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
-OBJECT_BYTES = 2e9  # a second, of Ray's objects from one node to another; an assumption
 COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
 Loader = Callable[[Sequence[str]], Config]
 
@@ -37,7 +36,7 @@ class Planned:
     level: Level
     verdict: str
     room: bool
-    phases: list[DevicePhase]
+    phases: list[DeviceUse]
     costs: Mapping[Phase, Cost]
     sent: Mapping[str, float]
 
@@ -48,6 +47,11 @@ class Planned:
     @property
     def slowest(self) -> Phase:
         return max(self.costs, key=lambda phase: self.costs[phase].seconds)
+
+    @property
+    def bottleneck(self) -> str:
+        """The slowest phase, and what it waits for."""
+        return f"{self.slowest}: {self.costs[self.slowest].bound_by}"
 
     @property
     def settings(self) -> list[str]:
@@ -195,7 +199,7 @@ def sending_weights(config: Config, num_values: int, place: Place, machine: Mach
     if rollout.weight_sync.is_broadcast(place.kind):
         seconds = num_bytes / machine.network_bytes
     else:
-        seconds = num_bytes / min(OBJECT_BYTES, machine.network_bytes / rollout.nnodes)
+        seconds = num_bytes / min(machine.object_bytes, machine.network_bytes / rollout.nnodes)
     return Cost(seconds, {NETWORK: seconds})
 
 

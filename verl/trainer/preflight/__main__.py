@@ -17,17 +17,17 @@ from verl.trainer.preflight.finding import Finding
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0: all is ok and it fits (warnings count as ok); 1: not."""
     try:
-        asked = parse(sys.argv[1:] if argv is None else argv)
+        arguments = parse(sys.argv[1:] if argv is None else argv)
 
         from verl.trainer.preflight.findings import all_findings  # imports torch, which --help need not wait for
         from verl.trainer.preflight.models import models_of
 
-        models = models_of(asked.config)
+        models = models_of(arguments.config)
     except VerlError as error:
         _show(Finding("FAIL", "config", str(error)))
         return 1
     failed = False
-    for finding in all_findings(asked, models):
+    for finding in all_findings(arguments, models):
         _show(finding)
         failed |= finding.level == "FAIL"
     print("does not start, or does not fit" if failed else "can start, and fits")

@@ -12,8 +12,8 @@ from verl.trainer.main_ppo_format import asks_for_format_reward, with_format_rew
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The command line: the run, and where it is thought to be."""
+class Arguments:
+    """The command line: the run, and the devices that it is estimated for."""
 
     entry_point: str
     config: Config
@@ -22,7 +22,7 @@ class Asked:
     estimate_only: bool
 
 
-def parse(argv: list[str]) -> Asked:
+def parse(argv: list[str]) -> Arguments:
     """Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> Asked:
         config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
     check_supported(config)
     place = _elsewhere(config, own)
-    return Asked(entry_point, config, place or here(config), place is not None, own.estimate_only)
+    return Arguments(entry_point, config, place or here(config), place is not None, own.estimate_only)
 
 
 def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:

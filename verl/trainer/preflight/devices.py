@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import ray
 
@@ -27,14 +28,17 @@ def check_devices(config: Config, ray_address: str | None, here: int, cores: int
 def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
     """`gpus` of each node against the settings; without any, the workers share the `cores` of a node."""
     trainer = config.trainer
-    asked, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
+    wanted, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
     if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
         todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
-        return judge(asked <= cores, "devices", f"{asked} workers on {cores} CPU cores", todo, "warn")
+        return judge(wanted <= cores, "devices", f"{wanted} workers on {cores} CPU cores", todo, "warn")
     critic = f", {critic_gpus(config)} of each node that trains for the critic alone" if critic_gpus(config) else ""
-    found = f"{_counted(needed)} are asked for{critic}; {where} has {', '.join(map(str, gpus))}"
+    server = config.reward.n_gpus
+    besides = f", and {server} of one node for the reward's server (reward.n_gpus)" if server else ""
+    found = f"{_counted(needed)} are asked for{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
     offered = sorted(gpus, reverse=True)
-    enough = len(offered) >= len(needed) and all(has >= need for has, need in zip(offered, needed, strict=False))
+    left = [has - need for has, need in zip_longest(offered, needed, fillvalue=0)]
+    enough = len(offered) >= len(needed) and min(left) >= 0 and max(left) >= server
     return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
 
 

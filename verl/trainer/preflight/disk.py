@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from verl.config import Config
+from verl.config.predicates import anchor_moves
 from verl.storage import nearest_folder
 from verl.trainer.preflight.finding import Finding, judge
 from verl.trainer.preflight.models import Models
@@ -63,8 +64,7 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
     exported = sum(shape.num_params + shape.num_adapted for shape in trained)
     values = exported + 3 * sum(shape.num_trained for shape in trained)
     if models.anchor is not None:
-        moves = config.algorithm.ref_policy_ema_tau < 1
-        values += (2 if moves else 1) * models.anchor.num_params
+        values += (2 if anchor_moves(config) else 1) * models.anchor.num_params
     return float(FLOAT32 * values * count), count
 
 

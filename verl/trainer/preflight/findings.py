@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config
+from verl.config.counts import num_training_steps
 from verl.config.doubtful import doubts
 from verl.data.files import check_files
 from verl.errors import VerlError
@@ -18,7 +19,7 @@ from verl.trainer.dry_run.kv_cache import room_for_sequences
 from verl.trainer.dry_run.run import dry_run
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight import disk, machine, prompts
-from verl.trainer.preflight.command_line import Asked
+from verl.trainer.preflight.command_line import Arguments
 from verl.trainer.preflight.devices import check_devices
 from verl.trainer.preflight.finding import Finding
 from verl.trainer.preflight.inputs import Sources, check_sources
@@ -26,34 +27,34 @@ from verl.trainer.preflight.models import Models
 from verl.trainer.preflight.network import check_network
 from verl.trainer.preflight.retrieval import check_environment
 from verl.trainer.preflight.reward import try_reward
-from verl.trainer.resuming import check_start, goes_on, settings_since
+from verl.trainer.resuming import check_start, resumes_here, settings_since
 
 
-def all_findings(asked: Asked, models: Models) -> Iterator[Finding]:
+def all_findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     """What takes longest last."""
-    if not asked.estimate_only:
-        yield from findings(asked, models)
-    yield _memory(asked, models.policy)
+    if not arguments.estimate_only:
+        yield from findings(arguments, models)
+    yield _memory(arguments, models.policy)
 
 
-def _memory(asked: Asked, policy: ModelShape) -> Finding:
+def _memory(arguments: Arguments, policy: ModelShape) -> Finding:
     """A dry run of what is trained, else the engine's room for a sequence."""
-    if asked.config.trainer.val_only:
-        room, cache = room_for_sequences(asked.config, policy, asked.place)
+    if arguments.config.trainer.val_only:
+        room, cache = room_for_sequences(arguments.config, policy, arguments.place)
         return Finding("ok" if room else "FAIL", "KV cache", cache)
     try:
-        found = dry_run(asked.config, asked.place, policy)
+        found = dry_run(arguments.config, arguments.place, policy)
     except VerlError as error:
         return Finding("FAIL", "memory", str(error))
     return Finding(found.level, "memory", f"{found.verdict}\n{found.report}")
 
 
-def findings(asked: Asked, models: Models) -> Iterator[Finding]:
+def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     """All but memory."""
-    config = asked.config
-    yield Finding("ok", "config", f"for {asked.entry_point}")
+    config = arguments.config
+    yield Finding("ok", "config", f"for {arguments.entry_point}")
     yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
-    yield from _machine(asked, models)
+    yield from _machine(arguments, models)
     yield from check_network(config, os.environ.get("RAY_ADDRESS"))
     try:
         sources = check_sources(config)
@@ -76,16 +77,18 @@ def findings(asked: Asked, models: Models) -> Iterator[Finding]:
 
 
 def _tried_reward(config: Config, sources: Sources) -> Finding:
+    if config.reward.launch is not None:
+        return Finding("ok", "reward", "the run starts a server for it, and asks that before the first step")
     try:
         return Finding("ok", "reward", try_reward(config, sources))
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
 
 
-def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
-    config, folder = asked.config, Path(asked.config.trainer.default_local_dir)
+def _machine(arguments: Arguments, models: Models) -> Iterator[Finding]:
+    config, folder = arguments.config, Path(arguments.config.trainer.default_local_dir)
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
-    if not asked.elsewhere:
+    if not arguments.elsewhere:
         yield check_devices(config, os.environ.get("RAY_ADDRESS"), machine.num_gpus(), usable_cores())
     yield machine.check_open_files(machine.open_files_limit())
     yield disk.check_folder(folder)
@@ -93,7 +96,7 @@ def _machine(asked: Asked, models: Models) -> Iterator[Finding]:
     yield disk.check_all_checkpoints(config, models, num_steps(config), free_bytes(folder))
     shared = Path("/dev/shm")
     if shared.is_dir():
-        exported = asked.place.on_gpu and config.trainer.layout == "colocated"
+        exported = arguments.place.on_gpu and config.trainer.layout == "colocated"
         bucket_mib = config.actor_rollout_ref.rollout.weight_sync.bucket_mib
         yield machine.check_shared_memory(models, exported, bucket_mib, shutil.disk_usage(shared).free)
 
@@ -106,7 +109,7 @@ def _start(config: Config) -> Iterator[Finding]:
     except VerlError as error:
         yield Finding("FAIL", "start", str(error))
         return
-    known = goes_on(config.trainer) or config.trainer.resume_mode == "resume_path"
+    known = resumes_here(config.trainer) or config.trainer.resume_mode == "resume_path"
     yield Finding("ok", "start", "goes on with an earlier run" if known else "a new run")
     for change in changes:
         yield Finding("ok" if change.harmless else "warn", "start", str(change))
@@ -114,10 +117,8 @@ def _start(config: Config) -> Iterator[Finding]:
 
 def num_steps(config: Config) -> int | None:
     """RL steps of the run; None while the prompt files cannot be read."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
     try:
         rows = config.data.train_data_num or check_files(config.data.train_files, config.data.prompt_key)
     except VerlError:
-        return None
-    return max(1, rows // config.data.train_batch_size) * config.trainer.total_epochs
+        return config.trainer.total_training_steps
+    return num_training_steps(config, rows)

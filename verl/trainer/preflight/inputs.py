@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from verl.agent.environment import Environment, make_environment
 from verl.config import Config
 from verl.config.counts import window_of
-from verl.data.prompts import check_files
+from verl.config.predicates import has_critic
+from verl.data.files import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
 from verl.pretrained import load_critic_tokenizer, load_model_config, load_policy_tokenizer
@@ -53,21 +54,23 @@ def check_inputs(config: Config) -> Models:
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
-    try_reward(config, sources)
+    if config.reward.launch is None:
+        try_reward(config, sources)
     run_to_end(_check(config, sources.environment))
     return models
 
 
 def check_sources(config: Config) -> Sources:
-    """What the run reads; the environment is made, and not asked yet. Raises as `check_inputs` does."""
+    """What the run reads; the environment is made, but not called yet. Raises as `check_inputs` does."""
     data = config.data
     num_prompts = check_files(data.train_files, data.prompt_key)
     for files in (data.val_files, data.test_files):
         if files:
             check_files(files, data.prompt_key)
-    scorer = Scorer(config, None)
-    scorer.check()  # here, so that a wrong name or argument is known before a model is loaded
-    if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
+    scorer = Scorer(config, None)  # here, so that a wrong name or argument is known before a model is loaded
+    if config.reward.launch is None:
+        scorer.check()
+    if has_critic(config):
         _check_critic(config)
     tokenizer = load_policy_tokenizer(config)
     require_prompts(config, data.train_data_num or num_prompts)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl.config import Config
-from verl.config.objective import anchor_is_base, has_anchor
+from verl.config.predicates import anchor_is_base, has_anchor, has_critic
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora
-from verl.trainer.model_shape import ModelShape, model_shape, policy_shape, value_shape
+from verl.engine.model import CausalLm
+from verl.engine.value_model import TokenClassifier
+from verl.errors import ConfigError
+from verl.trainer.model_shape import CPU, ModelShape, model_shape, policy_shape
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,13 @@ class Models:
 
 
 def models_of(config: Config) -> Models:
-    """Raises ConfigError."""
+    """Raises ConfigError, also for a model whose attention heads the workers of its role cannot share equally."""
+    models = _models_of(config)
+    _require_shared_heads(config, models)
+    return models
+
+
+def _models_of(config: Config) -> Models:
     role = config.actor_rollout_ref
     settings = role.model
     policy = policy_shape(config)
@@ -35,15 +44,41 @@ def models_of(config: Config) -> Models:
     anchor = (
         replace(policy, num_adapted=0)
         if role.ref.path is None
-        else model_shape(role.ref.path, settings.override_config, settings.trust_remote_code)
+        else model_shape(CausalLm.of(role.ref.path, settings, CPU))
     )
     critic = None
-    if config.algorithm.adv_estimator == "gae":
+    if has_critic(config):
         import_modules(config.critic.model.external_lib)
         model = config.critic.model
-        critic = value_shape(model.path, model.override_config, model.trust_remote_code, Lora.from_config(model))
+        critic = model_shape(TokenClassifier.of(model.path, model, CPU), Lora.from_config(model))
     own_anchor = has_anchor(config) and not anchor_is_base(config)
     return Models(policy, anchor if own_anchor else None, critic)
+
+
+def _require_shared_heads(config: Config, models: Models) -> None:
+    """What the trainer's engines and vLLM would say too, when they load."""
+    role, policy = config.actor_rollout_ref, models.policy
+    size = role.actor.ulysses_sequence_parallel_size
+    _require_divisor("actor_rollout_ref.actor.ulysses_sequence_parallel_size", size, policy)
+    if models.critic is not None:
+        size = config.critic.ulysses_sequence_parallel_size
+        _require_divisor("critic.ulysses_sequence_parallel_size", size, models.critic)
+    key, size = "actor_rollout_ref.rollout.tensor_model_parallel_size", role.rollout.tensor_model_parallel_size
+    _require_divisor(key, size, policy)
+    if max(size, policy.num_key_heads) % min(size, policy.num_key_heads):
+        raise ConfigError(
+            f"{key}={size} is neither a divisor nor a multiple of the {policy.num_key_heads} key and value heads of "
+            "the model, which the GPUs of an engine share equally; set it to one"
+        )
+
+
+def _require_divisor(key: str, size: int, shape: ModelShape) -> None:
+    if shape.num_heads % size:
+        divisors = ", ".join(str(number) for number in range(1, shape.num_heads + 1) if shape.num_heads % number == 0)
+        raise ConfigError(
+            f"{key}={size} does not divide the {shape.num_heads} attention heads of the model; "
+            f"set it to one of {divisors}"
+        )
 
 
 def _of(shape: ModelShape) -> str:

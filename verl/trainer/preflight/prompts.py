@@ -29,7 +29,7 @@ def prompt_files(config: Config) -> Iterator[str | list[str]]:
 def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
     """Whether each file was made with the template of the run, as far as the environment's class can tell.
 
-    FAIL where the policy is told something else than the run reads, warn for a difference that may be meant.
+    FAIL where the file tells the policy other tags than the run reads, warn for a difference that may be intended.
     """
     for files in prompt_files(config):
         for path in file_list(files):
@@ -46,6 +46,23 @@ def first_prompt(path: Path, prompt_key: str) -> str:
     """The text of all messages of the first row; the file was checked."""
     row = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[prompt_key])).to_pylist()[0]
     return "\n".join(message["content"] or "" for message in row[prompt_key] or () if message)
+
+
+def prompt_source(
+    config: Config, tokenizer: PreTrainedTokenizerBase, files: str | list[str], num_rows: int | None = None
+) -> PromptSource:
+    """The prompts of some files as a run reads them. Raises DataError."""
+    data = config.data
+    return PromptSource(
+        files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        max_start_length=data.max_start_length,
+        shuffle=data.shuffle_train_dataloader,
+        seed=config.trainer.seed,
+        num_rows=num_rows,
+        filter_overlong=data.filter_overlong_prompts,
+    )
 
 
 def require_prompts(config: Config, num_prompts: int) -> None:
@@ -70,13 +87,7 @@ def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: in
     data, rollout = config.data, config.actor_rollout_ref.rollout
     for files in prompt_files(config):
         try:
-            source = PromptSource(
-                files,
-                tokenizer,
-                prompt_key=data.prompt_key,
-                max_start_length=data.max_start_length,
-                filter_overlong=data.filter_overlong_prompts,
-            )
+            source = prompt_source(config, tokenizer, files)
             if files == data.train_files:
                 require_prompts(config, len(source))
         except (ConfigError, DataError) as error:
@@ -104,11 +115,7 @@ def check_tags(environment: Environment, tokenizer: PreTrainedTokenizerBase) -> 
 def sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
     """The first training prompt: ids with their text, the mask 0, and what would follow with which mask."""
     data = config.data
-    source = PromptSource(
-        data.train_files, tokenizer, prompt_key=data.prompt_key, max_start_length=data.max_start_length,
-        filter_overlong=data.filter_overlong_prompts,
-    )  # fmt: skip
-    ids = source.all()[0].ids
+    ids = prompt_source(config, tokenizer, data.train_files).all()[0].ids
     shown = [(i, ids[i]) for i in range(len(ids)) if i < SHOWN_TOKENS or i >= len(ids) - SHOWN_TOKENS]
     lines = [f"{i:>6} {token:>7}  mask 0  {tokenizer.decode([token])!r}" for i, token in shown]
     if len(ids) > len(shown):

@@ -33,8 +33,9 @@ def first_question(config: Config) -> str:
 
 
 async def try_step(config: Config, environment: Environment) -> None:
-    """Let it answer a turn of its own making, in which no tool may be used. Raises ConfigError for an answer that is
-    none."""
+    """Call `step` with the environment's example turn, in which no tool may be used. Raises ConfigError when that fails
+    or returns no Outcome.
+    """
     row = first_row(config)
     try:
         outcome = await environment.step(Prompt((), row["data_source"], row), environment.example_turn, False)

@@ -1,0 +1,33 @@
+"""The bar that huggingface_hub draws while it fetches a file, drawn as all others here are."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from long_task import BYTES, Progress
+
+
+class HubBar:
+    """To be given as `tqdm_class`; of tqdm's methods it has those that the hub's client calls."""
+
+    def __init__(self, *_: Any, desc: str = "", total: int | None = None, initial: int = 0, **__: Any) -> None:
+        self._progress = Progress(f"fetch {desc}", total, initial, BYTES)
+
+    def __enter__(self) -> HubBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def update(self, count: float = 1) -> None:
+        self._progress.update(int(count))
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """What a bar of tqdm can also be told: names, suffixes."""
+        if name.startswith("set_") or name == "refresh":
+            return lambda *_, **__: None
+        raise AttributeError(name)

@@ -1,0 +1,278 @@
+"""The run folder where nodes do not share it: the driver's is the only one that stays, and files go between.
+
+What ranks of another node write lies at the same path on that node's own disk until it is brought here; what they are
+to read is lent to them for as long as they read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from verl.errors import CheckpointError, Stalled, StorageError, VerlError, WorkerDied
+from verl.single_controller.progress import note_progress
+from verl.single_controller.resource_pool import ResourcePool
+from verl.storage import Digests, could_not_write, sync, writing
+from verl.working_dir import enter_working_dir
+
+CHUNK = 64 * 2**20
+REMOVE_S = 10.0  # at most, for what is only in the way: its node may be lost without Ray's knowing it yet
+MANIFEST = "manifest.json"
+
+
+class NodeFolder:
+    """Runs on another node and works on its own disk. Raises StorageError with the name of its host."""
+
+    def __init__(self) -> None:
+        enter_working_dir()
+        self._marker = Path()
+
+    def mark(self, run_dir: str) -> str:
+        """Make the run folder, with a file in it that tells whose it is."""
+        with _told(run_dir):
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            self._marker = Path(run_dir) / f".seen-by-{socket.gethostname()}-{secrets.token_hex(8)}"
+            self._marker.touch()
+        return self._marker.name
+
+    def marks(self, run_dir: str, names: Sequence[str]) -> list[bool]:
+        """Which of these files are there."""
+        return [(Path(run_dir) / name).exists() for name in names]
+
+    def unmark(self) -> None:
+        self._marker.unlink(missing_ok=True)
+
+    def make(self, folders: Sequence[str]) -> None:
+        """Empty ones."""
+        for folder in folders:
+            with _told(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                Path(folder).mkdir(parents=True)
+
+    def begin_copy(self, folder: str, manifest: bytes | None) -> bool:
+        """Whether the folder has to be copied here, which `remove` takes away again: not if a state with this manifest
+        is here, wherever it is from. Raises CheckpointError when something else is.
+        """
+        path = Path(folder)
+        with _told(folder):
+            if path.exists() and not _mark_of(path).exists():
+                if manifest is not None and (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == manifest:
+                    return False
+                raise CheckpointError(
+                    f"on host {socket.gethostname()} there is another {folder}, where the run has to put a copy of its "
+                    "own: move it away there"
+                )
+            shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _mark_of(path).touch()
+        return True
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        """Of a folder and those in it, with their bytes."""
+        return _files(Path(folder))
+
+    def read(self, folder: str, name: str, offset: int) -> bytes:
+        """At most `CHUNK` bytes."""
+        with _told(f"{folder}/{name}"), open(Path(folder) / name, "rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK)
+
+    def write(self, folder: str, name: str, offset: int, values: bytes) -> None:
+        """What comes first makes the file."""
+        path = Path(folder) / name
+        with _told(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("r+b" if offset else "wb") as file:
+                file.seek(offset)
+                file.write(values)
+
+    def remove(self, folders: Sequence[str]) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            _mark_of(Path(folder)).unlink(missing_ok=True)
+
+
+class FolderCopies:
+    """The driver's view of the disks of `nodes` of the pool, which do not see its `run_dir`; nothing to do without any.
+
+    Where several of them share a folder with each other, one works on it.
+    """
+
+    def __init__(self, pool: ResourcePool, nodes: Sequence[int], run_dir: Path, timeout_s: float) -> None:
+        """Raises StorageError when a node cannot make the folder."""
+        self._run_dir, self._timeout_s = run_dir, timeout_s
+        self._has_first = 0 in nodes
+        self._disks: list[Any] = [ray.remote(NodeFolder).options(**pool.plain_options(node)).remote() for node in nodes]
+        try:
+            self._keep_one_of_each()
+        except BaseException:
+            self.close()
+            raise
+
+    def make(self, folders: Sequence[Path]) -> None:
+        """Empty ones, for ranks that write there."""
+        self._all("make", [str(folder) for folder in folders])
+
+    def begin_bringing(self, folder: Path) -> Future[Digests]:
+        """In the background: move what lies in the folder on the other disks into it here. Bytes and SHA-256 by name,
+        as they arrived.
+        """
+        if not self._disks:
+            return nothing_to_bring()
+        arriving: Future[Digests] = Future()
+
+        def bring() -> None:
+            try:
+                arriving.set_result(self._bring(self._disks, folder, folder))
+            except BaseException as error:
+                arriving.set_exception(error)
+
+        Thread(target=bring, daemon=True).start()  # a run that ends does not wait for it
+        return arriving
+
+    def bring(self, folder: Path) -> None:
+        """Here and now, one that rank 0 has made, where its disk is another; it appears whole or not at all."""
+        temporary = folder.with_name(f".{folder.name}.writing")
+        if self._has_first and self._bring(self._disks[:1], folder, temporary):
+            with writing(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                temporary.rename(folder)
+
+    @contextmanager
+    def lent(self, *folders: Path) -> Iterator[None]:
+        """Meanwhile the folders are on the other disks, too. Raises StorageError when they cannot be."""
+        copied: list[tuple[Any, Path]] = []
+        try:
+            for folder in folders:
+                for disk in self._disks:
+                    if self._ask(disk, "begin_copy", str(folder), _manifest_of(folder)):
+                        copied.append((disk, folder))
+                        self._send(disk, folder)
+            yield
+        finally:
+            for disk, folder in copied:
+                self._remove(disk, folder)
+
+    def remove(self, folder: Path) -> None:
+        """On the other disks, as far as that is possible."""
+        for disk in self._disks:
+            self._remove(disk, folder)
+
+    def close(self) -> None:
+        for disk in self._disks:
+            ray.kill(disk)
+        self._disks = []
+
+    def _keep_one_of_each(self) -> None:
+        run_dir = str(self._run_dir)
+        names = self._all("mark", run_dir)
+        seen = self._all("marks", run_dir, names)
+        self._all("unmark")
+        for number, disk in reversed(list(enumerate(self._disks))):
+            if any(seen[number][:number]):  # an earlier one sees the same
+                ray.kill(disk)
+                del self._disks[number]
+
+    def _bring(self, disks: Sequence[Any], folder: Path, into: Path) -> Digests:
+        found: Digests = {}
+        for disk in disks:
+            for name, size in self._ask(disk, "files", str(folder)):
+                found[name] = self._fetch(disk, folder, into, name, size)
+            self._remove(disk, folder)
+        return found
+
+    def _fetch(self, disk: Any, folder: Path, into: Path, name: str, size: int) -> tuple[int, str]:
+        path, checksum, offset = into / name, hashlib.sha256(), 0
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                while offset < size:
+                    values = self._ask(disk, "read", str(folder), name, offset)
+                    if not values:
+                        raise StorageError(f"{path} ended after {offset} of {size} bytes while it was brought here")
+                    file.write(values)
+                    checksum.update(values)
+                    offset += len(values)
+            sync(path)
+        return offset, checksum.hexdigest()
+
+    def _send(self, disk: Any, folder: Path) -> None:
+        for name, size in _files(folder):
+            with open(folder / name, "rb") as file:
+                for offset in range(0, max(1, size), CHUNK):
+                    note_progress()
+                    self._ask(disk, "write", str(folder), name, offset, file.read(CHUNK))
+
+    def _remove(self, disk: Any, folder: Path) -> None:
+        with suppress(VerlError):  # the node is lost
+            _answers([disk.remove.remote([str(folder)])], "remove", REMOVE_S)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return _answers([getattr(disk, method).remote(*args) for disk in self._disks], method, self._timeout_s)
+
+    def _ask(self, disk: Any, method: str, *args: Any) -> Any:
+        return _answers([getattr(disk, method).remote(*args)], method, self._timeout_s)[0]
+
+
+def nothing_to_bring() -> Future[Digests]:
+    """One that is done."""
+    nothing: Future[Digests] = Future()
+    nothing.set_result({})
+    return nothing
+
+
+def require_arrived(folder: Path, arrived: Digests, written: Digests) -> None:
+    """Raise CheckpointError when a file is not what its rank has written, or is not here."""
+    for name, found in arrived.items():
+        if written.get(name) != found:
+            raise CheckpointError(f"{folder / name} is another file than the one that was copied from its node")
+    if missing := [name for name in written if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / missing[0]} is on none of the nodes that do not share {folder.parent}")
+
+
+def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
+    """As `wait_for`, but no sign of the driver's own progress: it is asked in the background, too."""
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise Stalled(f"a node's disk ({method}) did not answer within {timeout_s:.0f} s") from error
+    except RayActorError as error:
+        raise WorkerDied(f"a node is lost whose disk was asked for files of the run ({method})") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, VerlError):
+            raise error.cause from error
+        raise
+
+
+def _mark_of(path: Path) -> Path:
+    """A file beside a folder that says that it is a copy, which is going to be removed."""
+    return path.with_name(f".{path.name}.lent")
+
+
+def _manifest_of(folder: Path) -> bytes | None:
+    """Of a state; models have none."""
+    return (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None
+
+
+def _files(folder: Path) -> list[tuple[str, int]]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"on host {socket.gethostname()}: {could_not_write(Path(path), error)}") from error

@@ -1,0 +1,135 @@
+"""A server that a run starts on one of its nodes and ends with itself: a retriever, or what a reward asks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verl.errors import VerlError
+from verl.parent import end_with_parent
+from verl.working_dir import enter_working_dir
+
+LOOK_S = 0.2
+GRACE_S = 10.0  # for a server that is told to end
+LAST_WORDS = 2000  # bytes of its log in an error
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started: `command` for bash, which listens at `host`:`port` as its node reaches it.
+
+    Errors are of the class `error`. They name it by `name`, the setting of the command by `setting`, and say what to do
+    where something listens there `already`, and where the command does not listen in time (`unheard`).
+    """
+
+    command: str
+    host: str
+    port: int
+    name: str
+    setting: str
+    already: str
+    unheard: str
+    error: type[VerlError]
+    variables: dict[str, str] = field(default_factory=dict)  # of its environment
+
+
+class NodeServer:
+    """Starts it in the folder that the run was started in, on the node that this actor is on, and ends with the actor.
+
+    It sees the GPUs that the actor sees. What it prints is in a file of that node.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        enter_working_dir()
+        self._launch, self._on = launch, socket.gethostname()
+        file, name = tempfile.mkstemp(prefix=f"{launch.name.replace(' ', '-')}-", suffix=".log")
+        self._log = Path(name)
+        self._process: subprocess.Popen[bytes] | None = None
+        with open(file, "wb") as output:
+            if not self._listens():
+                self._process = subprocess.Popen(
+                    ["bash", "-c", launch.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                    env=os.environ | launch.variables,
+                )
+
+    def wait_until_it_listens(self, timeout_s: float) -> str:
+        """The path of its log. Raises the error of its launch."""
+        launch, where = self._launch, f"{self._launch.host}:{self._launch.port}"
+        if self._process is None:
+            raise launch.error(f"on host {self._on} something listens at {where} already, {launch.already}")
+        deadline = time.monotonic() + timeout_s
+        while not self._listens():
+            if (status := self._process.poll()) is not None:
+                raise launch.error(
+                    f"on host {self._on} {launch.setting} ({launch.command}) ended with status {status}; the end of "
+                    f"its log {self._log}:\n{self._last_words()}"
+                )
+            if time.monotonic() > deadline:
+                raise launch.error(
+                    f"on host {self._on} the {launch.name} ({launch.command}) does not listen at {where} after "
+                    f"{timeout_s:.0f} s (trainer.step_timeout_s){launch.unheard}; its log is {self._log}"
+                )
+            time.sleep(LOOK_S)
+        return str(self._log)
+
+    def end(self) -> None:
+        """It and all that it has started."""
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+                return
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection((self._launch.host, self._launch.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _last_words(self) -> str:
+        return self._log.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip()
+
+
+@dataclass(frozen=True)
+class StartedServer:
+    """The driver's view of one. `ready` is a reference to the path of its log, which is there when it listens."""
+
+    actor: Any
+    ready: Any
+
+
+def start_server(launch: Launch, options: dict[str, Any], timeout_s: float) -> StartedServer:
+    """Where `options`, of a Ray actor, say."""
+    actor = ray.remote(NodeServer).options(**options).remote(launch)
+    return StartedServer(actor, actor.wait_until_it_listens.remote(timeout_s))
+
+
+def end_servers(servers: Sequence[StartedServer]) -> None:
+    """One that does not listen yet has no time to be asked: it is killed with its actor."""
+    with contextlib.suppress(Exception):  # a node is lost
+        listening, _ = ray.wait([one.ready for one in servers], num_returns=len(servers), timeout=0)
+        ending = [one.actor.end.remote() for one in servers if one.ready in listening]
+        ray.wait(ending, num_returns=len(ending), timeout=3 * GRACE_S)
+    for one in servers:
+        with contextlib.suppress(Exception):
+            ray.kill(one.actor)

@@ -1,0 +1,141 @@
+"""Starts a run: everything that its loop uses, and how to stop that again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from verl.config import Config
+from verl.config.counts import num_training_steps
+from verl.config.predicates import anchor_moves, has_anchor, has_critic
+from verl.determinism import seed_everything
+from verl.pretrained import load_policy_tokenizer
+from verl.rollout.manager import RolloutManager
+from verl.stacks import offer_stacks
+from verl.startup import phase, tell
+from verl.tracking.background_writer import BackgroundWriter
+from verl.tracking.tracker import Tracker
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.collection import Collector
+from verl.trainer.estimates import Estimator
+from verl.trainer.evaluation import Evaluator
+from verl.trainer.failing import report_stall
+from verl.trainer.layout import reserve_pools
+from verl.trainer.model_shape import policy_shape
+from verl.trainer.performance import Performance
+from verl.trainer.prompt_sets import load_prompts
+from verl.trainer.recovery import Recovery
+from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
+from verl.trainer.reward_server import RewardServer
+from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.rollouts_ahead import rollout_source
+from verl.trainer.sampling_state import SamplingState
+from verl.trainer.scoring import Scorer
+from verl.trainer.stored_values import TrajectoryFiles
+from verl.trainer.updates import Updates
+from verl.trainer.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
+
+
+class Run:
+    """What a loop works with, started or resumed on "cpu" or "cuda". `steps_done` are those of the run that is resumed.
+
+    What was started is stopped again when something fails.
+    """
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.config, self.run_dir = config, Path(config.trainer.default_local_dir)
+        seed_everything(config.trainer.seed)  # for rewards and environments that draw from the shared generators
+        self.tokenizer = load_policy_tokenizer(config)
+        with phase("loading the prompts"):
+            self.prompts = load_prompts(config, self.tokenizer)
+        tell(f"prompts: {len(self.prompts.train)} for training, {len(self.prompts.val)} for validation")
+        self.total_steps = num_training_steps(config, len(self.prompts.train))
+        self.estimator = Estimator(config)
+        with ExitStack() as started:
+            self._start_driver(started)
+            self._start_roles(started, device)
+            self.steps_done = self._resume()
+            self.rollouts.check()
+            self.reward_server.check(self.scorer)
+            self.source.load(self.steps_done)
+            self._started = started.pop_all()
+
+    def shutdown(self) -> None:
+        """Stop every process that was started, whatever state it is in."""
+        self._started.close()
+
+    def _start_driver(self, started: ExitStack) -> None:
+        """What works in this process: the folder, the watchdog, the trackers."""
+        config, trainer = self.config, self.config.trainer
+        prepare_folder(trainer)
+        for change in settings_since(config):
+            log.log(logging.INFO if change.harmless else logging.WARNING, "other than before: %s", change)
+        offer_stacks()
+        watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(report_stall, self.run_dir))
+        started.callback(_stop, watchdog.stop)
+        names = (trainer.project_name, trainer.experiment_name)
+        self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
+        started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
+        self.writer = BackgroundWriter()
+        started.callback(_stop, self.writer.close)
+        # A tokenizer is not for two threads at once: the writer's, and the loop's beside sampling.
+        self.files = TrajectoryFiles(config, self.run_dir, self.writer, copy.deepcopy(self.tokenizer).decode)
+        self.decode = copy.deepcopy(self.tokenizer).decode
+
+    def _start_roles(self, started: ExitStack, device: str) -> None:
+        """What works on the devices, and what the loop does with it."""
+        config = self.config
+        pools = reserve_pools(config, device)
+        started.callback(_stop, pools.release)
+        for line in pools.table.splitlines():
+            tell(line)
+        self.reward_server = RewardServer(config, pools.reward_server)
+        started.callback(_stop, self.reward_server.close)
+        self.scorer = Scorer(config, self.tokenizer, self.reward_server.address)
+        self.rollouts = RolloutManager(config, pools.sampling, pools.sampling_nodes)
+        started.callback(_stop, self.rollouts.shutdown)
+        self.actor = ActorGroup(config, pools.training, self.total_steps, has_anchor(config))
+        started.callback(_stop, self.actor.shutdown)
+        self.critic = CriticGroup(config, pools.critic, self.total_steps) if has_critic(config) else None
+        if self.critic is not None:
+            started.callback(_stop, self.critic.shutdown)
+        # Groups of the actor's ranks, each with rows of its own.
+        self.num_shares = pools.training.world_size // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        collector = Collector(config, self.prompts.train, self.rollouts, self.scorer, self.total_steps)
+        self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
+        started.callback(_stop, self.source.close)
+        moves, most = anchor_moves(config), config.trainer.max_ckpt_to_keep
+        size = 4 * policy_shape(config).num_params  # saved in float32
+        self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
+        self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints)
+        self.updates = Updates(config, self.actor, self.critic)
+        self.evaluator = Evaluator(config, self.prompts, self.rollouts, self.scorer, self.files)
+        self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
+
+    def _resume(self) -> int:
+        """Restore the state of an earlier run, if there is one to resume. Returns the steps that it has done."""
+        path = state_to_resume(self.config.trainer)
+        if path is None:
+            return 0
+        progress = self.checkpoints.resume(path)
+        SamplingState.from_json(progress).put_back(self.prompts.train)
+        self.estimator.kl_weight.value = progress["kl_weight"]
+        self.recovery.guard.load_state_dict(progress["guard"])
+        log.info("going on after step %d, from %s", progress["step"], path)
+        return int(progress["step"])
+
+
+def _stop(stop: Callable[[], None]) -> None:
+    try:
+        stop()
+    except Exception as error:  # whatever it is, the others have to be stopped too
+        log.warning("while the run was ended: %s", error)
