@@ -22,8 +22,8 @@ import threading
 from typing import Any
 
 from qdrant_client import QdrantClient, models
-from tqdm import tqdm
 
+from long_task import Progress
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 
@@ -59,12 +59,14 @@ def store(client: QdrantClient, collection: str, corpus: Corpus, encoder: Encode
     """Encode `corpus` into a new collection. Raises what the client raises when there is one of this name."""
     vectors = models.VectorParams(size=encoder.dim, distance=models.Distance.DOT)
     client.create_collection(collection, vectors_config=vectors)
-    for start in tqdm(range(0, len(corpus), _UPLOAD_ROWS), desc="qdrant", disable=None):
-        rows = range(start, min(start + _UPLOAD_ROWS, len(corpus)))
-        passages = [corpus[row] for row in rows]
-        vectors_BD = encoder.encode_passages([passage["contents"] for passage in passages])
-        points = models.Batch(ids=list(rows), vectors=vectors_BD.tolist(), payloads=passages)
-        client.upsert(collection, points)
+    with Progress("qdrant", len(corpus), unit="passages") as progress:
+        for start in range(0, len(corpus), _UPLOAD_ROWS):
+            rows = range(start, min(start + _UPLOAD_ROWS, len(corpus)))
+            passages = [corpus[row] for row in rows]
+            vectors_BD = encoder.encode_passages([passage["contents"] for passage in passages])
+            points = models.Batch(ids=list(rows), vectors=vectors_BD.tolist(), payloads=passages)
+            client.upsert(collection, points)
+            progress.update(len(rows))
 
 
 def main() -> None:
