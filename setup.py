@@ -16,7 +16,6 @@ REQUIRED = [
     "duckdb>=2.0,<3",
     "faiss-cpu>=1.15",
     "fastapi>=0.133,<0.137",  # vLLM's range
-    "httpx>=0.28",
     "httpx2>=2",
     "huggingface_hub>=2.4",
     "hydra-core>=1.3.2,<1.4",
@@ -53,6 +52,7 @@ EXTRAS = {
     "retrieval-qdrant": ["qdrant-client>=1.16"],
     "dev": [
         "axe-playwright-python>=0.1.8",
+        "httpx>=0.28",
         "hypothesis>=6.100",
         "import-linter>=2.0",
         "ipykernel>=7.0",
@@ -81,7 +81,7 @@ PACKAGE_DATA = {
     "search_r1.llm_agent": ["templates/*.txt"],
     "search_r1.rewards": ["rubrics/*.txt"],
     "search_r1.search": ["*.sh"],
-    "search_r1.viewer": ["static/*"],
+    "search_r1.viewer": ["static/*.*", "static/vendor/*"],
     "verl.trainer": ["runtime_env.yaml"],
 }
 

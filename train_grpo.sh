@@ -14,23 +14,12 @@ check_settings "$@"
 
 train "${SHARED[@]}" \
   algorithm.adv_estimator=grpo \
-  actor_rollout_ref.actor.optim.lr=1e-6 \
   actor_rollout_ref.actor.use_kl_loss=true \
   actor_rollout_ref.actor.kl_loss_coef=0.001 \
   actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-  actor_rollout_ref.actor.ppo_micro_batch_size=64 \
-  actor_rollout_ref.actor.fsdp_config.param_offload=true \
-  actor_rollout_ref.actor.fsdp_config.grad_offload=true \
-  actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-  actor_rollout_ref.ref.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.ref.fsdp_config.param_offload=True \
   actor_rollout_ref.rollout.n_agent=5 \
-  actor_rollout_ref.rollout.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
   max_turns=2 \
   trainer.logger=[wandb] \
   trainer.save_freq=100 \
-  trainer.test_freq=50 \
   +trainer.val_before_train=true \
   -- "$@"

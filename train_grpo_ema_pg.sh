@@ -19,7 +19,6 @@ train "${SHARED[@]}" \
   algorithm.adv_estimator=grpo \
   +algorithm.ref_policy_ema_tau=0.9 \
   +algorithm.ref_policy_ema_update_period=10 \
-  actor_rollout_ref.actor.optim.lr=1e-6 \
   actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
   actor_rollout_ref.actor.use_kl_loss=true \
   actor_rollout_ref.actor.kl_loss_coef=0.001 \
@@ -28,20 +27,10 @@ train "${SHARED[@]}" \
   actor_rollout_ref.actor.use_kl_iw=true \
   actor_rollout_ref.actor.clip_ratio_high=0.28 \
   actor_rollout_ref.actor.entropy_coeff=0.0 \
-  actor_rollout_ref.actor.ppo_micro_batch_size=64 \
-  actor_rollout_ref.actor.fsdp_config.param_offload=true \
-  actor_rollout_ref.actor.fsdp_config.grad_offload=true \
-  actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-  actor_rollout_ref.ref.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.ref.fsdp_config.param_offload=True \
   actor_rollout_ref.rollout.n_agent=5 \
-  actor_rollout_ref.rollout.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
   max_turns=4 \
   trainer.logger=[console,wandb] \
   trainer.save_freq=50 \
-  trainer.test_freq=50 \
   +trainer.val_before_train=false \
   +trainer.eval_ref_policy_freq=-1 \
   -- "$@"

@@ -16,17 +16,7 @@ check_settings "$@"
 train "${SHARED[@]}" \
   algorithm.adv_estimator=gae \
   algorithm.kl_ctrl.kl_coef=0.001 \
-  actor_rollout_ref.actor.optim.lr=1e-6 \
-  actor_rollout_ref.actor.ppo_micro_batch_size=64 \
-  actor_rollout_ref.actor.fsdp_config.param_offload=true \
-  actor_rollout_ref.actor.fsdp_config.grad_offload=true \
-  actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-  actor_rollout_ref.ref.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.ref.fsdp_config.param_offload=True \
   actor_rollout_ref.rollout.n_agent=1 \
-  actor_rollout_ref.rollout.log_prob_micro_batch_size=128 \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
   critic.model.path="$BASE_MODEL" \
   critic.model.use_remove_padding=True \
   critic.model.enable_gradient_checkpointing=true \
@@ -40,6 +30,5 @@ train "${SHARED[@]}" \
   trainer.critic_warmup=0 \
   trainer.logger=[wandb] \
   trainer.save_freq=100 \
-  trainer.test_freq=50 \
   +trainer.val_before_train=true \
   -- "$@"

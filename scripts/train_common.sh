@@ -54,8 +54,18 @@ SHARED=(
   actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285
   actor_rollout_ref.actor.ppo_mini_batch_size=256
   actor_rollout_ref.actor.state_masking=true
+  actor_rollout_ref.actor.optim.lr=1e-6
+  actor_rollout_ref.actor.ppo_micro_batch_size=64
+  actor_rollout_ref.actor.fsdp_config.param_offload=true
+  actor_rollout_ref.actor.fsdp_config.grad_offload=true
+  actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
+  actor_rollout_ref.ref.log_prob_micro_batch_size=128
+  actor_rollout_ref.ref.fsdp_config.param_offload=True
   actor_rollout_ref.rollout.name=vllm
   actor_rollout_ref.rollout.temperature=1
+  actor_rollout_ref.rollout.log_prob_micro_batch_size=128
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.6
   retriever.url=http://127.0.0.1:8000/retrieve
   retriever.topk=3
   trainer.project_name="$WAND_PROJECT"
@@ -66,6 +76,7 @@ SHARED=(
   trainer.nnodes="$N_NODES"
   trainer.total_epochs=15
   trainer.total_training_steps=1005
+  trainer.test_freq=50
   +trainer.val_only=false
 )
 

@@ -1,7 +1,7 @@
 """`.venv/bin/python -m search_r1.doctor`: does this installation have all that a run needs? Starts nothing that stays.
 
-Every library is imported in a process of its own, so that one which crashes is told, too. Whether a certain run would
-start, and fit, says `verl.trainer.preflight`.
+Every library is imported in a process of its own, so that one that crashes is reported as well.
+`verl.trainer.preflight` says whether a certain run would start, and fit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
     if ran.returncode < 0:
         return f"the process ended by signal {-ran.returncode}"
     last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().rpartition("\n")[2]
-    return last or "no error was told"
+    return last or "no error message"
 
 
 def _machine() -> Iterator[Finding]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl.tracking.trajectory_store import read_trajectories
 
 STEPS = 6
+Command = Callable[..., tuple[str, ...]]
 CORRECTED = (
     "actor_rollout_ref.actor.use_rollout_log_probs=false",
     "actor_rollout_ref.actor.rollout_correction.importance=token",

@@ -12,7 +12,8 @@ from typing import Any
 
 import hypothesis
 import pytest
-from e2e_world import ENV, ROOT, free_port, run, wait_until_up
+from async_runs import STEPS, Command
+from e2e_world import ENV, ROOT, free_port, run, small_run, wait_until_up
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -161,3 +162,13 @@ def start_retriever() -> Iterator[Callable[..., str]]:
 @pytest.fixture(scope="session")
 def tinywiki_url(tinywiki: Path, start_retriever: Callable[..., str]) -> str:
     return start_retriever(tinywiki / "corpus.jsonl")
+
+
+@pytest.fixture
+def async_command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Command:
+    """The command of a run of `STEPS` steps in a folder, with further overrides."""
+
+    def make(folder: Path, *overrides: str) -> tuple[str, ...]:
+        return small_run(tinywiki, policy, tinywiki_url, folder, f"trainer.total_training_steps={STEPS}", *overrides)
+
+    return make

@@ -14,7 +14,6 @@ MAIN = 'if __name__ == "__main__"'
 WITHOUT_OPTIONS = {
     "verl.config.docs": "writes its page",
     "verl.trainer.janitor": "is started by training",
-    "search_r1.search.workers.front_end": "is started by the retrieval server",
 }
 
 

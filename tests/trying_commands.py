@@ -377,7 +377,6 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.viewer \S+", accepts_options),
     (r"python -m search_r1\.replay$", runs("--help")),
     (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
-    (r"python -m search_r1\.search\.workers\.front_end", part_of_set_up),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),

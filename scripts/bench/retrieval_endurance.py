@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_load import Load, read_questions, requests_of, run_load
-from servers import Server, server
+from servers import Server, add_index_arguments, retrieval_command, server
 
 _SIZES = (1, 1, 1, 4, 16, 64)
 _SAMPLES_A_MINUTE = 300
@@ -33,15 +33,10 @@ _SAMPLES_A_MINUTE = 300
 def main() -> None:
     """Run the three parts, print, write JSON."""
     parser = argparse.ArgumentParser(description="A server under load for long, and beyond its queue.")
-    parser.add_argument("--corpus_path", required=True)
-    parser.add_argument("--index_path", required=True)
-    parser.add_argument("--retriever_name", default="minilm")
-    parser.add_argument("--retriever_model")
-    parser.add_argument("--questions", type=Path, nargs="+", required=True)
+    add_index_arguments(parser)
     parser.add_argument(
         "--parts", nargs="+", default=["long", "overload", "left"], choices=["long", "overload", "left"]
     )
-    parser.add_argument("--workers", type=int, default=1, help="of the server")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/endurance.json"))
     arguments = parser.parse_args()
@@ -58,10 +53,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, more: list[str], part: Callable[[Server], dict[str, Any]]) -> dict[str, Any]:
     """One part on a fresh server."""
-    command = ["-m", "search_r1.search.retrieval_server", "--corpus_path", arguments.corpus_path]
-    command += ["--index_path", arguments.index_path, "--retriever_name", arguments.retriever_name, *more]
-    command += ["--workers", str(arguments.workers)]
-    command += ["--retriever_model", arguments.retriever_model] if arguments.retriever_model else []
+    command = [*retrieval_command(arguments), *more]
     with tempfile.NamedTemporaryFile(suffix=".log") as log, server(command, [0, 1], Path(log.name)) as running:
         run_load(Load(f"{running.url}/retrieve", 8, seconds=2.0), ["warm"])
         result = part(running)

@@ -3,10 +3,10 @@
     .venv/bin/python scripts/bench/retrieval_load.py --url http://127.0.0.1:8000/retrieve --questions questions.jsonl \\
       --clients 256 --list_size 1 --seconds 20
 
-Latency is seen by the client, in milliseconds. A question is sent `--repeats` times by different clients (a group of
-trajectories asks alike) and not again until the questions are used up. Several list sizes take turns. After HTTP 503 a
-client waits as Retry-After says. The clients write and read bytes themselves: a library's client costs as much as the
-server it is to load.
+Several servers (`--url` with commas between) share the clients. Latency is seen by the client, in milliseconds. A
+question is sent `--repeats` times by different clients (a group of trajectories asks alike) and not again until the
+questions are used up. Several list sizes take turns. After HTTP 503 a client waits as Retry-After says. The clients
+write and read bytes themselves: a library's client costs as much as the server it is to load.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def read_questions(paths: list[Path], seed: int = 0) -> list[str]:
 
 def requests_of(load: Load, questions: list[str]) -> Iterator[tuple[bytes, int]]:
     """Endless requests and their number of queries; equal ones follow each other and so go to different clients."""
-    where, endless = urlsplit(load.url), itertools.cycle(questions)
+    where, endless = urlsplit(load.url.split(",")[0]), itertools.cycle(questions)
     head = f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
     if load.auth_token:
         head += f"Authorization: Bearer {load.auth_token}\r\n"
@@ -130,10 +130,11 @@ def requests_of(load: Load, questions: list[str]) -> Iterator[tuple[bytes, int]]
 
 
 async def _run(load: Load, questions: list[str]) -> dict[str, Any]:
-    where, seen, loop = urlsplit(load.url), Seen(), asyncio.get_running_loop()
+    servers = itertools.cycle([urlsplit(url) for url in load.url.split(",")])
+    seen, loop = Seen(), asyncio.get_running_loop()
     requests, start = requests_of(load, questions), time.perf_counter()
     clients = []
-    for _ in range(load.clients):
+    for where in itertools.islice(servers, load.clients):
         _, client = await loop.create_connection(
             lambda: Client(requests, start + load.seconds, seen), where.hostname, where.port
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -40,8 +41,23 @@ class Server:
     @property
     def cpu_s(self) -> float:
         """Seconds of CPU so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.process.pid)
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to serve, and what to ask: `--corpus_path --index_path --retriever_name --retriever_model --questions`."""
+    parser.add_argument("--corpus_path", required=True)
+    parser.add_argument("--index_path", required=True)
+    parser.add_argument("--retriever_name", default="minilm")
+    parser.add_argument("--retriever_model")
+    parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines with a field `question`")
+
+
+def retrieval_command(arguments: argparse.Namespace) -> list[str]:
+    """The retrieval server over what `add_index_arguments` read, for `server`."""
+    command = ["-m", "search_r1.search.retrieval_server", "--corpus_path", arguments.corpus_path]
+    command += ["--index_path", arguments.index_path, "--retriever_name", arguments.retriever_name]
+    return command + (["--retriever_model", arguments.retriever_model] if arguments.retriever_model else [])
 
 
 @contextmanager
@@ -91,3 +107,21 @@ def rss_mib(pid: int) -> float:
     """Resident memory of a process, mapped files included, in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all that it started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in process_tree(int(child)))]
+
+
+def proportional_mib(pid: int) -> float:
+    """Memory of a process in MiB, pages that it shares with others by its share."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) / 1024
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from search_r1.command_parser import parser_of
 from search_r1.evaluation.judge_flags import add_judge_flags, check_judge_flags, judge_settings
 from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
@@ -22,13 +23,7 @@ if TYPE_CHECKING:
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Exits with status 2 for arguments that are wrong by themselves."""
-    summary, _, rest = (description or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m search_r1.evaluation",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(description, "python -m search_r1.evaluation")
     add_agent_flags(parser)
     _add_flags(parser)
     args = parser.parse_intermixed_args(arguments)

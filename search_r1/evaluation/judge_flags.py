@@ -69,8 +69,8 @@ def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, f"judge_{name}") for name in _FLAGS}
-    return {name: value for name, value in given.items() if value is not None} | dict(args.judge_option)
+    flags = {name: getattr(args, f"judge_{name}") for name in _FLAGS}
+    return {name: value for name, value in flags.items() if value is not None} | dict(args.judge_option)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -3,6 +3,8 @@
 `POST {url}/completions` with token ids as the prompt, so that the context is what training would have it be. A server
 that returns token ids (vLLM) gives exactly what it sampled. From another one only text comes back: it is tokenised
 here, which may cut it into other tokens than were sampled, and log-probs are NaN.
+
+Not the `openai` client: with 64 requests of 1,000 ids at a time it takes 10.3 ms of CPU a request, aiohttp 0.27 ms.
 """
 
 from __future__ import annotations

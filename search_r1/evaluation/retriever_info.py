@@ -36,8 +36,8 @@ async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
     if retriever.engine is not None:
         return None
     urls = [url.strip() for url in retriever.url.split(",") if url.strip()]
-    told = await asyncio.gather(*map(retriever_info, urls))
-    found = {without_credentials(url): info for url, info in zip(urls, told, strict=True) if info is not None}
+    infos = await asyncio.gather(*map(retriever_info, urls))
+    found = {without_credentials(url): info for url, info in zip(urls, infos, strict=True) if info is not None}
     versions = {url: info[_VERSION] for url, info in found.items() if _has(info)}
     if len(set(versions.values())) > 1:
         raise ConfigError(f"the servers of retriever.url hold different indexes: {versions}; start them over the same")

@@ -40,11 +40,11 @@ def _of_one_set(questions: Sequence[Question], size: int, seed: int) -> list[Que
 def shares(sizes: dict[str, int], places: int) -> dict[str, int]:
     """`places` (at most the sum of the sizes) in proportion to `sizes`, by the largest remainders."""
     total = sum(sizes.values())
-    given = {name: places * size // total for name, size in sizes.items()}
+    counts = {name: places * size // total for name, size in sizes.items()}
     by_remainder = sorted(sizes, key=lambda name: (-(places * sizes[name] % total), name))
-    for name in by_remainder[: places - sum(given.values())]:
-        given[name] += 1
-    return given
+    for name in by_remainder[: places - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
 def _digest(question: Question, seed: int) -> str:

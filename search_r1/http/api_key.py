@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -49,15 +48,3 @@ def read_key(variable: str, file: str | None) -> ApiKey:
     if variable not in os.environ:
         raise OnlineError(f"no API key: set {variable} in the environment, or name a file that holds the key")
     return ApiKey(os.environ[variable], f"the variable {variable}")
-
-
-class MaskInLog(logging.Filter):
-    """httpx logs the URL of every request, and two engines want the key in it."""
-
-    def __init__(self, key: ApiKey) -> None:
-        super().__init__()
-        self._key = key
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = self._key.mask(record.getMessage()), ()
-        return True

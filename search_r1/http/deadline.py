@@ -88,12 +88,12 @@ def allowed_s(http: Request, timeout_s: float) -> float:
     if header is None:
         return timeout_s
     try:
-        asked_s = float(header) / 1000
+        header_s = float(header) / 1000
     except ValueError:
-        asked_s = math.nan
-    if math.isnan(asked_s):
+        header_s = math.nan
+    if math.isnan(header_s):
         raise HTTPException(422, "the header X-Deadline-Ms must be a number of milliseconds")
-    return min(timeout_s, asked_s)
+    return min(timeout_s, header_s)
 
 
 async def _body(http: Request, bodies: Bodies) -> bytes:

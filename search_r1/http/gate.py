@@ -22,6 +22,11 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # without a token: an orchestra
 _PROBES = OPEN_PATHS | {"/health", "/metrics"}  # answered while the server drains
 
 
+def detail_body(_status: int, message: str) -> dict[str, str]:
+    """The JSON of an error reply, as FastAPI has it."""
+    return {"detail": message}
+
+
 @dataclass
 class ServerState:
     """`not_ready` says why no traffic should come, "" when it should; `running` counts requests but not probes."""
@@ -29,6 +34,18 @@ class ServerState:
     not_ready: str = ""
     draining: bool = False
     running: int = 0
+
+
+class Reply:
+    """A `send` that notes the HTTP status; 500 until there is one."""
+
+    def __init__(self, send: Send) -> None:
+        self.status = 500
+        self._send = send
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        await self._send(message)
 
 
 class Gate:
@@ -40,7 +57,7 @@ class Gate:
         state: ServerState,
         metrics: Metrics,
         token: str | None,
-        refusal: Callable[[int, str], Any] = lambda _, message: {"detail": message},
+        refusal: Callable[[int, str], Any] = detail_body,
         open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
         """Without a `token` every client is served. It is never logged.
@@ -58,22 +75,16 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 500
-
-        async def counted_send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
+        start, reply = time.perf_counter(), Reply(send)
         is_work = scope["path"] not in _PROBES
         self._state.running += is_work
         try:
-            await (self._refusal(scope) or self._app)(scope, receive, counted_send)
+            await (self._refusal(scope) or self._app)(scope, receive, reply)
         finally:
             self._state.running -= is_work
             # the template of the route, never what the client made up: a label must not grow without bound
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.request_done(route, status, time.perf_counter() - start)
+            self._metrics.request_done(route, reply.status, time.perf_counter() - start)
             self._metrics.failed_queries.inc(scope.get(FAILED_QUERIES, 0))
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -89,5 +100,5 @@ class Gate:
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, given = header.partition(b" ")
-        return hmac.compare_digest(given.strip(), self._token) and scheme.lower() == b"bearer"
+        scheme, _, token = header.partition(b" ")
+        return hmac.compare_digest(token.strip(), self._token) and scheme.lower() == b"bearer"

@@ -20,15 +20,11 @@ class StageMetrics:
             f"{stage}_batch_{unit}", f"{name} in a batch.", registry=registry, buckets=_BATCH_SIZES
         )
         self._batch_s = Histogram(f"{stage}_batch_seconds", "Time of a batch.", registry=registry, buckets=_SECONDS)
-        self.queue = Gauge(
-            f"{stage}_queue_{unit}", f"{name} that wait for a batch.", registry=registry, multiprocess_mode="sum"
-        )
+        self.queue = Gauge(f"{stage}_queue_{unit}", f"{name} that wait for a batch.", registry=registry)
         self.shared = Counter(
             f"{stage}_shared_{unit}", f"{name} that joined an equal one in flight.", registry=registry
         )
-        self.cache_bytes = Gauge(
-            f"{stage}_cache_bytes", "Estimated bytes of the cache.", registry=registry, multiprocess_mode="sum"
-        )
+        self.cache_bytes = Gauge(f"{stage}_cache_bytes", "Estimated bytes of the cache.", registry=registry)
         self.cache_hits = Counter(f"{stage}_cache_hits", f"{name} answered from the cache.", registry=registry)
         self.cache_misses = Counter(f"{stage}_cache_misses", f"{name} not in the cache.", registry=registry)
 
@@ -38,10 +34,7 @@ class StageMetrics:
 
 
 class Metrics:
-    """Each instance has its own registry, so that two servers in one process do not mix. `server` prefixes the names.
-
-    With `PROMETHEUS_MULTIPROC_DIR` in the environment prometheus_client keeps the values in files of that folder.
-    """
+    """Each instance has its own registry: two servers in one process do not mix. `server` prefixes the names."""
 
     def __init__(self, server: str = "retrieval") -> None:
         registry = self.registry = CollectorRegistry()

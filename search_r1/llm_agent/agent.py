@@ -62,7 +62,7 @@ class SearchAgent:
 async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[SearchAgent]:
     """The agent that `config` describes, its model in a vLLM engine of this process; closed at the end.
 
-    What it waits for is told on the log. Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the
+    What it waits for is logged. Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the
     model is loaded when no retriever answers.
     """
     template = load_template(config.agent.template)

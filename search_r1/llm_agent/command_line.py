@@ -85,8 +85,8 @@ def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Con
 
 def agent_sampling(args: argparse.Namespace, config: Config) -> Sampling:
     """As the config has it for validation, with the flags."""
-    given = {"temperature": args.temperature, "top_p": args.top_p}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    flags = {"temperature": args.temperature, "top_p": args.top_p}
+    chosen: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     return replace(sampling_of(config, "val"), **chosen)
 
 

@@ -21,20 +21,20 @@ def prompt_problem(template: Template, metadata: Mapping[str, str], prompt: str)
     Contradictions: the prompt names some tags but not those of a search or an answer that the template asks for, or it
     names a tag that only another shipped template has. Different words for the same tags are none.
     """
-    told, named = _names(prompt), _names(template.text)
-    read = named | set(template.grammar.names)
+    in_prompt, in_template = _names(prompt), _names(template.text)
+    known = in_template | set(template.grammar.names)
     of_shipped = {name: _names(load_template(name).text) for name in shipped_templates()}
-    foreign = told - read
-    source = metadata.get(TEMPLATE_KEY) or next((name for name, tags in of_shipped.items() if tags == told), None)
-    its_own = f"agent.template={template.name} reads {_shown(read)}"
-    if not told & (read | set().union(*of_shipped.values())):
-        return PromptProblem(f"the prompt names none of the tags; {its_own}", False) if named else None
-    given = f"the prompt names {_shown(told)}{f' as template {source}' if source else ''}, but {its_own}"
-    unsaid = named - told
-    if unsaid & {template.grammar.search, template.grammar.answer} or foreign & set().union(*of_shipped.values()):
-        return PromptProblem(given, True)
-    if unsaid and foreign:
-        return PromptProblem(given, False)
+    foreign = in_prompt - known
+    source = metadata.get(TEMPLATE_KEY) or next((name for name, tags in of_shipped.items() if tags == in_prompt), None)
+    its_own = f"agent.template={template.name} reads {_shown(known)}"
+    if not in_prompt & (known | set().union(*of_shipped.values())):
+        return PromptProblem(f"the prompt names none of the tags; {its_own}", False) if in_template else None
+    difference = f"the prompt names {_shown(in_prompt)}{f' as template {source}' if source else ''}, but {its_own}"
+    missing = in_template - in_prompt
+    if missing & {template.grammar.search, template.grammar.answer} or foreign & set().union(*of_shipped.values()):
+        return PromptProblem(difference, True)
+    if missing and foreign:
+        return PromptProblem(difference, False)
     made_with = metadata.get(FINGERPRINT_KEY)
     if made_with in (None, template.fingerprint):
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 
 from search_r1.errors import OnlineError
 from search_r1.http.api_key import ApiKey
@@ -22,6 +22,8 @@ from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_NO_TIMEOUT = aiohttp.ClientTimeout()
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _SHOWN_CHARS = 200
@@ -104,11 +106,12 @@ class ChatEndpoint:
         # None: not known yet
         self._takes_format: bool | None = False if "response_format" in options.extra_body else None
 
-    def client(self, concurrency: int) -> httpx.AsyncClient:
-        """A client for one event loop; `ask` bounds the time."""
+    def client(self, concurrency: int) -> aiohttp.ClientSession:
+        """A client for the running event loop; `ask` bounds the time."""
         headers = {"Authorization": f"Bearer {self._key.reveal()}"} if self._key else {}
-        limits = httpx.Limits(max_connections=concurrency)
-        return httpx.AsyncClient(headers=headers, timeout=None, limits=limits)  # nosec B113 # `ask` bounds the time
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=concurrency), headers=headers, timeout=_NO_TIMEOUT, trust_env=True
+        )
 
     def body(self, message: str) -> dict[str, Any]:
         """The request that asks `message`, without the reply format."""
@@ -121,7 +124,7 @@ class ChatEndpoint:
         }
         return {key: value for key, value in (body | dict(options.extra_body)).items() if value is not None}
 
-    async def ask(self, client: httpx.AsyncClient, body: dict[str, Any], read: Callable[[str], T]) -> tuple[str, T]:
+    async def ask(self, client: aiohttp.ClientSession, body: dict[str, Any], read: Callable[[str], T]) -> tuple[str, T]:
         """The first reply that `read` takes, and what it read. `read` raises `ValueError` for rubbish.
 
         Raises `RewardUnavailable` when there is none after the retries or by the deadline, `RequestRefused` or
@@ -149,15 +152,14 @@ class ChatEndpoint:
     def _left_s(self, start: float) -> float:
         return start + self.options.deadline_s - time.monotonic()
 
-    async def _reply(self, client: httpx.AsyncClient, body: dict[str, Any], timeout_s: float) -> str:
+    async def _reply(self, client: aiohttp.ClientSession, body: dict[str, Any], timeout_s: float) -> str:
         try:
-            # httpx bounds each read; a server that sends a byte now and then needs a bound on the whole
             async with asyncio.timeout(timeout_s):
                 return await self._post_with_format(client, body)
         except TimeoutError:
             raise _Trouble(f"no answer to one request in {timeout_s:.1f} s") from None
 
-    async def _post_with_format(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    async def _post_with_format(self, client: aiohttp.ClientSession, body: dict[str, Any]) -> str:
         """Without the reply format where the endpoint answers so and has not answered with it yet."""
         if self._takes_format is False:
             return await self._post(client, body)
@@ -173,17 +175,18 @@ class ChatEndpoint:
         self._takes_format = True
         return reply
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    async def _post(self, client: aiohttp.ClientSession, body: dict[str, Any]) -> str:
+        url = f"{self.options.url.rstrip('/')}/chat/completions"
         try:
-            response = await client.post(f"{self.options.url.rstrip('/')}/chat/completions", json=body)
-        except (httpx.TransportError, httpx.DecodingError) as error:
+            async with client.post(url, json=body, allow_redirects=False) as response:
+                text = self._masked((await response.read()).decode("utf-8", "replace"))
+        except aiohttp.ClientError as error:
             raise _Trouble(self._masked(f"{type(error).__name__}: {error}")) from None
-        text = self._masked(response.text)
         self._check_status(response, text)
         return _content(text)
 
-    def _check_status(self, response: httpx.Response, text: str) -> None:
-        status = response.status_code
+    def _check_status(self, response: aiohttp.ClientResponse, text: str) -> None:
+        status = response.status
         if status == 200:
             return
         said = f"HTTP {status}: {server_message(text.encode())}"

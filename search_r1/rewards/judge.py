@@ -8,7 +8,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 
 from search_r1.rewards.chat_endpoint import ChatEndpoint, ChatOptions, EndpointDown, RequestRefused
 from search_r1.rewards.component import Value, component
@@ -104,7 +104,7 @@ class Judge:
         async with self._endpoint.client(self._concurrency) as client:
             return await _all([judge(body) for body in bodies])
 
-    async def _score(self, client: httpx.AsyncClient, body: dict[str, Any]) -> float:
+    async def _score(self, client: aiohttp.ClientSession, body: dict[str, Any]) -> float:
         try:
             reply, score = await self._endpoint.ask(client, body, read_score)
         except RequestRefused as refused:
@@ -116,7 +116,7 @@ class Judge:
             self._cache.put(body, reply)
         return score
 
-    async def _check(self, client: httpx.AsyncClient) -> None:
+    async def _check(self, client: aiohttp.ClientSession) -> None:
         body = self._endpoint.body(self._rubric.prompt("What is two plus two?", ["4", "four"], "4"))
         try:
             await self._endpoint.ask(client, body, read_score)

@@ -4,10 +4,9 @@
         --corpus_path corpus.jsonl --save_dir indexes --faiss_type Flat
 
 writes `{save_dir}/{method}_{faiss_type}.index` and its manifest (`.json`); `--save_embedding` keeps the vectors in
-`{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run goes on where it stopped when
-started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. With `--qdrant_location` the vectors go
-to a Qdrant collection instead of a FAISS index. An earlier index of the same name is replaced; what no builder wrote is
-refused.
+`{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run resumes where it stopped when
+started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. An earlier index of the same name
+is replaced; what no builder wrote is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--embedding_path", type=Path, help="vectors of an earlier run, instead of encoding")
     parser.add_argument("--save_embedding", action="store_true", help="keep the vectors")
     parser.add_argument("--faiss_gpu", action="store_true", help="build on all GPUs")
-    parser.add_argument("--qdrant_location", help="write to Qdrant at http://host:6333, or in a folder")
-    parser.add_argument("--qdrant_collection", help="its collection; an earlier one of ours is replaced")
     parser.add_argument("--bm25_k1", type=float, default=0.9, help="of BM25: how soon more of a term adds little")
     parser.add_argument("--bm25_b", type=float, default=0.4, help="of BM25: weight of the length of a passage, 0 to 1")
     parser.add_argument("--num_threads", type=int, default=os.cpu_count() or 1, help="of all processes together")
@@ -93,8 +90,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ServerError(f"--{name} is {value}; it must be at least 1")
     if not 0 <= arguments.bm25_k1 < float("inf") or not 0 <= arguments.bm25_b <= 1:
         raise ServerError("--bm25_k1 must be 0 or more and --bm25_b between 0 and 1")
-    if (arguments.qdrant_location is None) != (arguments.qdrant_collection is None):
-        raise ServerError("--qdrant_location and --qdrant_collection go together; only one is given")
 
 
 if __name__ == "__main__":

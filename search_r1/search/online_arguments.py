@@ -1,4 +1,4 @@
-"""An online engine by the command line. What needs httpx is loaded only when an engine is."""
+"""An online engine by the command line. What an engine needs is loaded with it."""
 
 from __future__ import annotations
 

@@ -8,29 +8,24 @@ Everything is loaded before the server listens; `/readyz` says 200 once the firs
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from search_r1.errors import SearchError, ServerError
-from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
+from search_r1.errors import ServerError
+from search_r1.http.arguments import add_serving_arguments
 from search_r1.http.metrics import Metrics
-from search_r1.http.process import (
-    announce,
-    bind,
-    serve,
-)
+from search_r1.http.process import run_server
 from search_r1.search.library_threads import prepare_libraries
 from search_r1.search.mcp_server.tool import sdk_module
 from search_r1.search.online_arguments import ENGINES, add_online_arguments, load_engine
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.server.app import AppOptions
 from search_r1.search.server.wire import MAX_TOPK
-from search_r1.search.workers.shared_address import SharedAddress
-from search_r1.search.workers.supervisor import serve_workers
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from search_r1.search.server.retrieval_service import RetrievalService
     from search_r1.search.server.source_interface import Source
 
@@ -41,7 +36,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m search_r1.search.retrieval_server", description="Serve passages over HTTP."
     )
     parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
-    parser.add_argument("--workers", type=int, default=1, help="processes for HTTP; from 2 on the index has its own")
+    parser.add_argument("--workers", type=int, default=1, help="only 1: see docs/retrieval.md#replicas")
     parser.add_argument("--mcp", action="store_true", help="offer the search as a tool to MCP clients too, at /mcp")
     add_retriever_arguments(parser)
     add_online_arguments(parser)
@@ -56,7 +51,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retriever_name",
         default="e5",
-        help="bm25, the family of a dense encoder (e5, bge, ...), hybrid, qdrant, or an online engine",
+        help="bm25, the family of a dense encoder (e5, bge, ...), hybrid, or an online engine",
     )
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
@@ -66,10 +61,8 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense_engine", default="auto", help="auto, faiss, or matrix (exact, of Flat indexes)")
     parser.add_argument("--search_parameters", default="", help="of a FAISS index, such as nprobe=32 or efSearch=128")
     parser.add_argument("--query_precision", default="auto", help="of the encoder: auto, float32, bfloat16, float16")
-    parser.add_argument("--dense_name", help="of --retriever_name hybrid and qdrant: the family of the dense encoder")
+    parser.add_argument("--dense_name", help="of --retriever_name hybrid: the family of the dense encoder")
     parser.add_argument("--bm25_index_path", help="of --retriever_name hybrid: the BM25 folder")
-    parser.add_argument("--qdrant_location", help="of --retriever_name qdrant: http://host:6333, or a folder")
-    parser.add_argument("--qdrant_collection", help="of --retriever_name qdrant: the collection of the index builder")
     parser.add_argument("--max_batch", type=int, default=256, help="most queries of one search of the index")
     parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
     parser.add_argument("--max_queue", type=int, default=8192, help="queries that may wait; beyond: HTTP 503")
@@ -79,31 +72,24 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start."""
     arguments = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    metrics = Metrics()
-    try:
-        check_topk("--topk", arguments.topk)
-        if arguments.workers < 1:
-            raise ServerError(f"--workers is {arguments.workers}; it must be at least 1")
-        if arguments.mcp:
-            sdk_module("mcp.server")  # before the long load
-        check_retriever_arguments(arguments)
-        check_serving_arguments(arguments)
-        token = read_token(arguments)
-        listener = bind(arguments.host, arguments.port)
-        source = load_source(arguments, metrics)
-        shared = SharedAddress(listener) if arguments.workers > 1 else None
-    except SearchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_server(arguments, lambda metrics, token: _load(arguments, metrics, token))
+
+
+def _load(arguments: argparse.Namespace, metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
+    """What is served, in words, and its app. Raises a `SearchError`."""
+    check_topk("--topk", arguments.topk)
+    if arguments.workers != 1:
+        raise ServerError(
+            f"--workers is {arguments.workers}, but a server is one process; to use more, start several servers, each "
+            "on its own --port, and give the client all addresses with commas between: "
+            "\"retriever.url='http://host:8000/retrieve,http://host:8001/retrieve'\" (docs/retrieval.md)"
+        )
+    if arguments.mcp:
+        sdk_module("mcp.server")  # before the long load
+    check_retriever_arguments(arguments)
+    source = load_source(arguments, metrics)
     what = source.name if source.num_passages is None else f"{source.num_passages} passages by {source.name}"
-    announce(what, listener, token)
-    options = AppOptions(arguments.topk, arguments.timeout_s, token, arguments.mcp)
-    if shared:
-        serve_workers(source, options, metrics, shared, arguments.workers)
-    else:
-        serve(create_app(source, options, metrics), listener)
-    return 0
+    return what, create_app(source, AppOptions(arguments.topk, arguments.timeout_s, token, arguments.mcp), metrics)
 
 
 def check_topk(name: str, topk: int) -> None:
@@ -154,8 +140,6 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
         query_precision=arguments.query_precision,
         dense_name=arguments.dense_name,
         bm25_index_path=arguments.bm25_index_path,
-        qdrant_location=arguments.qdrant_location,
-        qdrant_collection=arguments.qdrant_collection,
     )
     limits = ServiceOptions(arguments.max_batch, arguments.max_wait_ms, arguments.max_queue, arguments.cache_size)
     return RetrievalService(load_retriever(options, corpus), corpus, limits, metrics)

@@ -16,7 +16,7 @@ from search_r1.search.retriever import Retriever
 from search_r1.search.retriever_options import RetrieverOptions
 
 ENGINES = ("auto", "faiss", "matrix")
-LOCAL = ("bm25", "hybrid", "qdrant")
+LOCAL = ("bm25", "hybrid")
 
 
 def check_name(name: str) -> None:
@@ -36,10 +36,6 @@ def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
         return _load_bm25(options.index_path, corpus, options.num_threads)
     if options.name == "hybrid":
         return _load_hybrid(options, corpus)
-    if options.name == "qdrant":
-        from search_r1.search.dense.qdrant import QdrantRetriever
-
-        return QdrantRetriever.load(corpus, options)
     return _load_dense(options, corpus)
 
 

@@ -10,7 +10,7 @@ class RetrieverOptions:
     """What to search with."""
 
     name: str
-    """`bm25`, `hybrid` (bm25 and a dense one), `qdrant`, or the family of a dense encoder."""
+    """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""
     index_path: str | None = None
     """BM25 or Lucene folder, FAISS file or embeddings file; of `hybrid` the dense one."""
     model: str | None = None
@@ -26,13 +26,9 @@ class RetrieverOptions:
     query_precision: str = "auto"
     """Of the query encoder: auto, float32, bfloat16 or float16."""
     dense_name: str | None = None
-    """Of `hybrid` and `qdrant`: the encoder family."""
+    """Of `hybrid`: the encoder family."""
     bm25_index_path: str | None = None
     """Of `hybrid`: the BM25 folder; None builds it in memory."""
-    qdrant_location: str | None = None
-    """Of `qdrant`: the URL of a server, or a folder."""
-    qdrant_collection: str | None = None
-    """Of `qdrant`: the collection."""
 
     @property
     def encoder_family(self) -> str:

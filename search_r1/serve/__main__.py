@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from search_r1.command_parser import parser_of
 from search_r1.errors import SearchError, ServerError
 from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
 from search_r1.http.process import (
@@ -35,13 +36,7 @@ TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m search_r1.serve",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m search_r1.serve")
     add_agent_flags(parser)
     add_serving_arguments(parser, port=8001, token_variable=TOKEN_VARIABLE)
     parser.add_argument(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping
-from typing import Any
 from urllib.parse import quote
 
-from search_r1.http.gate import App, Receive, Scope, Send
+from search_r1.http.gate import App, Receive, Reply, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +31,11 @@ class AccessLog:
         if scope["type"] != "http" or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
-
-        async def watched_send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
+        started, reply = time.perf_counter(), Reply(send)
         notes = notes_of(scope)
         try:
-            await self._app(scope, receive, watched_send)
+            await self._app(scope, receive, reply)
         finally:
             seconds = f"{time.perf_counter() - started:.2f} s"
             path = quote(scope["path"])  # what a client sends must not begin a line of its own
-            log.info("%s %s %d %s", scope["method"], path, status, ", ".join([seconds, *notes]))
+            log.info("%s %s %d %s", scope["method"], path, reply.status, ", ".join([seconds, *notes]))

@@ -10,10 +10,11 @@ from fastapi.exceptions import StarletteHTTPException
 from fastapi.responses import JSONResponse
 
 from search_r1.errors import ServiceUnavailable
-from search_r1.http.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import Gate, ServerState
 from search_r1.http.metrics import Metrics
 from search_r1.http.raw_route import RawRoute, schema_of
+from search_r1.http.standard_routes import add_deadline_handlers, add_metrics_route
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import AccessLog, notes_of
 from search_r1.serve.chat import Chat, ServeOptions
@@ -89,10 +90,7 @@ def _add_probes(app: FastAPI, sampler: StreamingSampler, metrics: Metrics) -> No
     for path in ("/health", "/healthz"):
         app.add_api_route(path, health)
 
-    @app.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        """Counters in the text format of Prometheus."""
-        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    add_metrics_route(app, metrics)
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
@@ -115,12 +113,4 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.errors.inc()
         return JSONResponse(error_body(500, str(error)), 500)
 
-    @app.exception_handler(DeadlineExpired)
-    async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:
-        metrics.expired.inc()
-        return JSONResponse(error_body(504, str(error)), 504)
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        metrics.gone.inc()
-        return Response(status_code=499)  # nobody reads it; the metrics do
+    add_deadline_handlers(app, metrics, error_body)

@@ -176,6 +176,6 @@ def _in_words(finished: Finished) -> str:
 
 
 def _with_sampling(agent: SearchAgent, request: ChatRequest) -> SearchAgent:
-    asked = {"temperature": request.temperature, "top_p": request.top_p}
-    chosen: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    fields = {"temperature": request.temperature, "top_p": request.top_p}
+    chosen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     return replace(agent, sampling=replace(agent.sampling, **chosen))

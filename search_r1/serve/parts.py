@@ -1,4 +1,4 @@
-"""The text of an episode in parts, each of one kind, told while it is being written."""
+"""The text of an episode in parts, each of one kind, passed on while it is being written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from search_r1.llm_agent.grammar import Grammar
 
 Kind = Literal["think", "search", "information", "answer", "feedback", "text"]
-"""`feedback`: what the policy is told after a turn without an action; `text`: its words outside all blocks."""
+"""`feedback`: what the policy reads after a turn without an action; `text`: its words outside all blocks."""
 
 
 @dataclass(frozen=True)

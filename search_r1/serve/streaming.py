@@ -47,12 +47,12 @@ async def stream_episode(
     At most `max_tokens` tokens are sampled in all turns together. Closing it, or cancelling the task that waits for it,
     ends the sampling and the search that run. Raises what `SearchAgent.play` raises, and `TimeoutError`.
     """
-    told: asyncio.Queue[Part | None] = asyncio.Queue()
-    followed = _Followed(agent, told.put_nowait, max_tokens)
+    parts: asyncio.Queue[Part | None] = asyncio.Queue()
+    followed = _Followed(agent, parts.put_nowait, max_tokens)
     playing = asyncio.create_task(asyncio.wait_for(followed.play(prompt, seed), timeout_s))
-    playing.add_done_callback(lambda _: told.put_nowait(None))
+    playing.add_done_callback(lambda _: parts.put_nowait(None))
     try:
-        while (part := await told.get()) is not None:
+        while (part := await parts.get()) is not None:
             yield part
         yield playing.result()
     finally:
@@ -65,7 +65,7 @@ class _BudgetSpent(Exception):
 
 
 class _Followed(Environment):
-    """The sampler and the environment of one episode: both are the agent's, and every part is told."""
+    """The sampler and the environment of one episode: both are the agent's, and every part is reported as it comes."""
 
     def __init__(self, agent: SearchAgent, tell: Callable[[Part], None], max_tokens: int | None) -> None:
         if not isinstance(agent.sampler, StreamingSampler):

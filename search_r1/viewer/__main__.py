@@ -19,15 +19,10 @@ PORT = 8002
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    from search_r1.command_parser import parser_of
     from search_r1.http.arguments import add_serving_arguments
 
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m search_r1.viewer",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m search_r1.viewer")
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_DIR", help="what to show")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the model (default: the run's own)")
     add_serving_arguments(parser, port=PORT, token_variable=TOKEN_VARIABLE)

@@ -12,9 +12,10 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from search_r1.http.deadline import ClientGone, DeadlineExpired, answer_in_time
+from search_r1.http.deadline import answer_in_time
 from search_r1.http.gate import OPEN_PATHS, App, Gate, Receive, Scope, Send, ServerState
 from search_r1.http.metrics import Metrics
+from search_r1.http.standard_routes import add_deadline_handlers, add_metrics_route
 from search_r1.viewer.export import export_html
 from search_r1.viewer.filters import CompareQuery, RowsQuery
 from search_r1.viewer.pages import Pages
@@ -37,7 +38,7 @@ def create_app(pages: Pages, metrics: Metrics, token: str | None = None, timeout
     """`app.state.server` is its `ServerState`. The page itself has no data in it and needs no `token`."""
     app, state = FastAPI(title="trajectories", docs_url=None, redoc_url=None), ServerState()
     app.state.server = state
-    static = {f"/static/{path.name}": path for path in STATIC.iterdir() if path.suffix in TYPES}
+    static = {f"/static/{path.relative_to(STATIC)}": path for path in STATIC.rglob("*") if path.suffix in TYPES}
     open_paths = OPEN_PATHS | {"/", *static}
     app.add_middleware(Gate, state=state, metrics=metrics, token=token, open_paths=open_paths)
     app.add_middleware(Headers)
@@ -170,10 +171,7 @@ def _add_probes(app: FastAPI, state: ServerState, metrics: Metrics) -> None:
         """How many requests are in progress."""
         return {"status": "ok", "running": state.running}
 
-    @app.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        """Counters in the text format of Prometheus."""
-        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    add_metrics_route(app, metrics)
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
@@ -182,12 +180,4 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.errors.inc()
         return PlainResponse({"detail": str(error)}, 404)
 
-    @app.exception_handler(DeadlineExpired)
-    async def expired(_: Request, error: DeadlineExpired) -> Response:
-        metrics.expired.inc()
-        return PlainResponse({"detail": str(error)}, 504)
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        metrics.gone.inc()
-        return Response(status_code=499)  # nobody reads it; the metrics do
+    add_deadline_handlers(app, metrics)

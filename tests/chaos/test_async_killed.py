@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from async_runs import BOUNDED, PLAIN, STEPS, assert_each_prompt_once, prompts_of
-from e2e_world import metrics_by_step, run, small_run
+from async_runs import BOUNDED, PLAIN, STEPS, Command, assert_each_prompt_once, prompts_of
+from e2e_world import metrics_by_step, run
 from training_process import TrainingProcess
 
 pytestmark = pytest.mark.slow  # six runs of a few steps
-Command = Callable[..., tuple[str, ...]]
 
 
-@pytest.fixture
-def command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Command:
-    """Of a run of STEPS steps in a folder."""
-
-    def make(folder: Path, *overrides: str) -> tuple[str, ...]:
-        return small_run(tinywiki, policy, tinywiki_url, folder, f"trainer.total_training_steps={STEPS}", *overrides)
-
-    return make
-
-
-def test_killed_and_resumed_it_uses_each_prompt_once(command: Command, tmp_path: Path) -> None:
+def test_killed_and_resumed_it_uses_each_prompt_once(async_command: Command, tmp_path: Path) -> None:
     """Killed in an update, while two further steps are sampled or ready. The steps' prompts are those of a run that
     samples in turn, too.
     """
     saved = (*PLAIN, "trainer.save_freq=1", "trainer.resume_mode=auto")
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    run(*command(straight, *PLAIN))
+    run(*async_command(straight, *PLAIN))
     for after in (2, 4):
-        kill_in_an_update(TrainingProcess(command(killed, *BOUNDED, *saved), tmp_path / f"log_{after}"), killed, after)
-    run(*command(killed, *BOUNDED, *saved))
+        kill_in_an_update(
+            TrainingProcess(async_command(killed, *BOUNDED, *saved), tmp_path / f"log_{after}"), killed, after
+        )
+    run(*async_command(killed, *BOUNDED, *saved))
     assert prompts_of(killed) == prompts_of(straight)
     assert_each_prompt_once(killed)
     metrics = metrics_by_step(killed)
@@ -50,9 +40,11 @@ def kill_in_an_update(process: TrainingProcess, folder: Path, after_step: int) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
-def test_an_interrupted_run_ends_though_it_samples(command: Command, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_run_ends_though_it_samples(
+    async_command: Command, tmp_path: Path, number: signal.Signals
+) -> None:
     """At once, with the status of an interruption, and no process left (`end` looks for them)."""
-    process = TrainingProcess(command(tmp_path / "run", *BOUNDED, *PLAIN), tmp_path / "log")
+    process = TrainingProcess(async_command(tmp_path / "run", *BOUNDED, *PLAIN), tmp_path / "log")
     process.wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file())
     process.wait_until(lambda: process.processes("ActorWorker.update"))
     process.process.send_signal(number)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from async_runs import BOUNDED, ONE_STEP_OFF, PLAIN, STEPS, assert_each_prompt_once, versions_of
-from e2e_world import metrics_by_step, run, run_and_listen, small_run
+from async_runs import BOUNDED, ONE_STEP_OFF, PLAIN, STEPS, Command, assert_each_prompt_once, versions_of
+from e2e_world import metrics_by_step, run, run_and_listen
 
 pytestmark = pytest.mark.slow  # two runs of six steps
-Command = Callable[..., tuple[str, ...]]
 
 
-@pytest.fixture
-def command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Command:
-    """Of a run of STEPS steps in a folder."""
-
-    def make(folder: Path, *overrides: str) -> tuple[str, ...]:
-        return small_run(tinywiki, policy, tinywiki_url, folder, f"trainer.total_training_steps={STEPS}", *overrides)
-
-    return make
-
-
-def test_one_step_off(command: Command, tmp_path: Path) -> None:
+def test_one_step_off(async_command: Command, tmp_path: Path) -> None:
     """Step n is sampled with version n - 2, the first with 0; a validation has the weights of its own step."""
     shown = ("+trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=2", "trainer.logger=[]")
-    run(*command(tmp_path, *ONE_STEP_OFF, *shown))
+    run(*async_command(tmp_path, *ONE_STEP_OFF, *shown))
     assert [versions_of(tmp_path, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}, {3}, {4}]
     assert [versions_of(tmp_path, step, "val") for step in (2, 4, 6)] == [{2}, {4}, {6}]
     metrics = metrics_by_step(tmp_path)
@@ -42,14 +30,14 @@ def test_one_step_off(command: Command, tmp_path: Path) -> None:
     assert_each_prompt_once(tmp_path)
 
 
-def test_a_rollback_throws_away_what_the_collapsed_weights_sampled(command: Command, tmp_path: Path) -> None:
+def test_a_rollback_throws_away_what_the_collapsed_weights_sampled(async_command: Command, tmp_path: Path) -> None:
     """Versions 3 and 4 have collapsed. The first batch of one of them sets the alarm off, while others are sampled;
     the run goes back to the checkpoint before that version, and no other batch of a collapsed version is trained.
     """
     reward = ("reward.function=tests.collapsing_reward.CollapsingReward", "reward.kwargs={collapsed: [3, 4]}")
     settings = ("action=rollback", "min_reward=0.25", "patience=1", "max_rollbacks=9")
     guard = [f"trainer.collapse_guard.{setting}" for setting in settings]
-    done = run_and_listen(*command(tmp_path, *BOUNDED, *PLAIN, *reward, *guard, "trainer.save_freq=1"))
+    done = run_and_listen(*async_command(tmp_path, *BOUNDED, *PLAIN, *reward, *guard, "trainer.save_freq=1"))
     assert done.stderr.count("Going back to step") == 1, done.stderr[-4000:]
     versions = {step: versions_of(tmp_path, step) for step in range(1, STEPS + 1)}
     [(step, (version,))] = [(step, found) for step, found in versions.items() if found & {3, 4}]

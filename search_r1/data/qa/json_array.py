@@ -1,4 +1,7 @@
-"""The items of a JSON array one by one: HotpotQA and TriviaQA come as one array of gigabytes."""
+"""The items of a JSON array one by one: HotpotQA and TriviaQA come as one array of gigabytes.
+
+Not ijson: its items have no line numbers, which every error about a row names.
+"""
 
 from __future__ import annotations
 

@@ -60,17 +60,17 @@ def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, A
 
     Those of a prompt file, which can be made into another one, are no news. Raises `ValueError` for other metadata.
     """
-    given = row.get("metadata")
-    if isinstance(given, str):
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            metadata = json.loads(metadata) if metadata.strip() else None
         except ValueError:
-            raise ValueError(f"metadata is the text {_shown(given)}, not an object or JSON of one") from None
-    if not isinstance(given, dict | None):
-        raise ValueError(f"metadata is a {type(given).__name__}, not an object")
+            raise ValueError(f"metadata is the text {_shown(metadata)}, not an object or JSON of one") from None
+    if not isinstance(metadata, dict | None):
+        raise ValueError(f"metadata is a {type(metadata).__name__}, not an object")
     known = {*read, "id", "metadata", *_OF_PROMPT_FILES}
     others = {name: value for name, value in row.items() if name not in known and value is not None}
-    return others | (given or {})
+    return others | (metadata or {})
 
 
 def _parsed_list(text: str) -> Any:

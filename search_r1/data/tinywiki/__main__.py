@@ -31,34 +31,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
     parser.add_argument("--next_hop", type=probability, help="demonstrator: probability of noting the next hop")
     parser.add_argument("--train_hops", type=hops, help="hop counts of the training prompts in turn, as in 1,2,2")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     log_to_stderr(PLAIN)
 
     from search_r1.data.tinywiki.build import build  # imports torch, which --help need not wait for
 
-    recipe = recipe_of(given)
+    recipe = recipe_of(args)
     try:
-        build(recipe, given.output_dir)
+        build(recipe, args.output_dir)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def recipe_of(given: argparse.Namespace) -> Recipe:
-    """The recipe of the mode, with the values that were given."""
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe of the mode, with the values of the command line."""
     from search_r1.data.tinywiki.build import LONG, Recipe
 
     recipe = replace(
-        LONG if given.long else Recipe(), seed=given.seed, num_passages=given.num_passages, num_test=given.num_test
+        LONG if args.long else Recipe(), seed=args.seed, num_passages=args.num_passages, num_test=args.num_test
     )
-    if given.num_sft_rows is not None:
-        recipe = with_sft_rows(recipe, given.num_sft_rows)
-    habits = replace(recipe.habits, **_those_given(stop=given.stop, next_hop=given.next_hop))
-    return replace(recipe, habits=habits, **_those_given(num_train=given.num_train, train_hops=given.train_hops))
+    if args.num_sft_rows is not None:
+        recipe = with_sft_rows(recipe, args.num_sft_rows)
+    habits = replace(recipe.habits, **_without_none(stop=args.stop, next_hop=args.next_hop))
+    return replace(recipe, habits=habits, **_without_none(num_train=args.num_train, train_hops=args.train_hops))
 
 
-def _those_given(**values: Any) -> dict[str, Any]:
+def _without_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
-from search_r1.data.tinywiki.questions import Question
+from search_r1.data.tinywiki.questions import ChainQuestion
 from search_r1.data.tinywiki.world import RELATIONS, World
 from search_r1.llm_agent.templates import Template
 
@@ -53,7 +53,7 @@ class Demonstrator:
         self.habits = habits
         self.topk = topk
 
-    def write(self, question: Question, rng: random.Random) -> list[Segment]:
+    def write(self, question: ChainQuestion, rng: random.Random) -> list[Segment]:
         """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
         title = question.chain[0]
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
@@ -68,19 +68,19 @@ class Demonstrator:
                 break
         return [*segments, ("policy", answer_turn(thought, query))]
 
-    def _note(self, question: Question, passage: Passage, rng: random.Random) -> tuple[str, str]:
+    def _note(self, question: ChainQuestion, passage: Passage, rng: random.Random) -> tuple[str, str]:
         """One fact of the passage, as (relation, name)."""
-        told = self._told(passage)
-        *leading, asked = question.relations
-        if asked in told:
-            return asked, told[asked]
-        right = [relation for relation in told if relation in leading]
-        wrong = [relation for relation in told if relation not in leading]
+        facts = self._facts(passage)
+        *leading, last = question.relations
+        if last in facts:
+            return last, facts[last]
+        right = [relation for relation in facts if relation in leading]
+        wrong = [relation for relation in facts if relation not in leading]
         take_right = rng.random() < self.habits.next_hop
-        relation = rng.choice((right if take_right else wrong) or list(told))
-        return relation, told[relation]
+        relation = rng.choice((right if take_right else wrong) or list(facts))
+        return relation, facts[relation]
 
-    def _told(self, passage: Passage) -> dict[str, str]:
+    def _facts(self, passage: Passage) -> dict[str, str]:
         relations = RELATIONS[self.world.kind(passage.entity)]
         return {relation: self.world.title(self.world.fact(passage.entity, relation)) for relation in relations}
 

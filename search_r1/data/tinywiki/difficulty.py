@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from search_r1.data.tinywiki.build import LONG, SERVED, Recipe, worlds_of
 from search_r1.data.tinywiki.passages import PassageIndex
-from search_r1.data.tinywiki.questions import Question, distinct_questions
+from search_r1.data.tinywiki.questions import ChainQuestion, distinct_questions
 
 NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"
 
 
-def blind(questions: Sequence[Question]) -> list[bool]:
+def blind(questions: Sequence[ChainQuestion]) -> list[bool]:
     """Answer every question with the answer that is most frequent for its kind (chosen on these very questions)."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for question in questions:
@@ -25,7 +25,7 @@ def blind(questions: Sequence[Question]) -> list[bool]:
     return [by_kind[question.kind].most_common(1)[0][0] == question.targets[0] for question in questions]
 
 
-def one_search(questions: Sequence[Question], index: PassageIndex, topk: int) -> list[bool]:
+def one_search(questions: Sequence[ChainQuestion], index: PassageIndex, topk: int) -> list[bool]:
     """Search the question itself and answer with the best span: right if an accepted answer is in a passage."""
     results = index.search([question.text for question in questions], topk)
     return [
@@ -34,12 +34,12 @@ def one_search(questions: Sequence[Question], index: PassageIndex, topk: int) ->
     ]
 
 
-def oracle(questions: Sequence[Question], index: PassageIndex) -> list[bool]:
+def oracle(questions: Sequence[ChainQuestion], index: PassageIndex) -> list[bool]:
     """Look up the named entity, read the first relation, look up what was read, and so on; one passage a search."""
     return [_follow(question, index) in question.targets for question in questions]
 
 
-def _follow(question: Question, index: PassageIndex) -> str | None:
+def _follow(question: ChainQuestion, index: PassageIndex) -> str | None:
     name: str | None = question.chain[0]
     for relation in question.relations:
         if name is None:
@@ -68,7 +68,7 @@ def measure(recipe: Recipe) -> dict[str, dict[str, float]]:
     return {name: _by_hops(questions, answer()) for name, answer in agents.items()}
 
 
-def _by_hops(questions: Sequence[Question], right: Sequence[bool]) -> dict[str, float]:
+def _by_hops(questions: Sequence[ChainQuestion], right: Sequence[bool]) -> dict[str, float]:
     groups: dict[str, list[bool]] = defaultdict(list)
     for question, is_right in zip(questions, right, strict=True):
         groups[f"{question.hops}-hop"].append(is_right)
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_passages", type=int, default=2000)
     parser.add_argument("--long", action="store_true")
-    given = parser.parse_args()
-    table = measure(replace(LONG if given.long else Recipe(), seed=given.seed, num_passages=given.num_passages))
+    args = parser.parse_args()
+    table = measure(replace(LONG if args.long else Recipe(), seed=args.seed, num_passages=args.num_passages))
     columns = list(table["oracle"])
     print("agent".ljust(20) + "".join(column.rjust(8) for column in columns))
     for agent, row in table.items():

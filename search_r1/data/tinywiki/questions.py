@@ -44,7 +44,7 @@ TEMPLATE = "tinywiki"
 
 
 @dataclass(frozen=True)
-class Question:
+class ChainQuestion:
     """One question about one world.
 
     Attributes:
@@ -84,7 +84,7 @@ class Question:
         return f"{pronoun} is {nested} of {self.world.title(self.path[0])}?"
 
 
-def make_question(world: World, hops: int, rng: random.Random) -> Question:
+def make_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
     """Draw one question: a kind uniformly from `CHAINS[hops]`, then an entity uniformly.
 
     Raises:
@@ -94,10 +94,10 @@ def make_question(world: World, hops: int, rng: random.Random) -> Question:
         raise DataError(f"no questions of {hops} hops; one of {sorted(CHAINS)}")
     kind, *relations = rng.choice(CHAINS[hops])
     entity = rng.choice(world.entities(kind))
-    return Question(world, tuple(relations), tuple(world.follow(entity, tuple(relations))))
+    return ChainQuestion(world, tuple(relations), tuple(world.follow(entity, tuple(relations))))
 
 
-def distinct_questions(world: World, hops: Sequence[int], count: int) -> Iterator[Question]:
+def distinct_questions(world: World, hops: Sequence[int], count: int) -> Iterator[ChainQuestion]:
     """Yield `count` different questions, the hop counts of `hops` in turn.
 
     Raises:
@@ -111,7 +111,7 @@ def distinct_questions(world: World, hops: Sequence[int], count: int) -> Iterato
         yield question
 
 
-def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tuple[str, ...]]]) -> Question:
+def _unseen(world: World, hops: int, rng: random.Random, seen: set[tuple[int, tuple[str, ...]]]) -> ChainQuestion:
     for _ in range(1000):
         question = make_question(world, hops, rng)
         if (question.path[0], question.relations) not in seen:
@@ -124,7 +124,7 @@ def load_template() -> templates.Template:
     return templates.load_template(TEMPLATE)
 
 
-def prompt_row(question: Question, template: templates.Template, split: str, index: int) -> dict[str, Any]:
+def prompt_row(question: ChainQuestion, template: templates.Template, split: str, index: int) -> dict[str, Any]:
     """Return one row of the prompt table (the published schema; hops, kind and chain in `extra_info`)."""
     return {
         "data_source": f"tinywiki_{question.hops}hop",

@@ -100,9 +100,9 @@ class World:
         if the word is of its own title, and a bag-of-words search for a title finds its passage before all others.
         """
         used = set(self.title(entity).split())
-        for told, kind in RELATIONS[self.kind(entity)].items():
-            found = self._draw(entity, told, kind, used)
-            if told == relation:
+        for other, kind in RELATIONS[self.kind(entity)].items():
+            found = self._draw(entity, other, kind, used)
+            if other == relation:
                 return found
             used |= set(self.title(found).split())
         raise DataError(f"a {self.kind(entity)} has no relation {relation!r}")

@@ -91,8 +91,8 @@ class Bm25Retriever:
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See `Retriever.search`. Only rows that share a term with the query (score > 0) are hits."""
         known = self._columns
-        asked = [[known[term] for term in terms(query) if term in known] for query in queries]
-        return self._postings.search(asked, k)
+        columns = [[known[term] for term in terms(query) if term in known] for query in queries]
+        return self._postings.search(columns, k)
 
 
 def _checked_columns(vocabulary: dict[str, int], num_columns: int) -> dict[str, int]:

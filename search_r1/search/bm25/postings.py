@@ -42,9 +42,9 @@ class Postings:
         counts = np.empty(len(queries), dtype=np.int64)
 
         def run(sums: np.ndarray, start: int, stop: int) -> None:
-            part, asked = slice(start, stop), bounds[start : stop + 1]
+            part, part_bounds = slice(start, stop), bounds[start : stop + 1]
             matrix = (self.data, self.indices, self.indptr, self.num_rows)
-            search_columns(*matrix, columns, asked, sums, RUN_ROWS, scores[part], rows[part], counts[part])
+            search_columns(*matrix, columns, part_bounds, sums, RUN_ROWS, scores[part], rows[part], counts[part])
 
         cuts = self._cuts(columns, bounds) if self._pool else [0, len(queries)]
         if self._pool and len(cuts) > 2:

@@ -1,4 +1,4 @@
-"""The vectors of a corpus into a FAISS index or a Qdrant collection."""
+"""The vectors of a corpus into a FAISS index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from search_r1.search.dense.embeddings import EmbeddingJob, discard, encode_corp
 from search_r1.search.dense.encoder_check import encoder_fields
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_build import build_index
-from search_r1.search.dense.qdrant import check_collection, connect, store_vectors
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
 from search_r1.search.replaceable import check_file
@@ -24,30 +23,17 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     """Encode `corpus` as `index_builder` was asked to, and say where the index is. Raises a `SearchError`."""
     if not arguments.model_path:
         raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
-    # fail before the corpus is encoded when the database is down or the target is taken
-    client = connect(arguments.qdrant_location) if arguments.qdrant_location else None
-    _check_targets(arguments, client, folder)
+    # fail before the corpus is encoded when a target is taken
+    check_file(_index_file(arguments, folder))
+    if arguments.embedding_path is None:
+        check_file(_embedding_file(arguments, folder))
     encoder = Encoder(_encoder_options(arguments, arguments.model_path))
     fields = _fields(arguments, encoder, corpus)
     vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
-    if client is None:
-        target = _write_faiss(arguments, vectors, fields, folder)
-    else:
-        store_vectors(client, arguments.qdrant_collection, vectors, fields)
-        client.close()
-        target = f"the collection {arguments.qdrant_collection} at {arguments.qdrant_location}"
+    target = _write_faiss(arguments, vectors, fields, folder)
     if arguments.embedding_path is None:
         _keep_or_discard(vectors.path, arguments.save_embedding)
     return target
-
-
-def _check_targets(arguments: argparse.Namespace, client: Any | None, folder: Path) -> None:
-    if client is None:
-        check_file(_index_file(arguments, folder))
-    else:
-        check_collection(client, arguments.qdrant_collection)
-    if arguments.embedding_path is None:
-        check_file(_embedding_file(arguments, folder))
 
 
 def _index_file(arguments: argparse.Namespace, folder: Path) -> Path:

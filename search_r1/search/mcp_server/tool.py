@@ -4,6 +4,8 @@
 
 speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
 tool by HTTP (`http.py`). Needs the extra `retrieval-mcp`.
+
+On the SDK's `Server`, not its `MCPServer`: that one hides why a search failed and repeats what was sent.
 """
 
 from __future__ import annotations
@@ -95,12 +97,12 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
 async def _search(source: Source, options: SearchOptions, metrics: Metrics, arguments: dict[str, Any]) -> SearchResult:
     """Counts failures as the routes do. Raises `SearchError`."""
     try:
-        asked = SearchArguments.model_validate(arguments)
+        checked = SearchArguments.model_validate(arguments)
     except ValidationError as error:
         raise SearchFailed(explain(error)) from error
     try:
         async with asyncio.timeout(options.timeout_s):
-            found = await source.search(asked.query_list, asked.topk or options.topk)
+            found = await source.search(checked.query_list, checked.topk or options.topk)
     except TimeoutError as error:
         metrics.expired.inc()
         raise SearchFailed(f"not answered within the deadline of {options.timeout_s:g} s") from error
@@ -111,7 +113,7 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
         metrics.errors.inc()
         _LOG.error("search failed: %s", error)
         raise
-    pairs = zip(asked.query_list, found, strict=True)
+    pairs = zip(checked.query_list, found, strict=True)
     return SearchResult(results=[QueryResult(query=query, passages=list(map(_passage, hits))) for query, hits in pairs])
 
 

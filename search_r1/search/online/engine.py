@@ -163,7 +163,7 @@ class OnlineSource:
         if request.waiters:
             return
         request.state.until = -math.inf
-        if not request.state.asked and not request.task.done():
+        if not request.state.sent and not request.task.done():
             self._pending.pop(request.key.digest, None)  # later clients must not join it
             request.task.cancel()
 
@@ -186,7 +186,7 @@ class OnlineSource:
         raise error
 
     def _unfinished(self, state: RequestState) -> OnlineUnavailable:
-        if state.asked or self._transport is None:
+        if state.sent or self._transport is None:
             return OnlineUnavailable(f"{self.name} has not answered yet; the answer is kept for who comes again")
         return self._transport.busy(state)
 

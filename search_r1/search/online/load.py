@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from search_r1.errors import OnlineError
-from search_r1.http.api_key import MaskInLog, read_key
+from search_r1.http.api_key import read_key
 from search_r1.search.online.engine import OnlineSource
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.providers import PROVIDERS, Provider
@@ -26,7 +24,6 @@ def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource
     key = None
     if options.cache_mode != "replay":
         key = read_key(provider.key_variable, options.api_key_file)
-        logging.getLogger("httpx").addFilter(MaskInLog(key))
     return OnlineSource(provider, options, key)
 
 

@@ -1,4 +1,8 @@
-"""The rate limit of an online engine: a token bucket, and the queue of the requests that wait for a token."""
+"""The rate limit of an online engine: a token bucket, and the queue of the requests that wait for a token.
+
+Not aiolimiter: a query whose turn comes later than its client waits is refused at once, with the time of its turn, and
+the engine's Retry-After moves all turns. A limiter that can only be waited for knows neither.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-import httpx
+import aiohttp
 
 from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.http.api_key import ApiKey
@@ -34,13 +36,13 @@ class _TemporaryFailure(Exception):
 
 @dataclass
 class RequestState:
-    """`until`: the latest deadline of the clients (monotonic seconds); `asked`: the request was sent, and costs money.
+    """`until`: the latest deadline of the clients (monotonic seconds); `sent`: the request was sent, and costs money.
 
     `settled` is done with the reply, or once the first attempt failed: other queries need not wait for the next one.
     """
 
     until: float = -math.inf
-    asked: bool = False
+    sent: bool = False
     failure: str = ""
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -60,10 +62,11 @@ class Transport:
         self._usage = usage
         concurrency = options.concurrency or provider.concurrency
         self._queue = RequestQueue(limit, concurrency)
-        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency))
+        connector = aiohttp.TCPConnector(limit=concurrency)
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._session.close()
 
     async def ask(self, fields: Fields, state: RequestState) -> str:
         """The body of the engine's HTTP 200.
@@ -107,55 +110,56 @@ class Transport:
             raise self.busy(state)
 
     async def _attempt(self, fields: Fields, state: RequestState, deadline: float) -> str:
-        state.asked = True
+        state.sent = True
         self._usage.attempts += 1
         try:
             return await self._send(fields, min(self._options.timeout_s, deadline - time.monotonic()))
         except _TemporaryFailure as failure:
-            state.asked, state.failure = False, str(failure)
+            state.sent, state.failure = False, str(failure)
             state.settle()
             raise
 
     async def _send(self, fields: Fields, timeout_s: float) -> str:
         """One HTTP request. Raises `_TemporaryFailure` for what may pass, else an `OnlineError`."""
         try:
-            # httpx bounds each read; a server that sends a byte now and then needs a bound on the whole
-            async with asyncio.timeout(timeout_s):
-                response = await self._client.send(self._request(fields, timeout_s), stream=True)
+            async with self._request(fields, timeout_s) as response:
                 text = await self._text(response)
         except TimeoutError:
             raise _TemporaryFailure(f"no answer to one request in {timeout_s:.1f} s") from None
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _TemporaryFailure(self._key.mask(f"{type(error).__name__}: {error}")) from None
-        except (httpx.InvalidURL, UnicodeError) as error:
+        except (aiohttp.InvalidURL, UnicodeError) as error:
             raise OnlineError(self._key.mask(f"{self._provider.name} cannot be asked: {error}")) from None
+        except aiohttp.ClientError as error:
+            raise _TemporaryFailure(self._key.mask(f"{type(error).__name__}: {error}")) from None
         self._check_status(response, text)
         self._usage.answered += 1
         return text
 
-    def _request(self, fields: Fields, timeout_s: float) -> httpx.Request:
+    def _request(self, fields: Fields, timeout_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         provider = self._provider
         credential = {provider.key_name: provider.key_prefix + self._key.reveal()}
-        headers = {"Accept": "application/json"} | (credential if provider.key_place == "header" else {})
-        url = httpx.URL(self._options.endpoint or provider.endpoint)
-        in_url = credential if provider.key_place == "parameter" else {}
-        body = fields if provider.method == "POST" else None
-        url = url.copy_merge_params(in_url if provider.method == "POST" else fields | in_url)
-        return self._client.build_request(provider.method, url, headers=headers, json=body, timeout=timeout_s)
+        in_body = provider.method == "POST"
+        in_url = ({} if in_body else fields) | (credential if provider.key_place == "parameter" else {})
+        return self._session.request(
+            provider.method,
+            self._options.endpoint or provider.endpoint,
+            params=_parameters(in_url),
+            headers={"Accept": "application/json"} | (credential if provider.key_place == "header" else {}),
+            json=fields if in_body else None,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            allow_redirects=False,
+        )
 
-    async def _text(self, response: httpx.Response) -> str:
+    async def _text(self, response: aiohttp.ClientResponse) -> str:
         body = bytearray()
-        try:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > _MAX_BODY_BYTES:
-                    raise OnlineReplyError(f"{self._provider.name} sent more than {_MAX_BODY_BYTES} bytes")
-        finally:
-            await response.aclose()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > _MAX_BODY_BYTES:
+                response.close()
+                raise OnlineReplyError(f"{self._provider.name} sent more than {_MAX_BODY_BYTES} bytes")
         return self._key.mask(body.decode("utf-8", "replace"))
 
-    def _check_status(self, response: httpx.Response, text: str) -> None:
-        status = response.status_code
+    def _check_status(self, response: aiohttp.ClientResponse, text: str) -> None:
+        status = response.status
         if status == 200:
             return
         message = f"HTTP {status}: {shown(text)}"
@@ -168,6 +172,12 @@ class Transport:
 
     def _unavailable(self, reason: str) -> OnlineUnavailable:
         return OnlineUnavailable(f"the online engine {self._provider.name} gave no answer ({reason}); try again later")
+
+
+def _parameters(fields: Fields) -> list[tuple[str, str]]:
+    """The fields as the query of a URL has them: a list is a parameter that is repeated."""
+    pairs = [(name, one) for name, value in fields.items() for one in (value if isinstance(value, list) else [value])]
+    return [(name, one if isinstance(one, str) else "" if one is None else json.dumps(one)) for name, one in pairs]
 
 
 def shown(text: str) -> str:

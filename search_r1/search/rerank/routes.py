@@ -108,8 +108,8 @@ class RerankedRetrieveRequest(RetrieveRequest):
 
     def num_candidates(self) -> int | None:
         """Passages a query that the reranker reads; None: the server's default."""
-        asked = self.rerank.candidates if self.rerank else None
-        return asked or self.topk_retrieval or None
+        requested = self.rerank.candidates if self.rerank else None
+        return requested or self.topk_retrieval or None
 
 
 def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:

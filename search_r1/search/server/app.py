@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from search_r1.errors import SearchError, ServiceUnavailable
-from search_r1.http.deadline import ClientGone, DeadlineExpired
 from search_r1.http.gate import Gate, ServerState
 from search_r1.http.metrics import Metrics
 from search_r1.http.raw_route import ShortCut
+from search_r1.http.standard_routes import add_deadline_handlers, add_metrics_route
 from search_r1.search.server.error_fields import retry_header, status_of
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import NeedsWarmUp, Served
@@ -103,10 +103,7 @@ def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> No
         available = int(not state.draining and not state.not_ready)
         return {"status": "healthy", "retrievers": {"total": 1, "available": available}}
 
-    @app.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        """Counters in the text format of Prometheus."""
-        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    add_metrics_route(app, metrics)
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
@@ -119,12 +116,4 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
             _LOG.error("search failed: %s", error)
         return JSONResponse({"detail": str(error)}, status_of(error), retry_header(error))
 
-    @app.exception_handler(DeadlineExpired)
-    async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:
-        metrics.expired.inc()
-        return JSONResponse({"detail": str(error)}, 504)
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        metrics.gone.inc()
-        return Response(status_code=499)  # the client is gone; the status is for the metrics
+    add_deadline_handlers(app, metrics)

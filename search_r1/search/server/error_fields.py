@@ -40,5 +40,5 @@ def retry_header(error: SearchError) -> dict[str, str]:
 def failure(error: SearchError) -> dict[str, Any]:
     """What a reply says of one query that failed."""
     seconds = retry_after_s(error)
-    told = {} if seconds is None else {"retry_after_s": round(seconds, 3)}
-    return {"status": status_of(error), "detail": str(error)} | told
+    retry = {} if seconds is None else {"retry_after_s": round(seconds, 3)}
+    return {"status": status_of(error), "detail": str(error)} | retry

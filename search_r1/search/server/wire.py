@@ -116,8 +116,8 @@ def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
     shown = _scored if return_scores else _documents
     lists = _array(b"null" if isinstance(outcome, SearchError) else shown(outcome) for outcome in outcomes)
     errors = {number: failure(error) for number, error in enumerate(outcomes) if isinstance(error, SearchError)}
-    told = b', "errors": %b' % json.dumps(errors).encode() if errors else b""
-    return b'{"result": %b%b}' % (lists, told)
+    error_field = b', "errors": %b' % json.dumps(errors).encode() if errors else b""
+    return b'{"result": %b%b}' % (lists, error_field)
 
 
 def explain(error: ValidationError, known: Collection[str] = ()) -> str:

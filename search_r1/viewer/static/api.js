@@ -1,6 +1,6 @@
 // Asks the server. With a token it is sent as the other servers want it, and kept for this tab alone.
 
-import { useEffect, useState } from "./htm-preact.js";
+import { useEffect, useState } from "./vendor/htm-preact.js";
 
 const TOKEN = "search-r1-token";
 

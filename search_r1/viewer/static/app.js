@@ -1,6 +1,6 @@
 // The page: what runs there are, which view is shown, keys, theme.
 
-import { html, render, useEffect, useState } from "./htm-preact.js";
+import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { NeedsToken, ask, setToken } from "./api.js";
 import { Comparison } from "./compare.js";
 import { Dashboard } from "./dashboard.js";

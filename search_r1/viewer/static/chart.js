@@ -1,8 +1,8 @@
 // One chart: uPlot, with keys, a text under it for who cannot see it, and a click that opens the step's trajectories.
 
-import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { number } from "./format.js";
-import uPlot from "./uplot.js";
+import uPlot from "./vendor/uplot.js";
 
 const HEIGHT = 210;
 const NUM_COLOURS = 8;

@@ -1,6 +1,6 @@
 // Two files by question: of two steps, or of two runs.
 
-import { html } from "./htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { Problem, number, rewardClass, signed } from "./format.js";
 import { Samples } from "./group.js";

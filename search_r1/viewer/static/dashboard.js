@@ -1,6 +1,6 @@
 // The curves of runs, the alarms of their collapse guards, and the timeline of a step.
 
-import { html, useEffect, useState } from "./htm-preact.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { ask, useData } from "./api.js";
 import { Chart } from "./chart.js";
 import { Problem } from "./format.js";

@@ -1,6 +1,6 @@
 // Numbers and texts for people. Everything becomes a text node: nothing that was stored is ever read as HTML.
 
-import { html } from "./htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "-";

@@ -1,6 +1,6 @@
 // Samples side by side: of one prompt, or of one question in two files.
 
-import { html } from "./htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { Problem, components, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";

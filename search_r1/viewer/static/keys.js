@@ -1,6 +1,6 @@
 // Keys, and the page that lists them.
 
-import { html, useEffect, useRef } from "./htm-preact.js";
+import { html, useEffect, useRef } from "./vendor/htm-preact.js";
 
 const LIST = [
   ["j, k", "next, previous row of the list; in a trajectory: the next, previous one of the list"],

@@ -1,6 +1,6 @@
 // The list: filters, a table with an order, pages.
 
-import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { Problem, components, gold, number, rewardClass } from "./format.js";
 import { useKey } from "./keys.js";

@@ -1,6 +1,6 @@
 // The colour of a token under an overlay, and the legend that says which number is which colour.
 
-import { html } from "./htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { precise } from "./format.js";
 
 export const TEXT = "text";

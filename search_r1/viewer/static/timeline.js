@@ -1,6 +1,6 @@
 // What the driver, each engine and each rank did in a step, as the run stored it for Perfetto.
 
-import { html } from "./htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { colour } from "./chart.js";
 import { Problem, number } from "./format.js";

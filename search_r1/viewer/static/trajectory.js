@@ -1,6 +1,6 @@
 // One trajectory: why it got its reward, its group, its searches, its text.
 
-import { html, useEffect } from "./htm-preact.js";
+import { html, useEffect } from "./vendor/htm-preact.js";
 import { ask, download, useData } from "./api.js";
 import { Problem, Runs, number, rewardClass, signed } from "./format.js";
 import { useKey } from "./keys.js";

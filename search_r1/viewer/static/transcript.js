@@ -1,6 +1,6 @@
 // The text of a trajectory: parts by kind, and over its tokens one stored value.
 
-import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { NAMES, Runs, precise } from "./format.js";
 import { useKey } from "./keys.js";
 import { Legend, TEXT, VERSION, label, overlays, scale, valueOf } from "./overlay.js";

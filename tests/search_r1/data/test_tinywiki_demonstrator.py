@@ -7,7 +7,7 @@ import pytest
 
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits
 from search_r1.data.tinywiki.passages import PassageIndex, observation
-from search_r1.data.tinywiki.questions import Question, load_template, make_question
+from search_r1.data.tinywiki.questions import ChainQuestion, load_template, make_question
 from search_r1.data.tinywiki.world import World, plan_worlds
 
 POLICY_TURN = re.compile(r"<think> [^<>]+</think>(<search> [^<>]+</search>|<answer> [^<>]+</answer>)")
@@ -25,7 +25,7 @@ def index(world: World) -> PassageIndex:
 
 def _episodes(
     world: World, index: PassageIndex, habits: Habits, hops: int, count: int
-) -> list[tuple[Question, list[tuple[str, str]]]]:
+) -> list[tuple[ChainQuestion, list[tuple[str, str]]]]:
     demonstrator = Demonstrator(world, index, load_template(), habits, topk=1)
     rng = random.Random(1)
     questions = [make_question(world, hops, rng) for _ in range(count)]

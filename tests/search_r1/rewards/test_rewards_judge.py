@@ -179,7 +179,7 @@ def test_a_judge_that_is_down_scores_nothing_and_is_named(dead_url):
     assert time.monotonic() - start < 20.0  # not 100 times one pause after the other
     assert found[-1] == 0.0  # no answer is worth nothing, whoever judges
     assert all(isinstance(value, RewardUnavailable) for value in found[:-1])
-    assert f"grader at {dead_url}" in str(found[0]) and "ConnectError" in str(found[0])
+    assert f"grader at {dead_url}" in str(found[0]) and "ClientConnectorError" in str(found[0])
 
 
 def test_a_judge_that_is_down_is_given_up_and_one_that_stumbles_is_not(judge_of):
@@ -362,7 +362,7 @@ def test_in_training_what_cannot_be_judged_is_masked(byte_tokenizer, judge_of):
 
 
 def test_in_training_a_judge_that_is_down_or_misconfigured_stops_the_run(byte_tokenizer, judge_of, dead_url):
-    with pytest.raises(RolloutError, match="all 2 trajectories failed: .*ConnectError"):
+    with pytest.raises(RolloutError, match="all 2 trajectories failed: .*ClientConnectorError"):
         scorer(byte_tokenizer, dead_url, 1.0).score([episode(byte_tokenizer, "a"), episode(byte_tokenizer, "b")])
     server = ScriptedJudge()
     server.by_answer["a"] = refusal(401)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from search_encoders import ids as word_ids
+from search_encoders import save_bert
+from transformers import BertModel
 
 from search_r1.rewards import semantic
 from search_r1.rewards.component import ComponentReward, make_component
@@ -18,53 +19,16 @@ from search_r1.rewards.semantic import Semantic
 from search_r1.search.dense.encoding.encoder import Encoder
 from verl.errors import ConfigError
 
-WORDS = [
-    "query",
-    ":",
-    "river",
-    "morn",
-    "tarsia",
-    "city",
-    "country",
-    "volcano",
-    "singer",
-    "paints",
-    "capital",
-    "anna",
-    "velt",
-    "lune",
-]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
     """An untrained BERT of width 32 without sentence-transformers files: mean pooling."""
-    folder = tmp_path_factory.mktemp("encoder")
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(SPECIAL + WORDS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=24,
-        initializer_range=0.5,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        BertModel(config).save_pretrained(folder)
-    return folder
+    return save_bert(tmp_path_factory.mktemp("encoder"))
 
 
 def vector(folder: Path, words: str) -> torch.Tensor:
     """Mean of the last hidden states, ids looked up by hand."""
-    ids = [2, *(len(SPECIAL) + WORDS.index(word) for word in words.split()), 3]
+    ids = [2, *word_ids(words), 3]
     with torch.no_grad():
         return BertModel.from_pretrained(folder)(torch.tensor([ids])).last_hidden_state[0].mean(0).double()
 
@@ -110,7 +74,8 @@ def test_a_negative_cosine_is_worth_nothing(model_dir, tmp_path):
         model.embeddings.position_embeddings.weight.zero_()
         model.embeddings.token_type_embeddings.weight.zero_()
         words[2:4] = 1.0  # [CLS] and [SEP]: the layer norm makes 0 of a constant
-        words[len(SPECIAL) + WORDS.index("city")] = -words[len(SPECIAL) + WORDS.index("lune")]
+        (city,), (lune,) = word_ids("city"), word_ids("lune")
+        words[city] = -words[lune]
     model.save_pretrained(folder)
     assert cosine(folder, "city", "lune") == pytest.approx(-1.0, abs=1e-5)
     assert measure(Semantic(str(folder)), ("city", ["lune"]), ("city", ["lune", "city"])) == [0.0, pytest.approx(1.0)]

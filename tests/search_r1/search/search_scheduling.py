@@ -13,7 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+import uvicorn
+from fastapi import FastAPI
 
+from search_r1.http.process import DrainingServer
 from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.retriever import Hit
@@ -124,3 +127,19 @@ def staged(
     finally:
         retriever.open()
         service.close()
+
+
+@contextmanager
+def running_app(app: FastAPI) -> Iterator[tuple[str, DrainingServer]]:
+    """The server as `main` runs it, in a thread; `should_exit` does what SIGTERM does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = DrainingServer(uvicorn.Config(app, log_level="error"), app.state.server)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+        finally:
+            server.should_exit = True
+            thread.join(timeout=PATIENCE_S)
+            assert not thread.is_alive()

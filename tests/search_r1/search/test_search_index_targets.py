@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,7 @@ from search_r1.search.bm25 import index as bm25
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import build as dense_build
-from search_r1.search.dense.qdrant import connect
 from search_r1.search.manifest import manifest_path, read_manifest
-
-needs_qdrant = pytest.mark.skipif(
-    importlib.util.find_spec("qdrant_client") is None, reason="qdrant-client is not installed (extra retrieval-qdrant)"
-)
 
 
 @pytest.fixture(scope="module")
@@ -173,25 +167,6 @@ def test_an_encoding_that_fails_leaves_the_former_index_whole(
     monkeypatch.setattr(dense_build, "build_index", fail)
     assert _dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 1
     assert {name: data for name, data in _contents(tmp_path).items() if name in before} == before
-
-
-@needs_qdrant
-def test_a_collection_of_somebody_else_stays_as_it_is(
-    model_dir: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from qdrant_client import models
-
-    client = connect(str(tmp_path / "db"))
-    client.create_collection("wiki", vectors_config=models.VectorParams(size=2, distance=models.Distance.DOT))
-    client.upsert("wiki", points=models.Batch(ids=[7], vectors=[[1.0, 2.0]]))
-    client.close()
-    place = ("--qdrant_location", str(tmp_path / "db"), "--qdrant_collection", "wiki")
-    assert _dense(model_dir, corpus_file, tmp_path, *place) == 1
-    assert "wiki" in capsys.readouterr().err
-    assert not (tmp_path / "emb_e5.memmap").exists(), "it is refused before the corpus is encoded"
-    client = connect(str(tmp_path / "db"))
-    assert client.count("wiki").count == 1
-    client.close()
 
 
 @pytest.mark.parametrize("option", ["--output", "--report"])

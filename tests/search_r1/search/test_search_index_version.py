@@ -73,21 +73,16 @@ def test_an_engine_has_the_version_of_what_it_is_asked_for(monkeypatch: pytest.M
     assert len(alike) == 1 and len(set(others) | alike) == 5
 
 
-def test_every_process_and_every_reply_says_it(
-    small_server: str, run_app, serve, tmp_path: Path, write_corpus: Callable[[Path], Path]
-) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl")
-    workers = serve("--corpus_path", str(corpus), "--retriever_name", "bm25", "--topk", "2", "--workers", "2")
-    expected = _version(corpus)
-    for server in (small_server, workers):
-        for route in ("/info", "/healthz"):
-            assert requests.get(server + route, timeout=60).json()["index_version"] == expected
-        for route, body in (("/retrieve", {"query": "Morn"}), ("/search", {"query": "Morn"})):
-            reply = requests.post(server + route, json=body, timeout=60)
-            assert reply.headers["X-Index-Version"] == expected and "X-Batch-Size" not in reply.headers
+def test_every_reply_says_it(small_server: str, run_app, serve, corpus_file: Path) -> None:
+    expected = _version(corpus_file)
+    for route in ("/info", "/healthz"):
+        assert requests.get(small_server + route, timeout=60).json()["index_version"] == expected
+    for route, body in (("/retrieve", {"query": "Morn"}), ("/search", {"query": "Morn"})):
+        reply = requests.post(small_server + route, json=body, timeout=60)
+        assert reply.headers["X-Index-Version"] == expected and "X-Batch-Size" not in reply.headers
     engine = Engine("serper")
     endpoint = ("--retriever_name", "serper", "--online_endpoint", f"{run_app(engine.app)}/engine")
-    online = serve(*endpoint, "--workers", "2", SERPER_API_KEY="a-key-of-the-tests")
+    online = serve(*endpoint, SERPER_API_KEY="a-key-of-the-tests")
     info = requests.get(f"{online}/info", timeout=60).json()
     reply = requests.post(f"{online}/retrieve", json={"query": "lune"}, timeout=60)
     assert reply.headers["X-Index-Version"] == info["index_version"]

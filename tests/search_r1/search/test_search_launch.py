@@ -192,6 +192,7 @@ def test_port_in_use_is_one_line_before_anything_loads(run_server, tmp_path: Pat
     [
         (["--retriever_name", "bm25", "--topk", "0"], "--topk is 0; it must be between 1 and 100"),
         (["--retriever_name", "bm25", "--num_threads", "0"], "--num_threads is 0; it must be at least 1"),
+        (["--retriever_name", "bm25", "--workers", "2"], "start several servers, each on its own --port, and give the"),
         (["--retriever_name", "e5"], "dense retriever 'e5' needs --index_path"),
         (["--retriever_name", "e5", "--index_path", "/nowhere/e5_Flat.index"], "/nowhere/e5_Flat.index does not exist"),
         (["--retriever_name", "bm25", "--index_path", "/nowhere"], "/nowhere is not a BM25 index"),

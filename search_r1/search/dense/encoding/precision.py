@@ -16,28 +16,28 @@ def cpu_has_bf16() -> bool:
     return any(capabilities.get(name) for name in _CPU_BF16)
 
 
-def resolve_device(asked: str) -> torch.device:
+def resolve_device(requested: str) -> torch.device:
     """`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU where there is one."""
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(asked)
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(requested)
 
 
-def resolve_precision(asked: str, device: torch.device) -> torch.dtype:
+def resolve_precision(requested: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 where the hardware has it, else float16 on a GPU and float32 on a CPU.
 
     `half` is the published `--use_fp16`: float16 on a GPU, as `auto` on a CPU. Raises `EncoderError` on an unknown
     name and on float16 on a CPU, which no CPU computes fast.
     """
-    if asked not in PRECISIONS:
-        raise EncoderError(f"precision {asked!r} is not one of {', '.join(PRECISIONS)}")
+    if requested not in PRECISIONS:
+        raise EncoderError(f"precision {requested!r} is not one of {', '.join(PRECISIONS)}")
     on_gpu = device.type == "cuda"
-    if asked == "float16" and not on_gpu:
+    if requested == "float16" and not on_gpu:
         raise EncoderError("precision float16 needs a GPU; use auto, bfloat16 or float32 on a CPU")
-    if asked == "half":
-        asked = "float16" if on_gpu else "auto"
-    if asked != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
+    if requested == "half":
+        requested = "float16" if on_gpu else "auto"
+    if requested != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
     if on_gpu:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16 if cpu_has_bf16() else torch.float32

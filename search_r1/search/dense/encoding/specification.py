@@ -6,10 +6,8 @@ families, looked up by the family's name (`--retriever_name`), never by a piece 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from search_r1.errors import EncoderError
@@ -77,16 +75,6 @@ def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -
     if spec.pooling not in POOLINGS:
         raise EncoderError(f"pooling {spec.pooling!r} is not one of {', '.join(POOLINGS)}")
     return spec
-
-
-def local_json(folder: Path) -> ReadJson:
-    """Reads the JSON files of a model folder."""
-
-    def read(name: str) -> Any:
-        path = folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-    return read
 
 
 def _from_modules(spec: EncoderSpec, modules: list[dict[str, str]], read_json: ReadJson) -> EncoderSpec:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from typing import Any
 
 import pytest
 import requests
-from e2e_world import free_port
 from fastapi import FastAPI, Request, Response
 from search_engines import Engine
 from search_scheduling import Stage, staged, wait_until
@@ -23,7 +20,6 @@ from search_scheduling import Stage, staged, wait_until
 from search_r1.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
 
-_STAGE = Path(__file__).parents[1] / "workers_stage.py"
 _GOOD = [f"q {number}" for number in range(63)]
 
 
@@ -112,13 +108,6 @@ def test_who_does_not_ask_for_the_errors_of_queries_gets_the_published_shape(sta
     assert errors == {"1": {"status": 500, "detail": detail}}
 
 
-def test_front_ends_pass_the_errors_of_single_queries_on(start_stage: Callable[..., str], corpus_file: Path) -> None:
-    url = start_stage("--corpus_path", str(corpus_file), "--workers", "2")
-    outcomes, ended = _search(url, [query if query == "poison" else f"Morn {query}" for query in _with_poison()])
-    assert [isinstance(outcome, RetrieverQueryFailed) for outcome in outcomes].index(True) == 30
-    assert sum(isinstance(outcome, list) for outcome in outcomes) == 63 and ended[-1] == "poison"
-
-
 @pytest.mark.parametrize(
     "failure",
     [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
@@ -184,11 +173,10 @@ def online(run_app, serve) -> Callable[..., str]:
     return start
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_online_engine_is_paid_once_for_each_query(online, workers: str) -> None:
+def test_an_online_engine_is_paid_once_for_each_query(online) -> None:
     engine = Engine("serper")
     queries = [*_GOOD, "refused"]
-    url = online(engine, "--workers", workers)
+    url = online(engine)
     outcomes, _ = _search(url, queries)
     assert isinstance(outcomes[-1], RetrieverRejected) and outcomes[-1].status == 424
     assert "HTTP 400: no" in str(outcomes[-1])
@@ -265,22 +253,3 @@ def test_lists_are_as_long_as_the_server_says(run_app) -> None:
 
     asyncio.run(main(f"{run_app(app)}/retrieve"))
     assert lists[0] == 1 and sorted(lists[1:]) == [2, 5, 5]  # sent at the same time, they come in any order
-
-
-@pytest.fixture
-def start_stage(server_environment: dict[str, str], wait_until_ready, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts `workers_stage.py`; the base URL of its service."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str) -> str:
-        port = free_port()
-        command = [sys.executable, str(_STAGE), "--port", str(port), "--hold", str(tmp_path / "hold"), *arguments]
-        process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=server_environment)
-        processes.append(process)
-        wait_until_ready(f"http://127.0.0.1:{port}", process)
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in processes:
-        process.terminate()
-        process.communicate(timeout=60)

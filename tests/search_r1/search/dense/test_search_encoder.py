@@ -19,10 +19,15 @@ from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.length_batches import length_batches
 from search_r1.search.dense.encoding.model import load_weights, weights_digest
 from search_r1.search.dense.encoding.precision import cpu_has_bf16, resolve_precision
-from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, local_json, resolve_spec
+from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, ReadJson, resolve_spec
 
 _CPU = torch.device("cpu")
 _TEXTS = [" ".join(WORDS[i % 15 : i % 15 + 1 + i % 5]) for i in range(300)]
+
+
+def local_json(folder: Path) -> ReadJson:
+    """Reads the JSON files of a model folder, None where there is none."""
+    return lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else None
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ import asyncio
 import http.client
 import importlib.util
 import json
-import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,11 +16,9 @@ from typing import Any
 
 import pytest
 import requests
-import uvicorn
 from e2e_world import free_port
-from search_scheduling import PATIENCE_S, GatedRetriever, Stage, wait_until
+from search_scheduling import PATIENCE_S, GatedRetriever, Stage, running_app, wait_until
 
-from search_r1.http.process import DrainingServer
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search import retrieval_server
 from search_r1.search.bm25.index import Bm25Retriever
@@ -99,18 +95,8 @@ def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def running(service: RetrievalService, options: AppOptions) -> Iterator[str]:
     """The server as `main` runs it with --mcp, in a thread."""
-    app = create_app(service, replace(options, mcp=True), service.metrics)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = DrainingServer(uvicorn.Config(app, log_level="error"), app.state.server)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=PATIENCE_S)
-            assert not thread.is_alive()
+    with running_app(create_app(service, replace(options, mcp=True), service.metrics)) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_a_slow_engine_is_asked_again_and_a_silent_one_is_unavailable(run_app) -
     assert len(engine.asked) >= 2  # more where the second one is slow too
     with pytest.raises(OnlineUnavailable, match="no answer to one request"):
         _search(run_app(Engine("serper", delay_s=20.0).app), ["lune"], timeout_s=0.3, max_attempts=1)
-    with pytest.raises(OnlineUnavailable, match="ConnectError"):
+    with pytest.raises(OnlineUnavailable, match="ClientConnectorError"):
         _search(f"http://127.0.0.1:{free_port()}", ["lune"])
 
 
@@ -305,7 +305,6 @@ def test_the_key_is_in_no_log_no_error_and_no_cache(run_app, tmp_path: Path, cap
             assert KEY[:5] not in shown and "k3y%2F" not in shown
         assert path.stat().st_size > 0 and b"[api key]" in path.read_bytes()
         assert b"k3y" not in path.read_bytes()
-    assert "HTTP Request: GET" in caplog.text  # httpx did log the addresses
     assert "k3y" not in caplog.text
 
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from search_cross_encoders import save_cross_encoder
 
 import search_r1.serve.__main__ as chat_server
+from search_r1.http import process
 from search_r1.http.metrics import Metrics
 from search_r1.search import (
     google_search_server,
@@ -64,7 +65,7 @@ def test_so_do_the_published_programs_over_online_engines(name: str, monkeypatch
         asked.append(host)
         raise SystemExit(0)
 
-    monkeypatch.setattr(retrieval_server, "bind", no_address)
+    monkeypatch.setattr(process, "bind", no_address)
     main, needed = PROGRAMS[name]
     with pytest.raises(SystemExit):
         main(needed)

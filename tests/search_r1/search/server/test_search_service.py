@@ -8,22 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-import uvicorn
 from e2e_world import free_port
-from fastapi import FastAPI
-from search_scheduling import PATIENCE_S, GatedRetriever, scores, staged, wait_until
+from search_scheduling import PATIENCE_S, GatedRetriever, running_app, scores, staged, wait_until
 
 from search_r1.http import deadline
-from search_r1.http.process import DrainingServer
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
@@ -35,22 +29,6 @@ from search_r1.search.server.source_interface import EncodedHit
 _ROOT = Path(__file__).resolve().parents[4]
 _TOKEN = "s3cret-t0ken"
 _BEARER = {"Authorization": f"Bearer {_TOKEN}"}
-
-
-@contextmanager
-def _running(app: FastAPI) -> Iterator[tuple[str, DrainingServer]]:
-    """The server as `main` runs it, in a thread; `should_exit` does what SIGTERM does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = DrainingServer(uvicorn.Config(app, log_level="error"), app.state.server)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
-        finally:
-            server.should_exit = True
-            thread.join(timeout=PATIENCE_S)
-            assert not thread.is_alive()
 
 
 def _post(url: str, **body: object) -> requests.Response:
@@ -143,7 +121,7 @@ def test_bad_requests_of_flashrag_are_422(small_server: str, route: str, body: d
 def test_ready_once_the_warm_up_query_has_run(corpus_file: Path) -> None:
     corpus = Corpus(corpus_file)
     retriever = GatedRetriever(len(corpus))
-    with _running(create_app(RetrievalService(retriever, corpus))) as (url, _):
+    with running_app(create_app(RetrievalService(retriever, corpus))) as (url, _):
         wait_until(lambda: len(retriever.batches) == 1)
         assert retriever.batches == [['"Anna Velt" Anna Velt was born in the']]
         waiting = requests.get(f"{url}/readyz", timeout=PATIENCE_S)
@@ -246,7 +224,7 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_what_is_new(corpus_fil
     retriever = GatedRetriever(len(corpus))
     service = RetrievalService(retriever, corpus, ServiceOptions(max_wait_ms=0))
     body = {"queries": ["q 2"], "topk": 1, "return_scores": True}
-    with _running(create_app(service)) as (url, server), ThreadPoolExecutor(1) as pool:
+    with running_app(create_app(service)) as (url, server), ThreadPoolExecutor(1) as pool:
         wait_until(lambda: len(retriever.batches) == 1)  # the warm-up query
         running = pool.submit(requests.post, f"{url}/retrieve", json=body, timeout=PATIENCE_S)
         wait_until(lambda: (service.metrics.registry.get_sample_value("retrieval_queue_queries") or 0) == 1)
