@@ -133,7 +133,7 @@ with Progress("encode", 40, unit="passages") as outer:
     for number in range(40):
         with Progress("[red]shard[/red]", 10**6, unit=BYTES) as inner:
             inner.update(10**6, note="all of it")
-            time.sleep(0.02)
+            time.sleep(1.5 if number == 20 else 0.02)  # long enough to be seen
         outer.update()
         if number == 20:
             print("printed to standard output")

@@ -56,7 +56,8 @@ def run(config: Config) -> None:
     with phase("checking prompt files, reward, models and environment"):
         from verl.trainer.preflight.inputs import check_inputs
 
-        tell(f"loads {check_inputs(config)}")
+        models = check_inputs(config)
+        tell(f"loads {models}")
 
     with phase("importing Ray and the trainer"):
         import ray
@@ -66,6 +67,7 @@ def run(config: Config) -> None:
         from verl.trainer.ending import ending  # its curves come with matplotlib
         from verl.trainer.fewer_nodes import on_nodes_that_are_there
         from verl.trainer.janitor import Janitor
+        from verl.trainer.preflight.models import require_engines_share_heads
         from verl.trainer.rl_trainer import RLTrainer
 
     run_dir = Path(config.trainer.default_local_dir)
@@ -80,6 +82,8 @@ def run(config: Config) -> None:
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()
         device = device_of_cluster(config.trainer.device)
+        if device == "cuda":
+            require_engines_share_heads(config, models.policy)
         trainer = RLTrainer(on_nodes_that_are_there(config, device), device)
         at_the_end.callback(trainer.shutdown)
         janitor.watch()

@@ -23,7 +23,7 @@ export function useKey(key, act) {
   useEffect(() => {
     const pressed = (event) => {
       if (event.key !== key || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.target.closest?.("input, select, textarea, dialog")) return;
+      if (event.target.closest?.("input, select, textarea, dialog[open]")) return;
       event.preventDefault();
       latest.current();
     };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,9 @@ from preflight_run import small_run
 
 from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight.inputs import check_inputs
+from verl.trainer.preflight.models import require_engines_share_heads
 
 
 def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(
@@ -68,20 +71,6 @@ def test_a_run_that_can_start_leaves_no_trace(
             ConfigError,
             "actor.ulysses_sequence_parallel_size=2 does not divide the 3 attention heads .* set it to one of 1, 3",
         ),
-        (
-            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
-            ConfigError,
-            "rollout.tensor_model_parallel_size=4 does not divide the 3 attention heads",
-        ),
-        (
-            [
-                "trainer.n_gpus_per_node=4",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
-                "+actor_rollout_ref.model.override_config={num_attention_heads: 12, num_key_value_heads: 3}",
-            ],
-            ConfigError,
-            "tensor_model_parallel_size=4 is neither a divisor nor a multiple of the 3 key and value heads",
-        ),
         (["trainer.default_local_dir=/dev/null/run"], ConfigError, "run folder: /dev/null/run: /dev/null is a file"),
         (["data.tokenizer=/no/such/folder"], ConfigError, "no tokenizer could be loaded"),
         (["reward.function=no.such.Reward"], ConfigError, "no.such"),
@@ -111,3 +100,21 @@ def test_what_is_wrong_is_said(
     settings = small_run(prompt_file, tmp_path / "run", tiny_model_dir, url, *overrides)
     with pytest.raises(kind, match=message):
         check_inputs(load_config("ppo_trainer", settings))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "message"),
+    [
+        (12, 3, 1, None),
+        (16, 8, 8, None),
+        (16, 2, 8, None),
+        (14, 2, 4, "size=4 does not divide the 14 attention heads of the model; set it to one of 1, 2, 7, 14"),
+        (12, 3, 4, "size=4 is neither a divisor nor a multiple of the 3 key and value heads"),
+    ],
+)
+def test_engines_share_heads(heads: int, key_heads: int, size: int, message: str | None) -> None:
+    config = load_config("ppo_trainer", [f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"])
+    shape = ModelShape(1000, 2, 8, 8, 8, None, num_heads=heads, num_key_heads=key_heads)
+    expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    with expected:
+        require_engines_share_heads(config, shape)

@@ -53,7 +53,7 @@ def test_it_is_asked_where_it_runs_and_ends_with_the_run(ray_session: Any) -> No
     server.check(scorer)
     scorer.check()
     server.close()
-    with pytest.raises(RewardUnavailable, match="ConnectError"):
+    with pytest.raises(RewardUnavailable, match="ClientConnectorError"):
         scorer.check()
 
 

@@ -20,9 +20,11 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
 
         from verl.trainer.preflight.findings import all_findings  # imports torch, which --help need not wait for
-        from verl.trainer.preflight.models import models_of
+        from verl.trainer.preflight.models import models_of, require_engines_share_heads
 
         models = models_of(arguments.config)
+        if arguments.place.on_gpu:
+            require_engines_share_heads(arguments.config, models.policy)
     except VerlError as error:
         _show(Finding("FAIL", "config", str(error)))
         return 1

@@ -29,9 +29,9 @@ class Models:
 
 
 def models_of(config: Config) -> Models:
-    """Raises ConfigError, also for a model whose attention heads the workers of its role cannot share equally."""
+    """Raises ConfigError, also for a model whose attention heads the workers that train it cannot share equally."""
     models = _models_of(config)
-    _require_shared_heads(config, models)
+    _require_workers_share_heads(config, models)
     return models
 
 
@@ -55,21 +55,25 @@ def _models_of(config: Config) -> Models:
     return Models(policy, anchor if own_anchor else None, critic)
 
 
-def _require_shared_heads(config: Config, models: Models) -> None:
-    """What the trainer's engines and vLLM would say too, when they load."""
-    role, policy = config.actor_rollout_ref, models.policy
-    size = role.actor.ulysses_sequence_parallel_size
-    _require_divisor("actor_rollout_ref.actor.ulysses_sequence_parallel_size", size, policy)
-    if models.critic is not None:
-        size = config.critic.ulysses_sequence_parallel_size
-        _require_divisor("critic.ulysses_sequence_parallel_size", size, models.critic)
-    key, size = "actor_rollout_ref.rollout.tensor_model_parallel_size", role.rollout.tensor_model_parallel_size
+def require_engines_share_heads(config: Config, policy: ModelShape) -> None:
+    """On GPUs, what vLLM would say too when it loads; on a CPU an engine is one process. Raises ConfigError."""
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     _require_divisor(key, size, policy)
     if max(size, policy.num_key_heads) % min(size, policy.num_key_heads):
         raise ConfigError(
             f"{key}={size} is neither a divisor nor a multiple of the {policy.num_key_heads} key and value heads of "
             "the model, which the GPUs of an engine share equally; set it to one"
         )
+
+
+def _require_workers_share_heads(config: Config, models: Models) -> None:
+    """What the trainer's engines would say too when they load."""
+    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    _require_divisor("actor_rollout_ref.actor.ulysses_sequence_parallel_size", size, models.policy)
+    if models.critic is not None:
+        size = config.critic.ulysses_sequence_parallel_size
+        _require_divisor("critic.ulysses_sequence_parallel_size", size, models.critic)
 
 
 def _require_divisor(key: str, size: int, shape: ModelShape) -> None:
