@@ -43,7 +43,7 @@ def reserve_pools(config: Config, device: str) -> Pools:
     place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
     apart: SamplingNodes | None = None
-    if place.sampling_nodes and place.nnodes == 1 and device == "cpu":
+    if place.nnodes == 1 and device == "cpu" and (place.sampling_nodes or _has_other_nodes()):
         whole.only_on = ray.util.get_node_ip_address()  # else its processes would be wherever there is room
     with ExitStack() as reserved:
         reserved.callback(whole.release)
@@ -141,3 +141,7 @@ def _numbers(name: str, first: int, count: int) -> str:
 
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _has_other_nodes() -> bool:
+    return sum(node["Alive"] for node in ray.nodes()) > 1
