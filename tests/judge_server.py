@@ -27,4 +27,5 @@ class Judge(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     print("a judge without an opinion", flush=True)
+    ThreadingHTTPServer.request_queue_size = 128  # a step's answers come at once
     ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Judge).serve_forever()
