@@ -11,10 +11,8 @@ An iteration of the engine samples a token of every row, so that more rows cost 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import math
 import random
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from step_growth import MODEL, NUMBERS, POLICY, PROMPT, Point, settings, slope, write_model
+from step_growth import MODEL, NUMBERS, POLICY, PROMPT, Point, arguments, settings, slope, write_model
 
 from verl.agent.environment import Sampling
 from verl.rollout.engine import VLLMEngine
@@ -34,18 +32,14 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--longest", type=int, default=4096, help="tokens of a row, from 256 in powers of two")
-    args = parser.parse_args()
-    lengths = [2**power for power in range(8, int(math.log2(args.longest)) + 1)]
+    rounds, lengths = arguments(__doc__)
     points = [Point("batch", number, number, 2) for number in ROWS]
     points += [Point("turns", number, 1, number) for number in NUMBERS]
     points += [Point("sampled length", length, 1, 1, length - PROMPT, 0) for length in lengths]
     points += [Point("read length", length, 1, 1, POLICY, length - PROMPT - POLICY) for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model")
-        report(points, asyncio.run(seconds_of(Path(folder), points, args.rounds)))
+        report(points, asyncio.run(seconds_of(Path(folder), points, rounds)))
 
 
 async def seconds_of(folder: Path, points: Sequence[Point], rounds: int) -> list[float]:

@@ -90,20 +90,25 @@ class TimedAttention(torch.autograd.Function):
         return (*found, None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None) -> tuple[int, list[int]]:
+    """Of the command line: rounds, and the lengths of a row."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of a row, from 256 in powers of two")
     args = parser.parse_args()
-    lengths = [2**power for power in range(8, int(math.log2(args.longest)) + 1)]
+    return args.rounds, [2**power for power in range(8, int(math.log2(args.longest)) + 1)]
+
+
+def main() -> None:
+    rounds, lengths = arguments(__doc__)
     points = [Point("batch", number, number, 2) for number in NUMBERS]
     points += [Point("turns", number, 1, number) for number in NUMBERS]
     points += [Point("length", length, 1, 1, POLICY, length - PROMPT - POLICY) for length in lengths]
     shared = [Point("ranks", BASE_ROWS, BASE_ROWS, 2)]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model")
-        one = seconds_of(Path(folder), points + shared, 1, args.rounds)
-        two = seconds_of(Path(folder), shared, 2, args.rounds)
+        one = seconds_of(Path(folder), points + shared, 1, rounds)
+        two = seconds_of(Path(folder), shared, 2, rounds)
     rows = [(p.axis, p.x, int(p.batch().lengths_B.sum()), *s) for p, s in zip(points, one, strict=False)]
     tokens = int(shared[0].batch().lengths_B.sum())
     rows += [("ranks", 1, tokens, *one[-1]), ("ranks", 2, tokens, *two[0])]
