@@ -43,6 +43,8 @@ QUIET_S = 30.0
 """The longest silence in a file."""
 SLOW = 0.1
 """Items a second: of fewer the seconds that each takes are told."""
+WIDE = 100
+"""Columns of a terminal: on a narrower one the bar is half as long, so that counts, rate and note have room."""
 _READ_BYTES = 1 << 20
 
 
@@ -289,7 +291,7 @@ def _bars(console: Console) -> Bars:
 
     name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
     # What is printed meanwhile goes above the bars; standard output only where it is a terminal too, and not a file.
-    columns = (name, BarColumn(bar_width=20), Told())
+    columns = (name, BarColumn(bar_width=20 if console.width >= WIDE else 10), Told())
     return Bars(*columns, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty())
 
 

@@ -141,11 +141,11 @@ with Progress("encode", 40, unit="passages") as outer:
 """
 
 
-def on_a_terminal(code: str, output: int | None = None) -> str:
-    """What a terminal of 100 columns is sent by a program; its standard output goes to `output` if there is one."""
+def on_a_terminal(code: str, output: int | None = None, columns: int = 100) -> str:
+    """What a terminal is sent by a program; the program's standard output goes to `output` if there is one."""
     own, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     command = [sys.executable, "-c", code]
     program = subprocess.Popen(
         command, stdin=other, stdout=output or other, stderr=other, env=environment, close_fds=True
@@ -165,8 +165,9 @@ def on_a_terminal(code: str, output: int | None = None) -> str:
     return seen.decode()
 
 
-def test_a_terminal_has_bars_and_what_is_printed_stands_above_them() -> None:
-    seen = on_a_terminal(TWO_TASKS)
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_terminal_has_bars_and_what_is_printed_stands_above_them(columns: int) -> None:
+    seen = on_a_terminal(TWO_TASKS, columns=columns)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
     assert re.search(r"encode\s+\S+\s+\d+ of 40 passages, [\d.]+ a second, \d+ s left", plain)
     assert "[red]shard[/red]" in plain and "1.0 MB of 1.0 MB" in plain and "all of it" in plain
