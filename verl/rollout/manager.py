@@ -17,14 +17,13 @@ from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws, Feed
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import SHUTDOWN_S, Fleet
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 from verl.rollout.weight_broadcast import WeightBroadcast
 from verl.rollout.weight_relay import WeightRelay
-from verl.rollout.weight_sender import WeightSender
-from verl.rollout.weight_stream import WeightStream
+from verl.rollout.weight_stream import WeightSender, WeightStream
+from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes

@@ -21,11 +21,11 @@ from weight_source import stream_of
 from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
 from verl.protocol import Prompt, Source, Status, Trajectory
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.weights.exported import ExportedWeights
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
 from verl.trainer.roles import ActorGroup

@@ -11,10 +11,10 @@ from memory_by_name import PATIENT, TOO_SLOW, patient, share_by_name
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from verl.errors import NumericalError
-from verl.rollout.weight_buckets import gathered
-from verl.rollout.weight_checksum import sums_of
-from verl.rollout.weight_ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.weights.buckets import gathered
+from verl.rollout.weights.checksum import sums_of
+from verl.rollout.weights.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 
 pytestmark = pytest.mark.usefixtures("memory_by_name")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from verl.rollout.weight_buckets import MIB, plan_buckets
-from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weights.buckets import MIB, plan_buckets
+from verl.rollout.weights.memory import HostBuckets
 
 
 def stream_of(

@@ -8,11 +8,11 @@ import torch
 
 from verl.config import Config
 from verl.engine.device import DTYPES
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_buckets import MIB, plan_buckets
-from verl.rollout.weight_checksum import NamedTensors
-from verl.rollout.weight_ipc import DeviceBuckets
-from verl.rollout.weight_memory import HostBuckets
+from verl.rollout.weights.buckets import MIB, plan_buckets
+from verl.rollout.weights.checksum import NamedTensors
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.ipc import DeviceBuckets
+from verl.rollout.weights.memory import HostBuckets
 
 
 class WeightExporter:

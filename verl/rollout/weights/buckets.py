@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl.engine.sharding import RowShards, on_mesh, row_shards
-from verl.rollout.weight_checksum import NamedTensors
+from verl.rollout.weights.checksum import NamedTensors
 
 MIB = 2**20
 ALIGNED = 64  # bytes: where weights begin in a bucket

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from verl.engine.sharding import local, own_values, row_shards
 from verl.errors import WeightSyncError
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.owned_folder import OwnedFolder
-from verl.rollout.weight_buckets import Place, gathered, places_of
-from verl.rollout.weight_checksum import copy_checked, key_of, require_finite, word_sum
+from verl.rollout.weights.buckets import Place, gathered, places_of
+from verl.rollout.weights.checksum import copy_checked, key_of, require_finite, word_sum
+from verl.rollout.weights.exported import ExportedWeights
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"

@@ -16,9 +16,9 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.engine.sharding import own_values
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_buckets import gathered
-from verl.rollout.weight_checksum import key_of, require_finite, word_sum
+from verl.rollout.weights.buckets import gathered
+from verl.rollout.weights.checksum import key_of, require_finite, word_sum
+from verl.rollout.weights.exported import ExportedWeights
 
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the GPU's number, which is another one in the reader's process
 
