@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from verl.errors import WeightSyncError
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
 from verl.rollout.weights import group as weight_group
+from verl.rollout.weights.buckets import Version
 from verl.rollout.weights.checksum import differing, sums_of
 from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.weights.group import Meeting, WeightDrain, WeightGroup, WeightSource
@@ -39,7 +40,7 @@ def buckets_of(folder: Path) -> list[ExportedWeights]:
     }
     memory = HostBuckets(folder, 2**20)
     plan = [["wide", "bias"], ["steps", "head"]]
-    return [memory.export(named, plan, torch.bfloat16, 3, index) for index in range(2)]
+    return [memory.export(Version(named, plan, torch.bfloat16, 3), index) for index in range(2)]
 
 
 def _receive(rank: int, driver: Any) -> None:

@@ -6,9 +6,10 @@ does not grow with the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,15 @@ class Place:
     def end(self) -> int:
         """Where the next one may begin."""
         return self.start + _aligned(self.shape.numel() * self.dtype.itemsize)
+
+
+class Version(NamedTuple):
+    """The weights of version `number`, sent in `dtype`; `plan` has the names in each bucket."""
+
+    named: Mapping[str, torch.Tensor]
+    plan: Sequence[Sequence[str]]
+    dtype: torch.dtype
+    number: int
 
 
 def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
