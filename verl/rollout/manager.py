@@ -72,17 +72,14 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._surviving(partial(self._fleet.ask, "check"))
 
-    def collect(
-        self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train", first_group: int = 0
-    ) -> list[Trajectory]:
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
-        Groups are numbered from `first_group`, so that several calls in one step draw different things.
         A trajectory that failed (infrastructure) is drawn again, with another seed, at most `agent.max_redraws` times;
         what still fails is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when
         more than `agent.max_failed_ratio` of all attempts failed, or are sure to.
         """
-        groups = groups_of(prompts, [how] * n, step, first_group)
+        groups = groups_of(prompts, [how] * n, step)
         self.collect_groups(groups, step)
         return [trajectory for group in groups for trajectory in group.trajectories(how)]
 
