@@ -32,11 +32,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.retrieval_rerank_server", description="Serve reranked passages over HTTP."
     )
-    parser.add_argument("--retrieval_topk", type=int, default=10, help="candidates when the request does not say")
-    parser.add_argument("--reranking_topk", type=int, default=3, help="passages a query when the request does not say")
+    parser.add_argument(
+        "--retrieval_topk", type=int, default=10, help="candidates per query when the request does not say"
+    )
+    parser.add_argument(
+        "--reranking_topk", type=int, default=3, help="passages per query when the request does not say"
+    )
     parser.add_argument("--reranker_model", default=MODEL, help="folder or hub id of the cross-encoder")
-    parser.add_argument("--reranker_batch_size", type=int, default=32, help="most pairs of one forward pass")
-    parser.add_argument("--reranker_max_length", type=int, default=512, help="tokens of a query and a passage together")
+    parser.add_argument(
+        "--reranker_batch_size", type=int, default=32, help="maximum number of pairs in one forward pass"
+    )
+    parser.add_argument(
+        "--reranker_max_length", type=int, default=512, help="maximum tokens of a query and a passage together"
+    )
     add_reranker_arguments(parser)
     add_retriever_arguments(parser)
     add_serving_arguments(parser)

@@ -20,8 +20,12 @@ _PASSES_A_BATCH = 4  # forward passes of one batch: enough pairs to sort by leng
 def add_reranker_arguments(parser: argparse.ArgumentParser) -> None:
     """Limits of the reranker's batches, queue and cache."""
     parser.add_argument("--reranker_precision", default="auto", help="auto, float32, bfloat16, float16")
-    parser.add_argument("--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; beyond: HTTP 503")
-    parser.add_argument("--reranker_cache_size", type=float, default=32, help="MiB of scores kept for repeated pairs")
+    parser.add_argument(
+        "--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; when the queue is full, HTTP 503"
+    )
+    parser.add_argument(
+        "--reranker_cache_size", type=float, default=32, help="size of the score cache for repeated pairs, in MiB"
+    )
 
 
 def load_reranker(
