@@ -3,9 +3,9 @@
     .venv/bin/python infer.py --run RUN_DIR --question "Who wrote ...?"   # a run: its last model and settings
     .venv/bin/python infer.py --model DIR --config-name NAME              # asks for questions until an empty line
 
-The prompt, the stop rules, the limits and the layout of retrieved passages are those of training, by the same code.
-Flags change single settings, `key=value` changes any key of the training config (`--topk 5 retriever.timeout_s=30`).
-Standard output has the transcripts and answers; what happens meanwhile is told on standard error.
+It uses the same code for prompt, stop rules, limits and the format of retrieved passages as training. Flags change
+single settings, `key=value` changes any key of the training config (`--topk 5 retriever.timeout_s=30`). Transcripts and
+answers go to standard output, the log to standard error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--question", help="without it, questions are read from the terminal")
+    parser.add_argument("--question", help="the question; without it, questions are read from the terminal")
     add_agent_flags(parser)
     return parser.parse_intermixed_args(arguments)
 

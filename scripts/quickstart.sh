@@ -18,8 +18,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "error: $*" >&2; exit 2; }
 
 mode=default seed=0 run_dir="" setup=() on_device=()
-# Two processes share each batch of the warm start, and each update: one would use one core.
-rl_on_device=(trainer.n_gpus_per_node=2)
+# Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.
+rl_on_device=(trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=1)
 sft=(-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2 -m verl.trainer.sft)
 while [[ $# -gt 0 ]]; do
   case "$1" in

@@ -1,7 +1,7 @@
 """`search-r1 COMMAND ...`: every program of the project under one name.
 
-Each command starts a program that can also be started by itself, with the arguments that follow it; this file says
-which, and imports none of them, so that `search-r1 --help` answers at once.
+Each command starts a program, which you can also start directly with the same arguments. This file lists the programs
+without importing them, so that `search-r1 --help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 CLONE = Path(__file__).resolve().parents[1]  # of the repository, if this is one
 AS_THEY_ARE = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 COMPLETION = """\
-Completion of commands, for the shell that you have open (bash; for zsh and fish put their names in place of bash):
+To complete commands with the Tab key in this shell (bash; for zsh or fish write that name instead of bash):
 
     eval "$(_SEARCH_R1_COMPLETE=bash_source search-r1)"
 """
@@ -61,27 +61,46 @@ INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
 PROGRAMS = (
     Program("quickstart", "scripts/quickstart.sh", "Train a search agent end to end on this machine.", "--seed 3"),
     Program("train", "verl.trainer.main_ppo", "Train by reinforcement learning.", RUN),
-    Program("sft", "verl.trainer.sft", "Warm-start a model on written episodes.", WARM_START),
-    Program("preflight", "verl.trainer.preflight", "Would this run start, and fit?", RUN),
-    Program("dry-run", "verl.trainer.dry_run", "Memory and work of a run, without a GPU.", f"--gpus 8x80 {RUN}"),
-    Program("plan", "verl.trainer.plan", "Which layout to take.", "--model Qwen/Qwen2.5-7B --gpus 8xH100"),
-    Program("report", "verl.tracking.report", "Write the report of a run.", "RUN"),
-    Program("eval", "search_r1.evaluation", "Evaluate on question sets.", EVALUATION),
-    Program("infer", "infer", "Ask a question.", '--run RUN --question "Who wrote Ulysses?"'),
-    Program("serve", "search_r1.serve", "Serve the agent to chat clients.", "--run RUN"),
-    Program("view", "search_r1.viewer", "Look at trajectories in a browser.", "RUN"),
-    Program("replay", "search_r1.replay", "Score or export trajectories.", "export STEP.parquet --output ROWS.parquet"),
-    Program("retriever", "search_r1.search.retrieval_server", "Serve passages.", "--corpus_path WIKI.jsonl"),
-    Program("index", "search_r1.search.index_builder", "Build an index.", INDEX),
+    Program(
+        "sft", "verl.trainer.sft", "Train on written trajectories by supervised learning (warm start).", WARM_START
+    ),
+    Program("preflight", "verl.trainer.preflight", "Check whether a run would start, and fit.", RUN),
+    Program(
+        "dry-run",
+        "verl.trainer.dry_run",
+        "Estimate memory and time of a run on GPUs, without a GPU.",
+        f"--gpus 8x80 {RUN}",
+    ),
+    Program(
+        "plan", "verl.trainer.plan", "Compare layouts of a run on a cluster.", "--model Qwen/Qwen2.5-7B --gpus 8xH100"
+    ),
+    Program("report", "verl.tracking.report", "Write a report about a run.", "RUN"),
+    Program("eval", "search_r1.evaluation", "Evaluate a model on question sets.", EVALUATION),
+    Program("infer", "infer", "Ask a search agent a question.", '--run RUN --question "Who wrote Ulysses?"'),
+    Program("serve", "search_r1.serve", "Serve a search agent to chat clients.", "--run RUN"),
+    Program("view", "search_r1.viewer", "View trajectories and curves in a browser.", "RUN"),
+    Program(
+        "replay",
+        "search_r1.replay",
+        "Rescore or export stored trajectories.",
+        "export STEP.parquet --output ROWS.parquet",
+    ),
+    Program("retriever", "search_r1.search.retrieval_server", "Start a retrieval server.", "--corpus_path WIKI.jsonl"),
+    Program("index", "search_r1.search.index_builder", "Build a retrieval index.", INDEX),
     Program("doctor", "search_r1.doctor", "Check this installation.", ""),
 )
 DATA = (
     Program("tinywiki", "search_r1.data.tinywiki", "Write a TinyWiki folder.", "--output_dir data/tinywiki"),
-    Program("download", "scripts/download.py", "Fetch corpus, indexes and questions.", "--save_path data --what qa"),
+    Program("download", "scripts/download.py", "Download corpus, indexes and questions.", "--save_path data --what qa"),
     Program(
-        "train", "scripts/data_process/qa_search_train_merge.py", "Training prompts.", "--data_sources nq,hotpotqa"
+        "train",
+        "scripts/data_process/qa_search_train_merge.py",
+        "Write training prompts.",
+        "--data_sources nq,hotpotqa",
     ),
-    Program("test", "scripts/data_process/qa_search_test_merge.py", "Test prompts.", "--data_sources nq,triviaqa"),
+    Program(
+        "test", "scripts/data_process/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"
+    ),
 )
 
 
@@ -151,8 +170,8 @@ def make() -> click.Group:
     """The whole tree."""
     summary = "Train language models to search while they reason, by reinforcement learning."
     group = group_of("search-r1", f"{summary}\n\n\b\n{COMPLETION}", PROGRAMS)
-    group.add_command(group_of("data", "Make or fetch data.", DATA))
-    group.add_command(group_of("bench", "Measure.", benchmarks()))
+    group.add_command(group_of("data", "Make or download data.", DATA))
+    group.add_command(group_of("bench", "Run a benchmark.", benchmarks()))
     return group
 
 

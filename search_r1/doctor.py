@@ -1,7 +1,7 @@
-"""`.venv/bin/python -m search_r1.doctor`: does this installation have all that a run needs? Starts nothing that stays.
+"""`.venv/bin/python -m search_r1.doctor`: check that this installation is complete. Leaves nothing running.
 
-Every library is imported in a process of its own, so that one that crashes is reported as well.
-`verl.trainer.preflight` says whether a certain run would start, and fit.
+Every library is imported in a process of its own, so that one that crashes is reported, too.
+`verl.trainer.preflight` checks whether a particular run would start, and fit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ for number in range(torch.cuda.device_count()):
     found = torch.cuda.get_device_properties(number)
     print(f"{found.name} with {found.total_memory / 2**30:.0f} GiB")
 """
-SET_UP = "bash scripts/setup.sh, on an NVIDIA machine with --gpu"
-DRIVER = "torch does not see them: bash scripts/setup.sh --gpu says why"
+SET_UP = "run bash scripts/setup.sh (with --gpu on an NVIDIA machine)"
+DRIVER = "torch sees no GPU; run bash scripts/setup.sh --gpu, which says why"
 IMPORT_S = 300
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     for finding in findings():
         print(finding, flush=True)
         failed |= finding.level == "FAIL"
-    print("something is missing: see FAIL" if failed else "all is there")
+    print("something is missing: see the lines with FAIL" if failed else "everything is installed")
     return int(failed)
 
 
@@ -88,11 +88,11 @@ def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
 
 def _machine() -> Iterator[Finding]:
     cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
-    yield judge(cores >= 2, "cores", str(cores), "two are the least that is pleasant", "warn")
-    yield judge(memory >= LEAST_MEMORY, "memory", f"{memory / GIB:.0f} GiB", "16 GiB are advised", "warn")
+    yield judge(cores >= 2, "cores", str(cores), "at least two are recommended", "warn")
+    yield judge(memory >= LEAST_MEMORY, "memory", f"{memory / GIB:.0f} GiB", "at least 16 GiB are recommended", "warn")
     yield machine.check_open_files(machine.open_files_limit())
     free = free_bytes(Path.cwd())
-    yield judge(free >= LEAST_DISK, "disk", f"{free / GIB:.0f} GiB free in {Path.cwd()}", "free some", "warn")
+    yield judge(free >= LEAST_DISK, "disk", f"{free / GIB:.0f} GiB free in {Path.cwd()}", "free some space", "warn")
     shared = Path("/dev/shm")
     if shared.is_dir():
         found = shutil.disk_usage(shared).free
@@ -106,7 +106,7 @@ def _gpus(found: list[str]) -> Finding:
     if found:
         return Finding("ok", "GPUs", f"{len(found)}: {', '.join(dict.fromkeys(found))}")
     driver = shutil.which("nvidia-smi")
-    seen = "none" if driver is None else f"none, though {driver} is there"
+    seen = "none" if driver is None else f"none, although {driver} exists"
     return judge(driver is None, "GPUs", seen, DRIVER, "warn")
 
 

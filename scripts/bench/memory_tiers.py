@@ -154,8 +154,8 @@ def chosen(args: argparse.Namespace) -> list[Tier]:
 def table(args: argparse.Namespace) -> str:
     """Markdown; (c): computed, (s): scaled from a measurement, (m): measured."""
     head = ["index", "served with", "disk GB (c)", "memory GB (c)", f"GB read by {args.batch} queries (c)"]
-    head += ["ms a query at least (c)", "q/s at most (c)"]
-    head += [] if args.gpu else ["q/s of a core (s)", "recall@3 of 200,000 rows (m)"]
+    head += ["ms per query, at least (c)", "q/s, at most (c)"]
+    head += [] if args.gpu else ["q/s per core (s)", "recall@3 of 200,000 rows (m)"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for tier in chosen(args):
         cells = [f"`{tier.index}`", f"`{tier.serve}`" if tier.serve else ""]

@@ -42,22 +42,38 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--output_dir", type=Path, required=True, help="folder of the results; a run that was cut short goes on there")
-    add("--server", help="address of an OpenAI-compatible server (vLLM, SGLang) that has the model")
+    add(
+        "--output_dir", type=Path, required=True, help="folder for the results; an interrupted evaluation resumes there"
+    )
+    add("--server", help="address of an OpenAI-compatible server (vLLM, SGLang) that serves the model")
     add("--served_model", help="name of the model at that server")
     add("--tokenizer", help="folder or hub name of the model's tokenizer, with --server")
-    add("--request_deadline_s", type=float, default=600.0, help="longest wait for a turn (default: %(default)s)")
+    add(
+        "--request_deadline_s",
+        type=float,
+        default=600.0,
+        help="maximum wait for a turn, in seconds (default: %(default)s)",
+    )
     add("--method", choices=list(METHODS), default="search", help="the agent or a baseline (default: %(default)s)")
-    add("--data", nargs="+", default=[], metavar="NAME=FILE", help="jsonl(.gz) of a set, or a parquet prompt file")
-    add("--data_dir", type=Path, help="folder with <set>/<split>.jsonl: test, else dev, else train of each set")
-    add("--subset", type=_positive, help="a fixed stratified part of each set, of this size (default: all questions)")
-    add("--subset_seed", type=int, default=0, help="another part (default: %(default)s)")
-    add("--corpus_path", type=Path, help="jsonl(.gz) of the retriever's passages: adds the coverage audit")
+    add("--data", nargs="+", default=[], metavar="NAME=FILE", help="jsonl(.gz) file of a set, or a parquet prompt file")
+    add("--data_dir", type=Path, help="folder with <set>/<split>.jsonl; of each set it uses test, else dev, else train")
+    add(
+        "--subset",
+        type=_positive,
+        help="evaluate a fixed stratified subset of this size of each set (default: all questions)",
+    )
+    add("--subset_seed", type=int, default=0, help="seed that selects another subset (default: %(default)s)")
+    add("--corpus_path", type=Path, help="jsonl(.gz) file of the retriever's passages; adds the coverage audit")
     add_judge_flags(parser)
-    add("--concurrency", type=_positive, default=64, help="questions at once (default: %(default)s)")
-    add("--max_redraws", type=_natural, default=2, help="further attempts at a failed question (default: %(default)s)")
-    add("--allow_failed", action="store_true", help="exit with status 0 although questions failed")
-    add("--restart", action="store_true", help="throw away what is finished in --output_dir")
+    add("--concurrency", type=_positive, default=64, help="number of questions at once (default: %(default)s)")
+    add(
+        "--max_redraws",
+        type=_natural,
+        default=2,
+        help="number of further attempts at a failed question (default: %(default)s)",
+    )
+    add("--allow_failed", action="store_true", help="exit with status 0 even if questions failed")
+    add("--restart", action="store_true", help="discard earlier results in --output_dir")
 
 
 def method_config(args: argparse.Namespace) -> Config:

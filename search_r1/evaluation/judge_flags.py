@@ -18,12 +18,12 @@ _CHANGE_NO_VERDICT = {"api_key_env", "cache", "concurrency", "timeout_s", "deadl
 
 def add_judge_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--judge_url", help="base of an OpenAI-compatible API (http://host:port/v1) whose model judges the answers")
-    add("--judge_model", help="name of the judge at that endpoint")
+    add("--judge_url", help="base URL of an OpenAI-compatible API (http://host:port/v1) whose model judges the answers")
+    add("--judge_model", help="name of the judge's model at that API")
     rubrics = ", ".join(shipped_rubrics())
-    add("--judge_rubric", help=f"how it grades: {rubrics}, or the path of a text file (default: correctness)")
-    add("--judge_api_key_env", metavar="NAME", help="environment variable that holds the judge's API key")
-    add("--judge_cache", metavar="FILE", help="SQLite file of verdicts, which several evaluations may share")
+    add("--judge_rubric", help=f"grading rubric: {rubrics}, or the path of a text file (default: correctness)")
+    add("--judge_api_key_env", metavar="NAME", help="environment variable with the judge's API key")
+    add("--judge_cache", metavar="FILE", help="SQLite file of cached verdicts, which several evaluations may share")
     add(
         *("--judge_option", "--judge_options"),
         nargs="+",
@@ -31,7 +31,7 @@ def add_judge_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_option,
         metavar="NAME=VALUE",
-        help="further options of docs/judge.md, as JSON or text: max_tokens=1024 concurrency=8",
+        help="further options from docs/judge.md, as JSON or text: max_tokens=1024 concurrency=8",
     )
 
 

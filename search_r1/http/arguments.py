@@ -18,10 +18,12 @@ def add_serving_arguments(
 ) -> None:
     """`--host --port --timeout_s --auth_token`."""
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=port, help="0 takes a free port")
-    parser.add_argument("--timeout_s", type=float, default=120, help="longest time of a request; beyond: HTTP 504")
+    parser.add_argument("--port", type=int, default=port, help="port; 0 picks a free one")
     parser.add_argument(
-        "--auth_token", help=f"bearer token that requests must carry; better in the environment: {token_variable}"
+        "--timeout_s", type=float, default=120, help="maximum time for a request, in seconds; then HTTP 504"
+    )
+    parser.add_argument(
+        "--auth_token", help=f"bearer token that requests must carry; better set in the environment as {token_variable}"
     )
 
 

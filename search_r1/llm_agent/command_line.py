@@ -47,25 +47,29 @@ KEYS = {
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     """For a parser whose `parse_intermixed_args` is called: the overrides stand anywhere among the flags."""
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they have the last word")
-    add("--run", type=Path, metavar="RUN_DIR", help="folder of a training run: its model and all its settings")
+    add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they override everything else")
+    add("--run", type=Path, metavar="RUN_DIR", help="folder of a training run, whose model and settings are used")
     add("--checkpoint", metavar="best|last|N", help="which model of the run (default: last)")
-    add("--config-name", help="a training config whose limits, template and retriever apply")
-    add("--config-dir", help="folder in which --config-name is looked for before configs/")
+    add("--config-name", help="training config whose limits, template and retriever are used")
+    add("--config-dir", help="folder that is searched for --config-name before configs/")
     add("--model", help=f"folder in Hugging Face format, or hub name (default: {PUBLISHED[KEYS['model']]})")
     add("--template", help="name of a shipped prompt template (search_r1, tinywiki, ...) or path of a text file")
     add("--retriever_url", help="address of the retrieval service")
-    add("--search_engine", help="dotted name of a class with search(query), asked instead of the service")
+    add("--search_engine", help="dotted name of a class with search(query), used instead of the service")
     add("--topk", type=int, help="passages per search")
-    add("--max_turns", type=int, help="most searches; one more turn without search follows")
-    add("--max_prompt_length", type=int, help="longest context a turn starts from, in tokens")
-    add("--max_response_length", type=int, help="most tokens of one turn")
-    add("--max_obs_length", type=int, help="most tokens of one block of passages")
-    add("--temperature", type=_temperature, help="0: the most likely token (default: as validation, which is 0)")
-    add("--top_p", type=_top_p, help="nucleus probability (default: as validation, which is 1)")
-    add("--seed", type=int, help="makes answers at a temperature above 0 repeatable")
+    add("--max_turns", type=int, help="maximum number of searches; one more turn without search follows")
+    add("--max_prompt_length", type=int, help="maximum context before a turn, in tokens")
+    add("--max_response_length", type=int, help="maximum number of tokens per turn")
+    add("--max_obs_length", type=int, help="maximum number of tokens per block of passages")
+    add(
+        "--temperature",
+        type=_temperature,
+        help="sampling temperature; 0 is greedy (default: as in validation, which is 0)",
+    )
+    add("--top_p", type=_top_p, help="nucleus probability (default: as in validation, which is 1)")
+    add("--seed", type=int, help="makes answers at a temperature above 0 reproducible")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="number format of the model")
-    add("--tensor_parallel_size", type=int, help="GPUs of the model (default: 1)")
+    add("--tensor_parallel_size", type=int, help="number of GPUs for the model (default: 1)")
 
 
 def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:

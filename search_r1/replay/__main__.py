@@ -1,4 +1,4 @@
-"""Work with stored trajectories (`RUN/trajectories/*.parquet`) without sampling again.
+"""Use stored trajectories (`RUN/trajectories/*.parquet`) again without sampling.
 
 .venv/bin/python -m search_r1.replay score FILES --tokenizer MODEL --reward NAME --output FILE     another reward
 .venv/bin/python -m search_r1.replay log_probs FILES --model MODEL --output FILE                   another checkpoint
@@ -100,34 +100,49 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="score | log_probs | export")
 
     scored = _command(commands, "score", score)
-    scored.add_argument("--reward", required=True, metavar="NAME", help="dotted name of the class, as reward.function")
-    scored.add_argument("--kwargs", type=_mapping, default={}, help="its keyword arguments, as YAML or JSON")
-    scored.add_argument("--template", help="template of the run, which gives the grammar (search_r1)")
-    scored.add_argument("--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the sampled model")
+    scored.add_argument(
+        "--reward", required=True, metavar="NAME", help="dotted name of the reward, as in reward.function"
+    )
+    scored.add_argument("--kwargs", type=_mapping, default={}, help="keyword arguments of the reward, as YAML or JSON")
+    scored.add_argument("--template", help="template of the run, for its grammar (default: search_r1)")
+    scored.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the model that sampled"
+    )
 
     under = _command(commands, "log_probs", log_probs)
     under.add_argument("--model", required=True, help="Hugging Face folder of the checkpoint")
-    under.add_argument("--temperature", type=float, default=1.0, help="that of the sampling (1.0)")
+    under.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature of the trajectories (default: 1.0)"
+    )
     under.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     under.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                       help="of the forward pass; auto: float32 on CPU, bfloat16 on CUDA")  # fmt: skip
-    under.add_argument("--max_tokens", type=_positive, default=16384, help="most tokens of a forward pass (16384)")
+                       help="number format of the forward pass; auto: float32 on CPU, bfloat16 on CUDA")  # fmt: skip
+    under.add_argument(
+        "--max_tokens",
+        type=_positive,
+        default=16384,
+        help="maximum number of tokens in a forward pass (default: 16384)",
+    )
 
     for command in (scored, under):
-        command.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+        command.add_argument("--trust_remote_code", action="store_true", help="run Python code from the model's folder")
 
     chosen = _command(commands, "export", export)
-    chosen.add_argument("--min_reward", type=float, default=1.0, help="least reward that is kept (1.0)")
-    chosen.add_argument("--per_prompt", type=_positive, metavar="K", help="the K best of a prompt, with unlike texts")
-    chosen.add_argument("--dedupe", action="store_true", help="of equal texts of a prompt, keep one")
-    chosen.add_argument("--text_only", action="store_true", help="no ids: to train with another tokenizer")
+    chosen.add_argument(
+        "--min_reward", type=float, default=1.0, help="minimum reward to keep a trajectory (default: 1.0)"
+    )
+    chosen.add_argument(
+        "--per_prompt", type=_positive, metavar="K", help="keep the K best of each prompt, with different texts"
+    )
+    chosen.add_argument("--dedupe", action="store_true", help="keep one of several equal texts of a prompt")
+    chosen.add_argument("--text_only", action="store_true", help="leave out the ids, to train with another tokenizer")
     return parser
 
 
 def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, description=run.__doc__)
-    command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="parquet file of trajectories")
-    command.add_argument("--output", required=True, type=Path, help="the parquet file to write")
+    command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="parquet files of trajectories")
+    command.add_argument("--output", required=True, type=Path, help="parquet file to write")
     command.set_defaults(run=run)
     return command
 

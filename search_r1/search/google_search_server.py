@@ -18,9 +18,11 @@ from search_r1.search.online_arguments import published_parser, use_key
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
     parser = published_parser("google_search_server", "Serve the snippets of Google Programmable Search.")
-    parser.add_argument("--api_key", help="better in the environment: GOOGLE_API_KEY")
-    parser.add_argument("--cse_id", required=True, help="the id of the programmable search engine")
-    parser.add_argument("--snippet_only", action="store_true", help="what is served in any case; silences the notice")
+    parser.add_argument("--api_key", help="API key; better set in the environment as GOOGLE_API_KEY")
+    parser.add_argument("--cse_id", required=True, help="id of the programmable search engine")
+    parser.add_argument(
+        "--snippet_only", action="store_true", help="no effect except to silence a notice: only snippets are served"
+    )
     arguments, further = parser.parse_known_args(argv)
     use_key("GOOGLE_API_KEY", arguments.api_key, "--api_key")
     if not arguments.snippet_only:

@@ -35,22 +35,32 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--retrieval_method", required=True, help="bm25, or an encoder family: e5, bge, ...")
     parser.add_argument("--model_path", help="folder or hub id of the dense encoder")
-    parser.add_argument("--query_model_path", help="the question encoder, where it is another one (DPR): it is noted")
+    parser.add_argument(
+        "--query_model_path", help="the question encoder, if it is another one (DPR); recorded in the manifest"
+    )
     parser.add_argument("--corpus_path", required=True, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--save_dir", default="indexes/")
-    parser.add_argument("--max_length", type=int, default=180, help="passage tokens kept")
-    parser.add_argument("--batch_size", type=int, default=512, help="passages sorted by length and encoded together")
-    parser.add_argument("--use_fp16", action="store_true", help="float16 on a GPU; bfloat16 on a CPU that has it")
-    parser.add_argument("--pooling_method", choices=POOLINGS, help="default: what the model's files say")
+    parser.add_argument(
+        "--max_length", type=int, default=180, help="maximum number of tokens of a passage; the rest is cut"
+    )
+    parser.add_argument("--batch_size", type=int, default=512, help="passages per batch, sorted by length")
+    parser.add_argument(
+        "--use_fp16", action="store_true", help="encode in float16 on a GPU, in bfloat16 on a CPU that supports it"
+    )
+    parser.add_argument("--pooling_method", choices=POOLINGS, help="default: from the model's files")
     parser.add_argument("--faiss_type", default="Flat", help="a faiss.index_factory string: Flat, HNSW64, ...")
-    parser.add_argument("--train_rows", type=int, help="random rows an index is trained on (default: 64 a list)")
-    parser.add_argument("--embedding_path", type=Path, help="vectors of an earlier run, instead of encoding")
-    parser.add_argument("--save_embedding", action="store_true", help="keep the vectors")
+    parser.add_argument("--train_rows", type=int, help="random rows to train the index on (default: 64 per list)")
+    parser.add_argument("--embedding_path", type=Path, help="vectors of an earlier run, to use instead of encoding")
+    parser.add_argument("--save_embedding", action="store_true", help="keep the file of vectors")
     parser.add_argument("--faiss_gpu", action="store_true", help="build on all GPUs")
-    parser.add_argument("--bm25_k1", type=float, default=0.9, help="of BM25: how soon more of a term adds little")
-    parser.add_argument("--bm25_b", type=float, default=0.4, help="of BM25: weight of the length of a passage, 0 to 1")
-    parser.add_argument("--num_threads", type=int, default=os.cpu_count() or 1, help="of all processes together")
-    parser.add_argument("--num_processes", type=int, default=1, help="that encode; on GPUs one for each is right")
+    parser.add_argument(
+        "--bm25_k1", type=float, default=0.9, help="BM25 k1: how quickly repeated terms stop adding to the score"
+    )
+    parser.add_argument("--bm25_b", type=float, default=0.4, help="BM25 b: influence of the passage length, 0 to 1")
+    parser.add_argument(
+        "--num_threads", type=int, default=os.cpu_count() or 1, help="CPU threads of all processes together"
+    )
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that encode; on GPUs, one per GPU")
     return parser.parse_args(argv)
 
 

@@ -28,25 +28,36 @@ ENGINES = ("serper", "serpapi", "google", "brave", "tavily")  # the names in `se
 def add_online_arguments(parser: argparse.ArgumentParser) -> None:
     """`--online_*`, what `load_engine` reads."""
     group = parser.add_argument_group("online engines", f"of --retriever_name {', '.join(ENGINES)}")
-    group.add_argument("--online_endpoint", metavar="URL", help="asked instead of the engine's own address")
-    group.add_argument("--online_key_file", metavar="PATH", help="the API key, instead of the environment variable")
+    group.add_argument("--online_endpoint", metavar="URL", help="address to use instead of the engine's own")
+    group.add_argument(
+        "--online_key_file", metavar="PATH", help="file with the API key, instead of the environment variable"
+    )
     group.add_argument(
         "--online_field",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="one more field of each request, repeatable; NAME:=JSON for a value that is no text",
+        help="NAME=VALUE, an additional field of each request, repeatable; NAME:=JSON for a value that is not text",
     )
     group.add_argument("--online_cache", metavar="PATH", help="file of the response cache")
     group.add_argument(
         "--online_cache_mode",
         choices=("off", "memory", "record", "replay"),
-        help="default: record with --online_cache, else memory, which lasts as long as the server",
+        help="default: record with --online_cache, else memory (lost when the server stops)",
     )
-    group.add_argument("--online_deny_file", metavar="PATH", help="more pages that are never found, one a line")
-    group.add_argument("--online_per_second", type=float, help="requests a second; default: of a small plan")
+    group.add_argument(
+        "--online_deny_file", metavar="PATH", help="further pages to leave out of the results, one per line"
+    )
+    group.add_argument(
+        "--online_per_second", type=float, help="requests per second; default: the limit of a small plan"
+    )
     group.add_argument("--online_concurrency", type=int, help="requests at the same time; default: the engine's")
-    group.add_argument("--online_price_per_1000", type=float, default=0.0, help="money, for the cost in the log")
+    group.add_argument(
+        "--online_price_per_1000",
+        type=float,
+        default=0.0,
+        help="price of 1,000 answered requests, for the cost in the log",
+    )
 
 
 def load_engine(arguments: argparse.Namespace) -> OnlineSource:
@@ -81,7 +92,7 @@ def published_parser(module: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"python -m search_r1.search.{module}",
         description=description,
-        epilog="Further arguments are those of python -m search_r1.search.retrieval_server.",
+        epilog="Further arguments: those of python -m search_r1.search.retrieval_server.",
         allow_abbrev=False,
     )
 

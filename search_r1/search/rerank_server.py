@@ -28,7 +28,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--reranker_type", default="sentence_transformer", choices=["sentence_transformer"])
     parser.add_argument("--num_threads", type=int, default=1, help="CPU threads of the model")
-    parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
+    parser.add_argument(
+        "--max_wait_ms",
+        type=float,
+        default=1.0,
+        help="how long an idle server waits for more pairs before it scores, in milliseconds",
+    )
     add_reranker_arguments(parser, "--rerank_topk", "--rerank_model_name_or_path", "--batch_size", "--max_length")
     add_serving_arguments(parser, port=6980)
     return parser.parse_args(argv)

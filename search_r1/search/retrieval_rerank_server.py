@@ -32,7 +32,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.retrieval_rerank_server", description="Serve reranked passages over HTTP."
     )
-    parser.add_argument("--retrieval_topk", type=int, default=10, help="candidates when the request does not say")
+    parser.add_argument(
+        "--retrieval_topk", type=int, default=10, help="candidates per query when the request does not say"
+    )
     add_reranker_arguments(
         parser, "--reranking_topk", "--reranker_model", "--reranker_batch_size", "--reranker_max_length"
     )

@@ -35,9 +35,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.retrieval_server", description="Serve passages over HTTP."
     )
-    parser.add_argument("--topk", type=int, default=3, help="passages a query when the request does not say")
-    parser.add_argument("--workers", type=int, default=1, help="only 1: see docs/retrieval.md#replicas")
-    parser.add_argument("--mcp", action="store_true", help="offer the search as a tool to MCP clients too, at /mcp")
+    parser.add_argument("--topk", type=int, default=3, help="passages per query when the request does not say")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="only 1 is accepted; for more processes see docs/retrieval.md#replicas"
+    )
+    parser.add_argument("--mcp", action="store_true", help="also offer the search as a tool to MCP clients, at /mcp")
     add_retriever_arguments(parser)
     add_online_arguments(parser)
     add_serving_arguments(parser)
@@ -46,8 +48,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     """What `load_service` reads: the corpus, the index, and the limits of batches, queue and cache."""
-    parser.add_argument("--index_path", help="FAISS file or BM25 folder; BM25 without it is built in memory")
-    parser.add_argument("--corpus_path", help="passages, .jsonl or .jsonl.gz; of every local retriever")
+    parser.add_argument("--index_path", help="FAISS file or BM25 folder; without it, a BM25 index is built in memory")
+    parser.add_argument(
+        "--corpus_path", help="passages, .jsonl or .jsonl.gz; required for every retriever but online engines"
+    )
     parser.add_argument(
         "--retriever_name",
         default="e5",
@@ -56,17 +60,34 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
     )
-    parser.add_argument("--faiss_gpu", action="store_true", help="share the index out over all visible GPUs")
+    parser.add_argument("--faiss_gpu", action="store_true", help="split the index over all visible GPUs")
     parser.add_argument("--num_threads", type=int, default=1, help="CPU threads of the encoder and the index")
-    parser.add_argument("--dense_engine", default="auto", help="auto, faiss, or matrix (exact, of Flat indexes)")
-    parser.add_argument("--search_parameters", default="", help="of a FAISS index, such as nprobe=32 or efSearch=128")
-    parser.add_argument("--query_precision", default="auto", help="of the encoder: auto, float32, bfloat16, float16")
-    parser.add_argument("--dense_name", help="of --retriever_name hybrid: the family of the dense encoder")
-    parser.add_argument("--bm25_index_path", help="of --retriever_name hybrid: the BM25 folder")
-    parser.add_argument("--max_batch", type=int, default=256, help="most queries of one search of the index")
-    parser.add_argument("--max_wait_ms", type=float, default=1.0, help="how long an idle server gathers a batch")
-    parser.add_argument("--max_queue", type=int, default=8192, help="queries that may wait; beyond: HTTP 503")
-    parser.add_argument("--cache_size", type=float, default=128, help="MiB of answers kept for repeated queries")
+    parser.add_argument(
+        "--dense_engine", default="auto", help="auto, faiss, or matrix (exact search, for Flat indexes)"
+    )
+    parser.add_argument(
+        "--search_parameters", default="", help="search parameters of a FAISS index, such as nprobe=32 or efSearch=128"
+    )
+    parser.add_argument(
+        "--query_precision", default="auto", help="precision of the query encoder: auto, float32, bfloat16, float16"
+    )
+    parser.add_argument("--dense_name", help="for --retriever_name hybrid: the family of the dense encoder")
+    parser.add_argument("--bm25_index_path", help="for --retriever_name hybrid: the BM25 folder")
+    parser.add_argument(
+        "--max_batch", type=int, default=256, help="maximum number of queries in one search of the index"
+    )
+    parser.add_argument(
+        "--max_wait_ms",
+        type=float,
+        default=1.0,
+        help="how long an idle server waits for more queries before it searches, in milliseconds",
+    )
+    parser.add_argument(
+        "--max_queue", type=int, default=8192, help="queries that may wait; when the queue is full, HTTP 503"
+    )
+    parser.add_argument(
+        "--cache_size", type=float, default=128, help="size of the result cache for repeated queries, in MiB"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

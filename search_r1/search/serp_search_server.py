@@ -17,9 +17,9 @@ from search_r1.search.online_arguments import published_parser, use_key
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
     parser = published_parser("serp_search_server", "Serve the results of SerpAPI.")
-    parser.add_argument("--search_url", required=True, help="such as https://serpapi.com/search")
-    parser.add_argument("--serp_api_key", help="better in the environment: SERPAPI_API_KEY")
-    parser.add_argument("--serp_engine", default="google", help="google, bing, baidu, ...")
+    parser.add_argument("--search_url", required=True, help="address of the engine, such as https://serpapi.com/search")
+    parser.add_argument("--serp_api_key", help="API key; better set in the environment as SERPAPI_API_KEY")
+    parser.add_argument("--serp_engine", default="google", help="engine behind SerpAPI: google, bing, baidu, ...")
     arguments, further = parser.parse_known_args(argv)
     use_key("SERPAPI_API_KEY", arguments.serp_api_key, "--serp_api_key")
     engine = ["--online_endpoint", arguments.search_url, "--online_field", f"engine={arguments.serp_engine}"]

@@ -3,8 +3,8 @@
     .venv/bin/python -m search_r1.serve --run RUN_DIR
     .venv/bin/python -m search_r1.serve --model DIR --retriever_url http://127.0.0.1:8000/retrieve
 
-Prompt, stop rules, limits and the layout of retrieved passages are those of training, by the same code; the flags that
-choose them are those of infer.py.
+It uses the same code for prompt, stop rules, limits and the format of retrieved passages as training, and the same
+flags as infer.py.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_agent_flags(parser)
     add_serving_arguments(parser, port=8001, token_variable=TOKEN_VARIABLE)
     parser.add_argument(
-        "--max_concurrent", type=int, default=64, help="requests in progress; beyond: HTTP 503 (default: %(default)s)"
+        "--max_concurrent", type=int, default=64, help="requests in progress; above it, HTTP 503 (default: %(default)s)"
     )
     parser.add_argument(
         "--history",
         choices=("ignore", "refuse"),
         default="ignore",
-        help="messages before the last one, which is the question: not read, or an error (default: %(default)s)",
+        help="messages before the last one (the question): ignore them, or refuse the request (default: %(default)s)",
     )
-    parser.add_argument("--no_access_log", action="store_true", help="no line for each request")
+    parser.add_argument("--no_access_log", action="store_true", help="turn off the log line of each request")
     parser.add_argument("--served_model_name", help="the model's name in requests (default: its folder or hub name)")
     return parser.parse_intermixed_args(argv)
 

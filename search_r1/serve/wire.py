@@ -90,7 +90,7 @@ class ChatRequest(BaseModel):
     messages: list[Message] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, description="sampled in all turns together")
+    max_tokens: int | None = Field(default=None, ge=1, description="maximum number of sampled tokens, over all turns")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)

@@ -3,8 +3,8 @@
     search-r1 view RUN_DIR...
     .venv/bin/python -m search_r1.viewer RUN_DIR --port 0
 
-RUN_DIR is the folder of a run or of an evaluation, a folder of such folders, or a Parquet file of trajectories. A run
-may still be going on.
+RUN_DIR is the folder of a run or of an evaluation, a folder of such folders, or a Parquet file of trajectories. The
+run may still be in progress.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from search_r1.http.arguments import add_serving_arguments
 
     parser = parser_of(__doc__, "python -m search_r1.viewer")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_DIR", help="what to show")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the model (default: the run's own)")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="run folders, evaluation folders, folders that contain them, or parquet files of trajectories",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of a model, for the texts of tokens (default: the run's own)",
+    )
     add_serving_arguments(parser, port=PORT, token_variable=TOKEN_VARIABLE)
     return parser.parse_args(argv)
 

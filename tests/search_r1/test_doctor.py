@@ -10,7 +10,7 @@ from search_r1 import doctor
 def test_this_installation_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert not [line for line in said if line.startswith("FAIL")] and said[-1] == "all is there"
+    assert not [line for line in said if line.startswith("FAIL")] and said[-1] == "everything is installed"
     for name in ("python", "memory", "disk", "import torch", "import vllm", "import faiss", "GPUs"):
         assert [line for line in said if line.startswith((f"ok   {name}: ", f"warn {name}: "))], name
 
@@ -25,7 +25,7 @@ def test_a_library_that_is_missing_or_crashes(
     assert crashes.level == "FAIL" and crashes.found == "the process ended by signal 11"
     monkeypatch.setattr(doctor, "IMPORTS", {"no_such_library": ""})
     assert doctor.main([]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "something is missing: see FAIL"
+    assert capsys.readouterr().out.splitlines()[-1] == "something is missing: see the lines with FAIL"
 
 
 def test_torch_and_the_gpus_are_asked_for_in_one_process() -> None:

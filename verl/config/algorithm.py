@@ -18,30 +18,33 @@ AdvEstimator = Literal[
 
 @dataclass
 class KlCtrlConfig:
-    """Weight of the KL in the reward."""
+    """Coefficient of the KL in the reward."""
 
-    type: Literal["fixed", "adaptive"] = setting("fixed", "Constant weight, or one that follows target_kl.")
-    kl_coef: float = setting(0.001, "Weight of the KL in the reward (the first one, when adaptive).", ge=0)
-    target_kl: float | None = setting(None, "KL that the adaptive weight aims at, in nats per token.", gt=0)
-    horizon: int | None = setting(None, "Time constant of the adaptive weight, in trajectories.", ge=1)
+    type: Literal["fixed", "adaptive"] = setting(
+        "fixed", "fixed: a constant coefficient; adaptive: it follows target_kl."
+    )
+    kl_coef: float = setting(0.001, "Coefficient of the KL in the reward (adaptive: its initial value).", ge=0)
+    target_kl: float | None = setting(None, "KL that the adaptive coefficient aims at, in nats per token.", gt=0)
+    horizon: int | None = setting(None, "Time constant of the adaptive coefficient, in trajectories.", ge=1)
 
 
 @dataclass
 class StateMaskingConfig:
-    """Leftover of the published tree; see the error a change gives."""
+    """Unused keys of Search-R1's config; changing one is an error."""
 
-    start_state_marker: str = setting("<information>", "Has no effect; see the error it gives.")
-    end_state_marker: str = setting("</information>", "Has no effect; see the error it gives.")
+    start_state_marker: str = setting("<information>", "Has no effect; changing it is an error that says why.")
+    end_state_marker: str = setting("</information>", "Has no effect; changing it is an error that says why.")
 
 
 @dataclass
 class FilterGroupsConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476): prompts whose trajectories all have the same reward are replaced."""
 
-    enable: bool = setting(False, "Leave such groups out of the update and draw new prompts in their place.")
+    enable: bool = setting(False, "Leave such groups out of the update and sample new prompts instead.")
     max_num_gen_batches: int = setting(
         10,
-        "Most prompts of a step, as a multiple of data.train_batch_size; then it goes on with the groups it has.",
+        "Maximum number of prompts sampled in a step, as a multiple of data.train_batch_size; after that the step "
+        "uses the groups it has.",
         ge=1,
     )
 
@@ -53,12 +56,12 @@ class AlgorithmConfig:
     gamma: float = setting(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
     lam: float = setting(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1)
     adv_estimator: AdvEstimator = setting(
-        "gae", "Advantage estimator: gae has a critic; the others compare rewards (verl/algorithms/advantages)."
+        "gae", "Advantage estimator: gae needs a critic; the others compare rewards (verl/algorithms/advantages)."
     )
     gae_over_environment_tokens: bool = setting(
-        False, "gae: let the recursion, the whitening and the critic go over retrieved tokens too, as published."
+        False, "gae: include retrieved tokens in the recursion, the whitening and the critic's loss, as Search-R1 does."
     )
-    no_think_rl: bool = setting(False, "Not available, in the published code neither; must be False.")
+    no_think_rl: bool = setting(False, "Has no effect and must be false (Search-R1's code refuses it, too).")
     kl_penalty: SampledKl = setting("kl", "KL estimator in the reward.")
     kl_ctrl: KlCtrlConfig = section(KlCtrlConfig)
     state_masking: StateMaskingConfig = section(StateMaskingConfig)
@@ -67,19 +70,22 @@ class AlgorithmConfig:
         False, "grpo, reinforce: divide by the standard deviation of the batch; needs norm_adv_by_std_in_grpo=False."
     )
     use_kl_in_reward: bool | None = setting(
-        None, "Subtract the KL from the reward; null: yes for gae without use_kl_loss (as published), else no."
+        None, "Subtract the KL from the reward; null: true for gae without use_kl_loss (as in Search-R1), else false."
     )
     apply_kl_after_advantage: bool = setting(
-        False, "Subtract the KL from the advantages instead of the rewards; needs use_kl_in_reward."
+        False, "Subtract the KL from the advantages instead of from the rewards; needs use_kl_in_reward."
     )
     use_future_kl_as_reward: bool = setting(
-        False, "Subtract the sum of this and later tokens' KL; needs apply_kl_after_advantage."
+        False, "Subtract the sum of the KL of this and all later tokens; needs apply_kl_after_advantage."
     )
     ref_policy_ema_tau: float = setting(
-        1.0, "Share the anchor keeps of itself: anchor = tau * anchor + (1 - tau) * actor; 1: frozen.", ge=0, le=1
+        1.0,
+        "Share of its own weights that the anchor keeps: anchor = tau * anchor + (1 - tau) * actor; 1: frozen.",
+        ge=0,
+        le=1,
     )
-    ref_policy_ema_update_period: int = setting(10, "RL steps between two moves of the anchor.", ge=1)
+    ref_policy_ema_update_period: int = setting(10, "RL steps between two updates of the anchor.", ge=1)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     filter_overlong: bool = setting(
-        False, "Leave trajectories that were cut at the length limit out of every loss (they keep their reward)."
+        False, "Leave trajectories that reached the length limit out of every loss (they keep their reward)."
     )

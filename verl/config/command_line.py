@@ -49,11 +49,13 @@ def _parser(default_name: str) -> argparse.ArgumentParser:
         prog=_program(),
         add_help=False,
         allow_abbrev=False,
-        description="Settings are keys of a YAML tree; each may be overridden as key=value.",
+        description="The settings are keys of a YAML tree; override any of them as key=value.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides; the last one of a key wins")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides; if a key is given twice, the last one wins"
+    )
     parser.add_argument("--config-name", "-cn", default=default_name, help="YAML file to start from (%(default)s)")
-    parser.add_argument("--config-dir", "-cd", help="folder that is searched for it first")
+    parser.add_argument("--config-dir", "-cd", help="folder that is searched for that file first")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed settings as YAML, and exit")
-    parser.add_argument("--help", "-h", action="store_true", help="print this and all keys, and exit")
+    parser.add_argument("--help", "-h", action="store_true", help="print this help and all keys, and exit")
     return parser

@@ -10,14 +10,16 @@ from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimCo
 
 @dataclass
 class CriticModelConfig(ModelConfig):
-    """The value model: a language model with one output per token. With adapters the output layer is trained too."""
+    """The value model: a language model with one output per token. With adapters, the output layer is trained too."""
 
     external_lib: str | list[str] | None = setting(
-        None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
+        None,
+        "Python module, or list of modules, to import before the model is created.",
+        shown="${actor_rollout_ref.model.external_lib}",
     )
     trust_remote_code: bool = setting(
         False,
-        "Run Python code that comes with the model's files.",
+        "Run Python code from the model's folder or repository.",
         shown="${actor_rollout_ref.model.trust_remote_code}",
     )
     tokenizer_path: str = setting(
@@ -35,8 +37,8 @@ class CriticConfig:
 
     n_gpus_per_node: int | None = setting(
         None,
-        "GPUs of each node, out of trainer.n_gpus_per_node, that are the critic's alone: its values and its update are "
-        "computed beside the actor's log-probs and update. null: it takes turns with the actor on the same GPUs.",
+        "GPUs of each node, out of trainer.n_gpus_per_node, that are reserved for the critic, which then works at "
+        "the same time as the actor. null: critic and actor take turns on the same GPUs.",
         ge=1,
     )
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
@@ -44,36 +46,39 @@ class CriticConfig:
     model: CriticModelConfig = section(CriticModelConfig)
     ppo_mini_batch_size: int = setting(
         256,
-        "Trajectories per optimiser step, over all workers.",
+        "Trajectories per optimizer step, over all workers.",
         ge=1,
         shown="${actor_rollout_ref.actor.ppo_mini_batch_size}",
     )
-    ppo_micro_batch_size: int = setting(64, "Most trajectories per forward and backward pass.", ge=1)
+    ppo_micro_batch_size: int = setting(64, "Maximum number of trajectories per forward and backward pass.", ge=1)
     forward_micro_batch_size: int = setting(
-        64, "Most trajectories per forward pass.", ge=1, shown="${critic.ppo_micro_batch_size}"
+        64, "Maximum number of trajectories per forward pass.", ge=1, shown="${critic.ppo_micro_batch_size}"
     )
     use_dynamic_bsz: bool = setting(
         False,
-        "Bound a pass by tokens instead of by trajectories.",
+        "Limit a pass by tokens instead of by trajectories.",
         shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
     )
-    ppo_max_token_len_per_gpu: int = setting(32768, "Most tokens per worker in one forward and backward pass.", ge=1)
+    ppo_max_token_len_per_gpu: int = setting(
+        32768, "Maximum number of tokens per worker in one forward and backward pass.", ge=1
+    )
     forward_max_token_len_per_gpu: int = setting(
-        32768, "Most tokens per worker in one forward pass.", ge=1, shown="${critic.ppo_max_token_len_per_gpu}"
+        32768,
+        "Maximum number of tokens per worker in one forward pass.",
+        ge=1,
+        shown="${critic.ppo_max_token_len_per_gpu}",
     )
     ulysses_sequence_parallel_size: int = setting(
         1,
-        "Workers that share each sequence, a slice of its tokens for each (Ulysses); divides the workers and the "
-        "model's attention heads (docs/long_context.md).",
+        "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
+        "number of workers and of the model's attention heads (docs/long_context.md).",
         ge=1,
     )
     ppo_epochs: int = setting(
-        1, "Passes over a step's trajectories.", ge=1, shown="${actor_rollout_ref.actor.ppo_epochs}"
+        1, "Number of passes over the trajectories of a step.", ge=1, shown="${actor_rollout_ref.actor.ppo_epochs}"
     )
-    shuffle: bool = setting(
-        False, "Draw the mini-batches of a pass in random order.", shown="${actor_rollout_ref.actor.shuffle}"
-    )
-    grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
+    shuffle: bool = setting(False, "Shuffle the mini-batches of a pass.", shown="${actor_rollout_ref.actor.shuffle}")
+    grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
     cliprange_value: float = setting(0.5, "Clip range of the value around its old value.", gt=0)
 
 
@@ -83,15 +88,17 @@ class RewardModelNetConfig:
 
     input_tokenizer: str | None = setting(
         "~/models/deepseek-llm-7b-chat",
-        "Tokenizer of the policy's text; null: same as the reward model's.",
+        "Tokenizer of the policy's text; null: that of the reward model.",
         path=True,
         shown="${actor_rollout_ref.model.path}",
     )
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.", path=True)
     external_lib: str | list[str] | None = setting(
-        None, "Python modules imported before the model is made.", shown="${actor_rollout_ref.model.external_lib}"
+        None,
+        "Python module, or list of modules, to import before the model is created.",
+        shown="${actor_rollout_ref.model.external_lib}",
     )
-    use_remove_padding: bool = setting(False, "Pack sequences without padding where the attention kernel can.")
+    use_remove_padding: bool = setting(False, "Pack sequences without padding if the attention kernel supports it.")
     fsdp_config: FrozenFsdpConfig = section(FrozenFsdpConfig)
 
 
@@ -99,18 +106,18 @@ class RewardModelNetConfig:
 class RewardModelConfig:
     """A learned reward, and the coefficients of the format reward (main_ppo_format)."""
 
-    enable: bool = setting(False, "Score trajectories with a reward model.")
+    enable: bool = setting(False, "Must be false: scoring with a reward model is not available; use reward.function.")
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
     model: RewardModelNetConfig = section(RewardModelNetConfig)
-    micro_batch_size: int = setting(64, "Most trajectories per forward pass.", ge=1)
-    max_length: int | None = setting(None, "Longest text scored, in tokens; null: no limit.", ge=1)
-    ulysses_sequence_parallel_size: int = setting(1, "Workers that share one sequence.", ge=1)
+    micro_batch_size: int = setting(64, "Maximum number of trajectories per forward pass.", ge=1)
+    max_length: int | None = setting(None, "Maximum length of the text to score, in tokens; null: no limit.", ge=1)
+    ulysses_sequence_parallel_size: int = setting(1, "Number of workers that share each sequence.", ge=1)
     use_dynamic_bsz: bool = setting(
-        False, "Bound a pass by tokens instead of by trajectories.", shown="${critic.use_dynamic_bsz}"
+        False, "Limit a pass by tokens instead of by trajectories.", shown="${critic.use_dynamic_bsz}"
     )
     forward_max_token_len_per_gpu: int = setting(
-        32768, "Most tokens per worker in one pass.", ge=1, shown="${critic.forward_max_token_len_per_gpu}"
+        32768, "Maximum number of tokens per worker in one pass.", ge=1, shown="${critic.forward_max_token_len_per_gpu}"
     )
     structure_format_score: float = setting(0.0, "Reward of a well-formed trajectory with a wrong answer.", ge=0, le=1)
     final_format_score: float = setting(0.0, "Reward of a malformed trajectory that has an answer.", ge=0, le=1)
-    retrieval_score: float = setting(0.0, "Further reward when a retrieved passage holds the answer.", ge=0, le=1)
+    retrieval_score: float = setting(0.0, "Additional reward if a retrieved passage contains the answer.", ge=0, le=1)

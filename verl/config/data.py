@@ -24,31 +24,37 @@ class DataConfig:
         None, "Parquet file (or list) of held-out prompts, scored before and after training; null: none.", path=True
     )
     train_data_num: int | None = setting(
-        None, "Number of training prompts drawn from the files; null: all of them.", ge=1
+        None, "Number of training prompts to draw from the files; null: all of them.", ge=1
     )
     val_data_num: int | None = setting(
-        None, "Number of validation prompts drawn from the files; null: all of them.", ge=1
+        None, "Number of validation prompts to draw from the files; null: all of them.", ge=1
     )
-    prompt_key: str = setting("prompt", "Column that holds the chat messages of a prompt.")
+    prompt_key: str = setting("prompt", "Column with the chat messages of a prompt.")
     max_prompt_length: int = setting(
-        512, "Longest context (prompt, turns and observations) a turn is sampled from, in tokens.", ge=1
+        512,
+        "Maximum length of the context (prompt, turns and observations) before a turn is sampled, in tokens. In "
+        "most frameworks this name means the prompt alone: that is max_start_length.",
+        ge=1,
     )
-    max_response_length: int = setting(512, "Most tokens sampled in one policy turn.", ge=1)
-    max_start_length: int = setting(256, "Longest initial prompt, in tokens.", ge=1)
+    max_response_length: int = setting(512, "Maximum number of tokens sampled in one policy turn.", ge=1)
+    max_start_length: int = setting(256, "Maximum length of the initial prompt, in tokens.", ge=1)
     max_obs_length: int = setting(
         512,
-        "Longest observation (retrieved passages and their tags), in tokens; what is longer is cut at its end.",
+        "Maximum length of an observation (retrieved passages and their tags), in tokens; a longer one is cut at "
+        "its end.",
         ge=1,
     )
     train_batch_size: int = setting(1024, "Prompts per RL step, before they are repeated n_agent times.", ge=1)
     val_batch_size: int = setting(
-        1312, "Has no effect, and published scripts set it: validation is one stream of prompts, not batches.", ge=1
+        1312,
+        "Has no effect; accepted because Search-R1's scripts set it. Validation is one stream of prompts, not batches.",
+        ge=1,
     )
-    return_raw_input_ids: bool = setting(False, "Has no effect; see the error it gives.")
-    return_raw_chat: bool = setting(False, "Has no effect; see the error it gives.")
+    return_raw_input_ids: bool = setting(False, "Has no effect; changing it is an error that says why.")
+    return_raw_chat: bool = setting(False, "Has no effect; changing it is an error that says why.")
     shuffle_train_dataloader: bool = setting(
-        True, "Draw the training prompts in a new order each epoch (seeded by trainer.seed)."
+        True, "Shuffle the training prompts in each epoch (seeded by trainer.seed)."
     )
     filter_overlong_prompts: bool = setting(
-        False, "Leave out prompts longer than max_start_length and log how many; false: such a prompt is an error."
+        False, "Drop prompts longer than max_start_length and log how many; false: such a prompt is an error."
     )

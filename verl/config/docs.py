@@ -20,26 +20,27 @@ INTRODUCTION = """\
 
 <!-- Written by `.venv/bin/python -m verl.config.docs` from the typed schema in verl/config; do not edit. -->
 
-A run is defined by one YAML tree, `configs/ppo_trainer.yaml`. Any key is overridden on the command line:
+This page lists every setting of a run with its default, type, unit and meaning. The settings form one YAML tree,
+`configs/ppo_trainer.yaml`. You override any key on the command line:
 
 ```bash
 .venv/bin/python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n_agent=5 --cfg job
 ```
 
-- `key=value` sets a key. `+key=value` and `++key=value` do the same. Of several for one key the last one wins.
-- A key that does not exist is an error that names the nearest one, and so is a value of the wrong type or out of range.
-- `--config-name NAME` starts from another file of `configs/`; `--config-dir DIR` is searched first. A recipe file says
-  what it changes, below `defaults: [ppo_trainer, _self_]`.
+- `key=value` sets a key; `+key=value` and `++key=value` do the same. If a key is given twice, the last value wins.
+- An unknown key is an error that suggests the nearest one. A value of the wrong type or out of range is an error, too.
+- `--config-name NAME` starts from another file in `configs/`, or in the folder `--config-dir DIR`, which is searched
+  first. Such a file lists only what it changes, below `defaults: [ppo_trainer, _self_]`.
 - `--cfg job` prints the composed settings, `--help` all keys.
-- A default `${...}` follows another key.
+- A default `${...}` is the value of another key.
 """
 
 
 WARM_START = """\
 ## The warm start
 
-`.venv/bin/python -m verl.trainer.sft` (`sft` of `search-r1`) has a tree of its own, `configs/sft.yaml`,
-with these keys.
+`.venv/bin/python -m verl.trainer.sft` (or `search-r1`'s `sft`) has its own YAML tree, `configs/sft.yaml`, with these
+keys:
 """
 
 
@@ -57,9 +58,9 @@ def page() -> str:
             markdown(Config),
             "## Published keys without effect",
             "",
-            "They may stand in a command at their default; any other value is an error that says this:",
+            "These keys of Search-R1 are accepted with their default only. Another value is an error with this reason:",
             "",
-            "| key | why, and what to use |",
+            "| key | reason, and what to use instead |",
             "|---|---|",
             *inert,
             "",

@@ -7,19 +7,15 @@ from verl.config.schema import Config
 
 # Key: why it has no effect, and what to use instead. The default is the only value that may stand there.
 INERT_KEYS = {
-    "data.return_raw_input_ids": "token ids are never made into text and back; the trajectory files hold the ids",
-    "data.return_raw_chat": "the trajectory files (trainer.save_trajectories=true) always hold the prompt",
-    "actor_rollout_ref.hybrid_engine": "trainer.layout says whether the sampler shares the devices of the actor",
+    "data.return_raw_input_ids": "token ids are never decoded and encoded again; the trajectory files have the ids",
+    "data.return_raw_chat": "the trajectory files (trainer.save_trajectories=true) always have the prompt",
+    "actor_rollout_ref.hybrid_engine": "trainer.layout decides whether the rollout engine shares the actor's devices",
     "actor_rollout_ref.rollout.do_sample": (
         "training always samples; for greedy or sampled validation set actor_rollout_ref.rollout.val_kwargs.do_sample"
     ),
-    "algorithm.no_think_rl": "the published code refuses it too; the prompt (agent.template) decides about thinking",
-    "algorithm.state_masking.start_state_marker": (
-        "what is masked follows from who wrote each token, not from markers in the text"
-    ),
-    "algorithm.state_masking.end_state_marker": (
-        "what is masked follows from who wrote each token, not from markers in the text"
-    ),
+    "algorithm.no_think_rl": "Search-R1's code refuses it too; the prompt (agent.template) decides whether to think",
+    "algorithm.state_masking.start_state_marker": ("tokens are masked by who wrote them, not by markers in the text"),
+    "algorithm.state_masking.end_state_marker": ("tokens are masked by who wrote them, not by markers in the text"),
     "trainer.default_hdfs_dir": "checkpoints are not copied to HDFS; set trainer.default_local_dir to a shared folder",
 }
 

@@ -16,7 +16,11 @@ def key_list(schema: type) -> str:
     for key in leaves(schema).values():
         lines.append(f"  {key.path} = {default_text(key)}")
         lines += textwrap.wrap(
-            f"{key.meaning} ({type_text(key)})", 100, initial_indent=indent, subsequent_indent=indent
+            f"{key.meaning} ({type_text(key)})",
+            100,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
         )
     return "\n".join(lines) + "\n"
 

@@ -26,5 +26,7 @@ class Config:
     retriever: RetrieverConfig = section(RetrieverConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    max_turns: int = setting(10, "Most searches in a trajectory; one more turn without search follows.", ge=0)
-    do_search: bool = setting(True, "Multi-turn with the environment; false: a single turn per prompt.")
+    max_turns: int = setting(
+        10, "Maximum number of searches in a trajectory; one more turn without search follows.", ge=0
+    )
+    do_search: bool = setting(True, "Multi-turn rollouts with the environment; false: a single turn per prompt.")

@@ -24,37 +24,39 @@ class SftDataConfig:
     train_batch_size: int = setting(64, "Rows per step, over all workers.", ge=1)
     lm_fraction: float = setting(
         0.0,
-        "First share of the steps: they draw rows of phase lm and train on every token; the others draw rows of phase "
-        "policy and train on policy segments. Without a phase column both draw from all rows.",
+        "Share of the steps, at the start, that draw rows with phase lm and train on every token; the later steps "
+        "draw rows with phase policy and train on policy segments. Without a phase column both draw from all rows.",
         ge=0,
         le=1,
     )
-    max_length: int = setting(4096, "Most tokens of a row; a longer one is an error.", ge=2)
+    max_length: int = setting(4096, "Maximum number of tokens in a row; a longer one is an error.", ge=2)
 
 
 @dataclass
 class SftTrainerConfig:
     """The run."""
 
-    total_training_steps: int = setting(100, "Optimiser steps.", ge=1)
+    total_training_steps: int = setting(100, "Number of optimizer steps.", ge=1)
     default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
     overwrite: Overwrite = setting(
         "never",
-        "If the run folder holds an earlier run: never refuses to start, archive first moves everything of it to "
+        "If the run folder holds an earlier run: never refuses to start; archive first moves all of it to "
         "archive/DATE in the folder.",
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda when there is a GPU.")
-    seed: int = setting(0, "Seed of the order of rows.", ge=0)
-    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's own choice.", ge=1)
-    grad_clip: float = setting(1.0, "Largest gradient norm; a larger one is scaled down to it.", gt=0)
-    max_token_len_per_gpu: int = setting(16384, "Most tokens per worker in one forward and backward pass.", ge=1)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda if there is a GPU.")
+    seed: int = setting(0, "Seed for the order of rows.", ge=0)
+    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's default.", ge=1)
+    grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
+    max_token_len_per_gpu: int = setting(
+        16384, "Maximum number of tokens per worker in one forward and backward pass.", ge=1
+    )
     head_chunk_tokens: int | None = setting(
         None,
-        "Tokens per chunk of the vocabulary projection; null: as many as have 512 MiB of logits on CUDA, 8 MiB on CPU, "
-        "at least 64.",
+        "Tokens per chunk of the vocabulary projection; null: as many as give 512 MiB of logits on CUDA or 8 MiB on"
+        " CPU, at least 64.",
         ge=1,
     )
-    log_freq: int = setting(20, "Steps between two lines of log when there is no terminal.", ge=1)
+    log_freq: int = setting(20, "Steps between two log lines when there is no terminal.", ge=1)
 
 
 @dataclass

@@ -18,54 +18,56 @@ AsyncRollout = Literal["off", "one_step_off", "bounded"]
 class TrainerConfig:
     """The run. One step is one RL step: sample, score, update."""
 
-    total_epochs: int = setting(30, "Passes over the training prompts.", ge=1)
-    total_training_steps: int | None = setting(None, "RL steps; null: as many as total_epochs give.", ge=1)
+    total_epochs: int = setting(30, "Number of passes over the training prompts.", ge=1)
+    total_training_steps: int | None = setting(None, "Number of RL steps; null: as total_epochs gives.", ge=1)
     project_name: str = setting("search_r1", "Project in the experiment trackers.")
     experiment_name: str = setting("default", "Name of the run in the experiment trackers.")
-    logger: list[Logger] = setting(["console", "wandb"], "Where metrics go besides the run folder.")
+    logger: list[Logger] = setting(["console", "wandb"], "Where metrics go in addition to the run folder.")
     log_trajectories: int = setting(
         8,
-        "Trajectories that W&B (a table) and TensorBoard (texts) show, every log_trajectories_freq steps (0: none).",
+        "Number of sample trajectories to log to W&B (as a table) and TensorBoard (as text), every "
+        "log_trajectories_freq steps; 0: none.",
         ge=0,
     )
-    log_trajectories_freq: int = setting(10, "Steps between two such samples of trajectories.", ge=1)
+    log_trajectories_freq: int = setting(10, "Steps between two such logs of sample trajectories.", ge=1)
     metrics_port: int | None = setting(
-        None, "Port on which Prometheus finds the metrics of the run at /metrics; null: none.", ge=0, le=65535
+        None, "Port for Prometheus: the metrics of the run are at /metrics; null: none.", ge=0, le=65535
     )
     metrics_host: str = setting(
-        "127.0.0.1", "Address that metrics_port listens at; 0.0.0.0 for a Prometheus on another machine. No password."
+        "127.0.0.1",
+        "Address for metrics_port; 0.0.0.0 lets a Prometheus on another machine connect. There is no password.",
     )
-    nnodes: int = setting(1, "Machines.", ge=1)
+    nnodes: int = setting(1, "Number of nodes (machines).", ge=1)
     min_nnodes: int | None = setting(
         None,
-        "Fewest machines to start on when the cluster has not all of nnodes within a minute; null: nnodes. A run that "
-        "lost one and is restarted goes on with those that are left.",
+        "Minimum number of nodes to start with if the cluster does not have all of nnodes within a minute; null: "
+        "nnodes. Lets a run that lost a node resume on the others.",
         ge=1,
     )
-    n_gpus_per_node: int = setting(8, "Workers per machine: GPUs, or processes with device=cpu.", ge=1)
+    n_gpus_per_node: int = setting(8, "Workers per node: GPUs, or processes with device=cpu.", ge=1)
     layout: Layout = setting(
         "colocated",
-        "colocated: the engines and the trained roles take turns on all GPUs; split: of each node some GPUs sample "
+        "colocated: engines and trained roles take turns on all GPUs; split: some GPUs of each node sample "
         "(rollout_gpus_per_node) and the others train, or whole nodes sample (rollout.nnodes).",
     )
     rollout_gpus_per_node: int | None = setting(
-        None, "GPUs of each node that sample, with layout=split; null with colocated.", ge=1
+        None, "GPUs of each node that sample, with layout=split; must be null with colocated.", ge=1
     )
     async_rollout: AsyncRollout = setting(
         "off",
-        "off: a step is sampled, then trained; one_step_off: while a step is trained the next one is sampled, with the "
-        "newest weights that were finished when its sampling began; bounded: up to max_staleness steps ahead. Needs "
-        "layout=split, or device=cpu.",
+        "off: each step is sampled, then trained; one_step_off: while a step is trained, the next one is sampled "
+        "with the newest weights available when its sampling begins; bounded: sampling runs up to max_staleness "
+        "steps ahead. Needs layout=split or device=cpu.",
     )
     max_staleness: int | None = setting(
         None,
-        "How many versions older than those trained on a step the weights that sampled a token of it may be, at most. "
-        "Needed with async_rollout=bounded; null otherwise: 1 with one_step_off, and 1 more with rollout.over_sample.",
+        "Maximum age of the weights that sample a token, in versions behind the weights that train on it. Required "
+        "with async_rollout=bounded, else null: 1 with one_step_off, plus 1 with rollout.over_sample.",
         ge=1,
     )
     save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)
     test_freq: int = setting(-1, "Steps between two validations; -1: only before and after training.", ge=-1)
-    critic_warmup: int = setting(0, "Steps that train only the critic, at the start.", ge=0)
+    critic_warmup: int = setting(0, "Number of steps at the start that train only the critic.", ge=0)
     default_hdfs_dir: str | None = setting(None, "Must be null: checkpoints are not copied to HDFS.")
     default_local_dir: str = setting(
         "checkpoints/search_r1/default",
@@ -75,42 +77,47 @@ class TrainerConfig:
     )
     gather_state: bool = setting(
         False,
-        "Whether nodes may have a default_local_dir of their own: what their ranks write of a state is on their disk, "
-        "at the same path, until it is copied to the driver's node, and is copied back when the run resumes.",
+        "Allow each node to have its own default_local_dir, without a shared file system: ranks write their part of"
+        " a checkpoint to their node's disk, it is copied to the driver's node, and copied back on resume.",
     )
     overwrite: Overwrite = setting(
         "never",
-        "If the run folder holds an earlier run that this one does not resume: never refuses to start, archive first "
-        "moves everything of it to archive/DATE in the folder.",
+        "If the run folder holds an earlier run that this one does not resume: never refuses to start; archive "
+        "first moves all of it to archive/DATE in the folder.",
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate once and stop.")
     eval_ref_policy_freq: int = setting(-1, "Steps between two validations of the anchor; -1: never.", ge=-1)
     resume_mode: Literal["disable", "auto", "resume_path"] = setting(
-        "disable", "Whether to go on with an earlier run; auto: from its newest state that verifies, if it has one."
+        "disable",
+        "Whether to resume an earlier run: auto resumes from its newest intact checkpoint, if it has one; "
+        "resume_path from resume_from_path.",
     )
     resume_from_path: str | None = setting(
         None, "For resume_mode=resume_path: .../state/global_step_N, or .../actor/global_step_N beside it.", path=True
     )
     max_ckpt_to_keep: int | None = setting(
-        None, "Checkpoints that are kept, and the one of the best validation besides; null: all.", ge=1
+        None, "Number of checkpoints to keep, besides the one with the best validation; null: all.", ge=1
     )
-    del_local_ckpt_after_load: bool = setting(False, "Delete the checkpoint that was resumed from.")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where models run; auto: cuda when there is a GPU.")
+    del_local_ckpt_after_load: bool = setting(
+        False, "Must be false: deleting the checkpoint after resuming from it is not available."
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where models run; auto: cuda if there is a GPU.")
     seed: int = setting(0, "Seed of everything random.", ge=0)
-    deterministic: bool = setting(
-        False, "Only kernels that give the same bits for the same input; needs rollout.seed_per_request."
-    )
+    deterministic: bool = setting(False, "Use only deterministic kernels; needs rollout.seed_per_request.")
     save_trajectories: bool = setting(True, "Write each step's trajectories to the run folder.")
     save_token_values: bool = setting(
-        True, "With the trajectories of a training step: each token's advantage, log-prob under the trainer and KL."
+        True,
+        "Store each token's advantage, log-prob under the trainer and KL with the trajectories of a training step.",
     )
     save_timeline: bool = setting(
-        True, "Write what driver, engines and ranks did when, a file a step in the run folder, for ui.perfetto.dev."
+        True,
+        "Write a timeline of each step (what driver, engines and ranks did when) to the run folder, for "
+        "ui.perfetto.dev.",
     )
     step_timeout_s: float = setting(
         3600.0,
-        "Longest wait for a worker, in seconds: for its part of a phase, or for an engine to end a trajectory.",
+        "Maximum wait for a worker, in seconds: for its part of a phase, or for an engine to finish a trajectory.",
         gt=0,
     )
     collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)

@@ -36,7 +36,7 @@ _NAMES = {
         "reject_low reject_high"
     ),
     "reward": ("cliprange_value structure_format_score final_format_score retrieval_score min_reward max_score_drop"),
-    "nats a token": "target_kl min_entropy max_entropy max_kl max_mismatch",
+    "nats per token": "target_kl min_entropy max_entropy max_kl max_mismatch",
     "norm": "grad_clip max_grad_norm",
     "seconds": "timeout_s deadline_s step_timeout_s",
     "GiB": "kv_cache_gib",

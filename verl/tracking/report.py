@@ -204,10 +204,12 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.tracking.report", description="Write report.md and report.png of a run."
+        prog="python -m verl.tracking.report", description="Write report.md and report.png for a run."
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run (trainer.default_local_dir)")
-    parser.add_argument("--summary", choices=SPLITS, help="only print the scores of this split, before and after")
+    parser.add_argument(
+        "--summary", choices=SPLITS, help="only print the scores of this split before and after training"
+    )
     args = parser.parse_args(arguments)
     try:
         print(summary(args.run_dir, args.summary) if args.summary else write_report(args.run_dir))

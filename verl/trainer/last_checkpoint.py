@@ -73,7 +73,8 @@ def _nothing(folder: Path, role: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `exit_status` says."""
     parser = argparse.ArgumentParser(
-        prog="python -m verl.trainer.last_checkpoint", description="Print the last (or best) checkpoint of a run."
+        prog="python -m verl.trainer.last_checkpoint",
+        description="Print the folder of the last (or best) model of a run.",
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run (trainer.default_local_dir)")
     parser.add_argument("--best", action="store_true", help="the one with the best validation score")

@@ -25,11 +25,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`audit` or `complete`."""
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.corpus_tool",
-        description="Which gold answers does a corpus hold? Add the gold passages it lacks.",
+        description="Find out which gold answers a corpus holds, and add the gold passages that are missing.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    checks = commands.add_parser("audit", help="count the questions whose gold answer is in the corpus, or retrieved")
-    adds = commands.add_parser("complete", help="write the corpus with the gold passages that it lacks")
+    checks = commands.add_parser(
+        "audit", help="count the questions whose gold answer is in the corpus, or is retrieved"
+    )
+    adds = commands.add_parser("complete", help="write the corpus together with the gold passages that it lacks")
     for command in (checks, adds):
         command.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
         command.add_argument(
@@ -38,15 +40,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             type=Path,
             default=[],
             required=command is checks,
-            help="files in the format of FlashRAG",
+            help="files in FlashRAG's format",
         )
-    checks.add_argument("--url", help="of a running server: its /retrieve; without it only the corpus is looked at")
-    checks.add_argument("--k", type=_ks, default=[1, 3, 5, 20], help="passages that count, such as 1,3,5,20")
+    checks.add_argument("--url", help="/retrieve of a running server; without it, only the corpus is searched")
+    checks.add_argument(
+        "--k", type=_ks, default=[1, 3, 5, 20], help="numbers of passages for recall@k, such as 1,3,5,20"
+    )
     checks.add_argument("--output", type=Path, help="write the counts as JSON")
     checks.add_argument("--details", type=Path, help="write the questions not covered or not found, as JSON lines")
     adds.add_argument("--add", nargs="+", type=Path, default=[], help="files of gold passages")
     adds.add_argument("--output", required=True, type=Path, help="the new corpus, .jsonl or .jsonl.gz")
-    adds.add_argument("--report", type=Path, help="JSON: what was added (default: the output's name and .report.json)")
+    adds.add_argument(
+        "--report", type=Path, help="JSON report of what was added (default: the output's name with .report.json)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.command == "complete" and not arguments.questions + arguments.add:
         adds.error("--add or --questions is needed: a file with gold passages")

@@ -17,10 +17,14 @@ def main(description: str | None, arguments: Sequence[str] | None = None) -> int
     """Returns the exit status: 0, or 1 after errors that are printed; one that is missing does not stop the others."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--save_path", type=Path, required=True, help="the folder that everything goes to")
-    add("--what", default="corpus,e5", help=f"some of {','.join(ARTIFACTS)} (default: %(default)s)")
-    add("--repo_id", help="the dataset repository of the flat e5 index, if not the published one")
-    add("--remove_parts", action="store_true", help="remove downloaded files when what is made of them is whole")
+    add("--save_path", type=Path, required=True, help="folder for all downloads")
+    add("--what", default="corpus,e5", help=f"what to download: any of {','.join(ARTIFACTS)} (default: %(default)s)")
+    add("--repo_id", help="dataset repository of the flat e5 index, if not Search-R1's")
+    add(
+        "--remove_parts",
+        action="store_true",
+        help="delete the downloaded parts once the file made from them is complete",
+    )
     args = parser.parse_args(arguments)
     try:
         chosen, downloader = artifacts(args.what, args.repo_id), Downloader(args.save_path, args.remove_parts)

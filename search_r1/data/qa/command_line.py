@@ -83,18 +83,18 @@ def _contexts(args: argparse.Namespace, split: str, recipe: Recipe) -> Contexts 
 def _parser(description: str | None, recipe: Recipe) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--local_dir", type=Path, default=Path(recipe.local_dir), help="where the files go (default: %(default)s)")
-    add("--hdfs_dir", help="a folder on HDFS that gets a copy")
+    add("--local_dir", type=Path, default=Path(recipe.local_dir), help="output folder (default: %(default)s)")
+    add("--hdfs_dir", help="folder on HDFS to copy the files to")
     templates = ", ".join(shipped_templates())
     add("--template_type", default="base", help=f"base ({recipe.base}), or a file, or one of {templates}")
     add("--input_dir", type=Path, help="folder with <set>/<split>.jsonl or the original files (default: the hub)")
-    add("--skip_bad_rows", action="store_true", help="list and leave out rows that cannot be used")
-    add("--limit", type=_positive, help="at most so many questions of each set")
+    add("--skip_bad_rows", action="store_true", help="list and skip rows that cannot be used")
+    add("--limit", type=_positive, help="maximum number of questions from each set")
     if recipe.several_sets:
-        add("--data_sources", default="nq", help="sets, or NAME=FILE, with commas between")
+        add("--data_sources", default="nq", help="sets, or NAME=FILE, separated by commas")
         parser.set_defaults(splits=",".join(recipe.splits))
     else:
-        add("--splits", default=",".join(recipe.splits), help="files to write (default: %(default)s)")
+        add("--splits", default=",".join(recipe.splits), help="splits to write (default: %(default)s)")
         parser.set_defaults(data_sources="nq")
     if recipe.with_context:
         _add_context_arguments(parser)
@@ -103,11 +103,11 @@ def _parser(description: str | None, recipe: Recipe) -> argparse.ArgumentParser:
 
 def _add_context_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--topk", type=_positive, default=3, help="passages in a prompt (default: %(default)s)")
-    add("--corpus_path", type=Path, help="the passages that the ids of the caches belong to")
+    add("--topk", type=_positive, default=3, help="passages per prompt (default: %(default)s)")
+    add("--corpus_path", type=Path, help="the passages to which the ids in the caches refer")
     for split in ("train", "test"):
         add(f"--{split}_retrieval_cache", type=Path, help='JSON {question: [{"id": ..}, ..]}, best first')
-    add("--retriever_url", help="/retrieve of a running server, asked for questions that are in no cache")
+    add("--retriever_url", help="/retrieve of a running server, used for questions that are in no cache")
 
 
 def _positive(text: str) -> int:

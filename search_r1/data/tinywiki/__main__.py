@@ -23,14 +23,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m search_r1.data.tinywiki", description="Write a TinyWiki folder.")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of worlds, questions, trajectories and weights")
-    parser.add_argument("--num_passages", type=int, default=2000, help="passages served by the retriever")
-    parser.add_argument("--num_test", type=int, default=500, help="questions in test.parquet")
-    parser.add_argument("--num_train", type=int, default=None, help="questions in train.parquet")
-    parser.add_argument("--num_sft_rows", type=int, default=None, help="warm-start rows; the phases keep their shares")
+    parser.add_argument("--num_passages", type=int, default=2000, help="number of passages in the corpus")
+    parser.add_argument("--num_test", type=int, default=500, help="number of questions in test.parquet")
+    parser.add_argument("--num_train", type=int, default=None, help="number of questions in train.parquet")
+    parser.add_argument(
+        "--num_sft_rows",
+        type=int,
+        default=None,
+        help="number of warm-start rows; the shares of the phases stay the same",
+    )
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
     parser.add_argument("--next_hop", type=probability, help="demonstrator: probability of noting the next hop")
-    parser.add_argument("--train_hops", type=hops, help="hop counts of the training prompts in turn, as in 1,2,2")
+    parser.add_argument(
+        "--train_hops", type=hops, help="hop counts that the training prompts cycle through, such as 1,2,2"
+    )
     args = parser.parse_args(arguments)
     log_to_stderr(PLAIN)
 

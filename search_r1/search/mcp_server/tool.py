@@ -37,8 +37,8 @@ _NOTHING = "No passages were found."
 class SearchArguments(BaseModel):
     """The queries, and how many passages each; unknown arguments are ignored."""
 
-    query_list: Queries = Field(min_length=1, description="the queries, each a question or key words")
-    topk: int | None = Field(default=None, ge=1, le=MAX_TOPK, description="passages a query; null: the default")
+    query_list: Queries = Field(min_length=1, description="the queries, each a question or keywords")
+    topk: int | None = Field(default=None, ge=1, le=MAX_TOPK, description="passages per query; null: the default")
 
 
 class FoundPassage(BaseModel):
@@ -147,11 +147,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Those of the program on stdin and stdout."""
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.mcp_tool",
-        description="The search tool on stdin and stdout (MCP), over a running server.",
+        description="Offer the search of a running retrieval server as an MCP tool on stdin and stdout.",
     )
-    parser.add_argument("--url", required=True, help="/retrieve of a retrieval server; several with commas between")
-    parser.add_argument("--topk", type=int, default=3, help="passages a query when the call does not say")
-    parser.add_argument("--timeout_s", type=float, default=30, help="longest time of a call, with its retries")
+    parser.add_argument("--url", required=True, help="/retrieve of a retrieval server; several are separated by commas")
+    parser.add_argument("--topk", type=int, default=3, help="passages per query when the call does not say")
+    parser.add_argument(
+        "--timeout_s", type=float, default=30, help="maximum time for a call with its retries, in seconds"
+    )
     return parser.parse_args(argv)
 
 

@@ -21,13 +21,17 @@ def add_reranker_arguments(
     parser: argparse.ArgumentParser, topk: str, model: str, batch_size: str, max_length: str
 ) -> None:
     """The flags that have other names in the two programs, and limits of the reranker's queue and cache."""
-    parser.add_argument(topk, type=int, default=3, help="passages a query when the request does not say")
+    parser.add_argument(topk, type=int, default=3, help="passages per query when the request does not say")
     parser.add_argument(model, default=MODEL, help="folder or hub id of the cross-encoder")
-    parser.add_argument(batch_size, type=int, default=32, help="most pairs of one forward pass")
-    parser.add_argument(max_length, type=int, default=512, help="tokens of a query and a passage together")
+    parser.add_argument(batch_size, type=int, default=32, help="maximum number of pairs in one forward pass")
+    parser.add_argument(max_length, type=int, default=512, help="maximum tokens of a query and a passage together")
     parser.add_argument("--reranker_precision", default="auto", help="auto, float32, bfloat16, float16")
-    parser.add_argument("--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; beyond: HTTP 503")
-    parser.add_argument("--reranker_cache_size", type=float, default=32, help="MiB of scores kept for repeated pairs")
+    parser.add_argument(
+        "--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; when the queue is full, HTTP 503"
+    )
+    parser.add_argument(
+        "--reranker_cache_size", type=float, default=32, help="size of the score cache for repeated pairs, in MiB"
+    )
 
 
 def load_reranker(

@@ -59,7 +59,7 @@ class RerankRequest(KnownFields):
     queries: Queries
     documents: list[Annotated[list[Document], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
     rerank_topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="null or 0: the server's default")
-    topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="used where rerank_topk is not")
+    topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="used if rerank_topk is absent")
     return_scores: bool = False
 
     @model_validator(mode="after")
@@ -86,7 +86,7 @@ class Reranking(KnownFields):
     """What a request may say of the reranker."""
 
     candidates: Choice = None
-    model: str | None = Field(default=None, description="not served: the model is the server's")
+    model: str | None = Field(default=None, description="not available: the model is fixed by the server")
 
     @field_validator("model")
     @classmethod
@@ -99,7 +99,7 @@ class RerankedRetrieveRequest(RetrieveRequest):
     """`POST /retrieve` before a reranker: also the published fields `topk_retrieval` and `topk_rerank`."""
 
     topk_retrieval: Choice = None
-    topk_rerank: Choice = Field(default=None, description="goes before topk")
+    topk_rerank: Choice = Field(default=None, description="takes precedence over topk")
     # the schema in place: OpenAPI finds no reference inside a schema
     rerank: Annotated[Reranking | None, WithJsonSchema(Reranking.model_json_schema())] = None
 

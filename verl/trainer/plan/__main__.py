@@ -30,13 +30,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """What is asked for, not looked at yet."""
     parser = argparse.ArgumentParser(prog="python -m verl.trainer.plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="Hugging Face name or folder; its config.json suffices")
-    parser.add_argument("--gpus", required=True, help="nodes x GPUs of a node x kind: 4x8xH100; or 4xCPU")
-    parser.add_argument("--machine", type=Path, help="what verl.trainer.plan.calibrate has measured, for a data sheet")
+    parser.add_argument("--gpus", required=True, help="nodes x GPUs per node x kind, such as 4x8xH100; or 4xCPU")
+    parser.add_argument(
+        "--machine", type=Path, help="file written by verl.trainer.plan.calibrate, used instead of a data sheet"
+    )
     parser.add_argument("--config-name", default="ppo_trainer")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--price", type=float, help="of a GPU hour")
-    parser.add_argument("--png", type=Path, help="a picture of the plan")
-    parser.add_argument("--no_scaling", action="store_true", help="leave out more nodes, which take a dry run each")
+    parser.add_argument("--price", type=float, help="price of a GPU hour, for the cost")
+    parser.add_argument("--png", type=Path, help="write a picture of the plan")
+    parser.add_argument(
+        "--no_scaling", action="store_true", help="leave out the table for more nodes, which takes a dry run for each"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_intermixed_args(argv)
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="the file to write")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that talk to each other")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes that communicate")
     args = parser.parse_args(argv)
     try:
         machine = calibrated(resolve_device(args.device), args.ranks)
