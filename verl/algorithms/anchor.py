@@ -17,6 +17,8 @@ import torch
 @torch.no_grad()
 def follow(anchor: Sequence[torch.Tensor], policy: Sequence[torch.Tensor], tau: float) -> None:
     """Move the `anchor` tensors towards the `policy` tensors in place; equal shapes, 0 <= tau <= 1."""
+    if not 0.0 <= tau <= 1.0:
+        raise ValueError(f"tau is {tau}: it must lie between 0 (copy the policy) and 1 (frozen)")
     if len(anchor) != len(policy):
         raise ValueError(f"anchor has {len(anchor)} tensors, policy has {len(policy)}")
     if tau < 1.0:

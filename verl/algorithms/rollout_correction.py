@@ -15,7 +15,7 @@ that of all its policy tokens, whatever is rejected. Exponents are clamped to +-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -28,13 +28,24 @@ Rejection = Literal["none", "token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """Which ratio weighs the loss, which one rejects, and their bounds. A ratio of 1 passes all of them."""
+    """Which ratio weighs the loss, which one rejects, and their bounds. Raises ValueError for what makes no sense."""
 
     importance: Importance = "none"
     importance_cap: float = 2.0
     reject: Rejection = "none"
     reject_low: float = 0.5
     reject_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require_known("importance", self.importance, get_args(Importance))
+        _require_known("reject", self.reject, get_args(Rejection))
+        if self.importance_cap < 1:
+            raise ValueError(f"importance_cap is {self.importance_cap}: it has to leave a ratio of 1 alone; use >= 1")
+        if not 0 <= self.reject_low <= 1 <= self.reject_high:
+            raise ValueError(
+                f"reject_low {self.reject_low}, reject_high {self.reject_high}: a ratio of 1 has to pass; "
+                "use 0 <= reject_low <= 1 <= reject_high"
+            )
 
 
 class Correction(NamedTuple):
@@ -107,3 +118,8 @@ def _require_finite(log_ratio_T: torch.Tensor) -> None:
             f"log_prob - rollout_log_prob is not finite at {num_bad} policy tokens: look for NaN or -inf in what the "
             "sampler returned and in the trainer's log-probs"
         )
+
+
+def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"rollout correction: unknown {name} '{value}'; known: {', '.join(known)}")

@@ -22,7 +22,12 @@ class ValueLoss(NamedTuple):
 
 
 def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> ValueLoss:
-    """All inputs [T] float; `clip` > 0 in units of the return. Gradient flows through `value_T` only."""
+    """All inputs [T] float; `clip` > 0 in units of the return. Gradient flows through `value_T` only.
+
+    Raises ValueError for a `clip` that is not positive.
+    """
+    if not clip > 0:
+        raise ValueError(f"the clip range of the value loss is {clip}: give a positive number (inf: no clipping)")
     old_value_T, return_T = old_value_T.detach(), return_T.detach()
     free_T = (value_T - return_T).square()
     clipped_T = (value_T.clamp(old_value_T - clip, old_value_T + clip) - return_T).square()

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
-from verl.algorithms.advantages.inputs import Scale
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
@@ -162,7 +161,7 @@ def for_losses(batch: TrainBatch, kept_B: torch.Tensor | None = None) -> TrainBa
     return replace(batch, tokens=batch.tokens | {"loss_mask": mask_T})
 
 
-def _scale(config: AlgorithmConfig) -> Scale:
+def _scale(config: AlgorithmConfig) -> str:
     if config.norm_adv_by_batch_std:
         return "batch_std"
     return "group_std" if config.norm_adv_by_std_in_grpo else "none"

@@ -145,9 +145,23 @@ def test_equal_advantages_are_whitened_or_divided_to_zero(name: str) -> None:
     assert not estimate(name, replace(given, value_T=torch.zeros_like(given.reward_T))).advantage_T.any()
 
 
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="unknown advantage scale 'std'; known: group_std, none, batch_std"):
+        AdvantageSettings(scale="std")
+    with pytest.raises(ValueError, match="gamma is 1.5: give a number from 0 to 1"):
+        AdvantageSettings(gamma=1.5)
+    with pytest.raises(ValueError, match="lam is nan"):
+        AdvantageSettings(lam=NAN)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"value_T": f64(1.0)}, r"value_T has shape \(1,\), reward_T \(4,\): give both the same \[T\]"),
+        ({"baseline_B": f64(1.0, 2.0, 3.0)}, r"baseline_B has shape \(3,\), group_B \(2,\)"),
+        ({"mask_T": torch.ones(4)}, "mask_T is torch.float32: give a bool mask"),
+        ({"reward_T": torch.ones(4, dtype=torch.int64)}, "reward_T is torch.int64: give it as floats"),
+        ({"row_T": torch.zeros(4, dtype=torch.int32)}, "row_T is torch.int32: give int64"),
         ({"row_T": torch.tensor([0, 1, 0, 1])}, "row_T decreases"),
         ({"row_T": torch.tensor([0, 0, 2, 2])}, r"outside 0\.\.1"),
         ({"group_B": torch.tensor([0, -1])}, "group_B has a negative number"),

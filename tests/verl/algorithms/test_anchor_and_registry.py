@@ -30,7 +30,9 @@ def test_an_anchor_equal_to_the_policy_does_not_move_by_a_bit() -> None:
     assert torch.equal(anchor[0], weights[0])
 
 
-def test_anchor_rejects_another_number_of_tensors() -> None:
+def test_anchor_rejects_what_is_no_average() -> None:
+    with pytest.raises(ValueError, match="tau is 1.5"):
+        follow([f64(1.0)], [f64(1.0)], 1.5)
     with pytest.raises(ValueError, match="anchor has 1 tensors, policy has 0"):
         follow([f64(1.0)], [], 0.5)
 

@@ -32,9 +32,17 @@ def test_adaptive_steers_a_policy_to_the_target() -> None:
     assert controller.value == pytest.approx(0.2, rel=1e-6)
 
 
-def test_a_kl_that_is_no_number_is_an_error_and_the_longest_step_keeps_the_weight_positive() -> None:
+def test_what_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the coefficient is -1; it must be at least 0"):
+        FixedKL(-1)
+    with pytest.raises(ValueError, match="target is 0 and horizon 10; both must be above 0"):
+        AdaptiveKL(0.1, 0, 10)
+    with pytest.raises(ValueError, match="target is 1 and horizon 0"):
+        AdaptiveKL(0.1, 1, 0)
     controller = AdaptiveKL(0.1, 1.0, 100)
     with pytest.raises(ValueError, match="mean KL is nan"):
         controller.update(float("nan"), 10)
+    with pytest.raises(ValueError, match="500 trajectories a step with a horizon of 100 .* set the horizon above 100"):
+        controller.update(0.0, 500)
     controller.update(0.0, 499)
     assert 0 < controller.value < 0.1

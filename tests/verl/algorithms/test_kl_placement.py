@@ -41,6 +41,11 @@ def test_a_short_row_after_long_ones_keeps_its_precision() -> None:
     torch.testing.assert_close(to_go_T[-2:], torch.tensor([3e-4, 2e-4]), rtol=1e-3, atol=0)
 
 
+def test_rows_out_of_order_are_an_error() -> None:
+    with pytest.raises(ValueError, match="row_T goes down"):
+        kl_to_go(torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 0]))
+
+
 @given(st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_kl_to_go_is_the_masked_sum_to_the_end_of_each_row(rows: list[list[tuple[float, bool]]]) -> None:
     kl_T = torch.tensor([kl for row in rows for kl, _ in row], dtype=torch.float64)

@@ -117,6 +117,8 @@ def test_importance_weight() -> None:
     close(importance_weight(log_prob_T, old_T, upper=1.5)[:2], f64(1.5, 0.5))
     close(importance_weight(log_prob_T, old_T, lower=0.75), f64(2.0, 0.75, math.exp(20), 0.75))
     close(importance_weight(log_prob_T, old_T, 0.75, 1.5), f64(1.5, 0.75, 1.5, 0.75))
+    with pytest.raises(ValueError, match="lower bound 2 is above the upper bound 1"):
+        importance_weight(log_prob_T, old_T, 2, 1)
 
 
 def test_names() -> None:

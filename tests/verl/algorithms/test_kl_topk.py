@@ -129,6 +129,8 @@ def test_with_no_head_it_is_the_sampled_estimator(
 @pytest.mark.parametrize("function", [topk_reverse, topk_forward])
 def test_bad_input(function: Any) -> None:
     log_p_Tk, log_prob_T, inside_T = torch.full((4, 2), -1.0), torch.full((4,), -1.0), torch.zeros(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="unknown top-k KL gradient 'exact'; use corrected or published"):
+        function(log_p_Tk, log_p_Tk, log_prob_T, log_prob_T, inside_T, gradient="exact")
     with pytest.raises(ValueError, match=r"p \[4, 2\], q \[4, 1\], sampled token \[4\] do not belong together"):
         function(log_p_Tk, log_p_Tk[:, :1], log_prob_T, log_prob_T, inside_T)
     with pytest.raises(ValueError, match=r"sampled token \[1\] do not belong together"):

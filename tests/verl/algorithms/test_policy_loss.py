@@ -54,6 +54,12 @@ def test_ppo_dual_clip_by_hand() -> None:
     close(log_prob_T.grad, f64(0.0, 5.0, 0.0, 0.0))
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_dual_bound_of_at_most_one_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="dual clip is 1.0"):
+        POLICY_LOSSES[name](f64(-1.0), f64(-1.0), f64(1.0), rows(0), Clip(dual=1.0))
+
+
 def test_gspo_by_hand() -> None:
     # row 0 (tokens 0, 2): ratios 2 and 1/2, so s = 1: nothing is clipped although both tokens are far off
     # row 1 (tokens 1, 3, 4): ratios 4, 1, 2, so s = 8^(1/3) = 2, clipped to 1.2 for A = 3: loss -3.6

@@ -140,6 +140,22 @@ def test_a_policy_token_without_a_number_is_an_error(bad: float) -> None:
         rollout_correction(LOG_PROB_T, rollout_T, MASK_T, ROW_T, 4, CorrectionSettings())
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"importance": "row"}, "unknown importance 'row'; known: none, token, sequence"),
+        ({"reject": "row"}, "unknown reject 'row'; known: none, token, sequence, geometric"),
+        ({"importance_cap": 0.5}, "importance_cap is 0.5"),
+        ({"reject_low": 1.5}, "reject_low 1.5"),
+        ({"reject_high": 0.9}, "reject_high 0.9"),
+        ({"reject_low": -0.1}, "reject_low -0.1"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CorrectionSettings(**settings)
+
+
 SETTINGS = st.builds(
     CorrectionSettings,
     importance=st.sampled_from(["none", "token", "sequence"]),

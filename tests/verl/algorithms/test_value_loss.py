@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from exact_numbers import f64
 
@@ -51,3 +52,9 @@ def test_gradient_goes_to_the_value_only() -> None:
 def test_an_infinite_range_is_the_plain_squared_error() -> None:
     answer = value_loss(f64(10.0, -10.0), f64(0.0, 0.0), f64(12.0, 0.0), math.inf)
     assert answer.loss_T.tolist() == [2.0, 50.0] and not answer.clipped_T.any()
+
+
+@pytest.mark.parametrize("clip", [0.0, -0.5, math.nan])
+def test_a_range_must_be_positive(clip: float) -> None:
+    with pytest.raises(ValueError, match="clip range of the value loss is"):
+        value_loss(f64(1.0), f64(1.0), f64(1.0), clip)

@@ -120,18 +120,19 @@ def test_a_setting_is_refused_where_it_changes_nothing(
 
 
 @pytest.mark.parametrize(("horizon", "fits"), [(40, False), (41, True)])
-def test_a_horizon_is_refused_where_one_step_could_take_the_whole_weight(horizon: int, fits: bool) -> None:
-    """200 trajectories a step: 0.2 * 200 = 40. A KL of 0 takes the largest step down."""
+def test_a_horizon_is_refused_where_the_controller_would_refuse_it(horizon: int, fits: bool) -> None:
+    """200 trajectories a step: 0.2 * 200 = 40."""
     overrides = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "data.train_batch_size=200"]
     overrides += [f"{ACTOR}.ppo_mini_batch_size=200", f"algorithm.kl_ctrl.horizon={horizon}"]
     controller = AdaptiveKL(0.1, 0.1, horizon)
-    controller.update(0.0, 200)
-    assert (controller.value > 0) == fits
     if fits:
         load_config("ppo_trainer", overrides)
+        controller.update(0.1, 200)
         return
     with pytest.raises(ConfigError, match="algorithm.kl_ctrl.horizon"):
         load_config("ppo_trainer", overrides)
+    with pytest.raises(ValueError, match="horizon"):
+        controller.update(0.1, 200)
 
 
 def test_a_guard_without_limits_is_refused() -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.registry import Registry
 from verl.algorithms.traits import ESTIMATOR_TRAITS
 
 EPSILON = 1e-6
-Scale = Literal["group_std", "none", "batch_std"]
+SCALES = ("group_std", "none", "batch_std")
 
 
 @dataclass(frozen=True)
 class AdvantageInput:
     """What an estimator may read. Policy tokens are the true positions of `mask_T`.
 
-    Raises ValueError for rows, groups or masks that contradict each other; `TrainBatch` has checked lengths and types.
+    Raises ValueError for lengths or types that do not fit together.
     """
 
     reward_T: Tensor
@@ -38,6 +39,33 @@ class AdvantageInput:
     """[T] bool: tokens that GAE's recursion visits, `mask_T` among them; None: `mask_T`. Read by gae."""
 
     def __post_init__(self) -> None:
+        self._check_shapes()
+        self._check_types()
+        self._check_numbers()
+
+    def _check_shapes(self) -> None:
+        shape_of = {"T": self.reward_T.shape, "B": self.group_B.shape}
+        for name, tensor in vars(self).items():
+            letter = name[-1]
+            if tensor is not None and (tensor.ndim != 1 or tensor.shape != shape_of[letter]):
+                like = "reward_T" if letter == "T" else "group_B"
+                shapes = f"{name} has shape {tuple(tensor.shape)}, {like} {tuple(shape_of[letter])}"
+                raise ValueError(f"{shapes}: give both the same [{letter}]")
+
+    def _check_types(self) -> None:
+        for name in ("reward_T", "value_T", "baseline_B"):
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_floating_point():
+                raise ValueError(f"{name} is {tensor.dtype}: give it as floats")
+        for name in ("mask_T", "chain_T"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dtype != torch.bool:
+                raise ValueError(f"{name} is {tensor.dtype}: give a bool mask")
+        for name in ("row_T", "group_B"):
+            if getattr(self, name).dtype != torch.int64:
+                raise ValueError(f"{name} is {getattr(self, name).dtype}: give int64 numbers")
+
+    def _check_numbers(self) -> None:
         if (self.row_T.diff() < 0).any():
             raise ValueError("row_T decreases: store the tokens of all rows one after the other, rows in order")
         if ((self.row_T < 0) | (self.row_T >= len(self.group_B))).any():
@@ -50,14 +78,21 @@ class AdvantageInput:
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """What can be set; an estimator ignores what its formula does not name. `verl.config` checks the values."""
+    """What can be set; an estimator ignores what its formula does not name. ValueError for values out of range."""
 
     gamma: float = 1.0
     """Discount per policy token, 0 to 1. Read by gae and reinforce_plus_plus."""
     lam: float = 1.0
     """GAE's lambda, 0 to 1. Read by gae."""
-    scale: Scale = "group_std"
+    scale: str = "group_std"
     """What centred rewards are divided by: "group_std", "none" or "batch_std". Read by grpo and reinforce."""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 0 to 1")
+        if self.scale not in SCALES:
+            raise ValueError(f"unknown advantage scale '{self.scale}'; known: {', '.join(SCALES)}")
 
 
 class Advantages(NamedTuple):

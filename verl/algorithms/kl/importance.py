@@ -13,6 +13,9 @@ def importance_weight(
     """p / p_old at the sampled token, [T] without gradient: exp(clamp(l - l_old, +-20)), then kept in [lower, upper].
 
     Without bounds the weighted estimate has the expectation it has on policy; bounds trade bias for variance.
+    Raises ValueError when `lower` is above `upper`.
     """
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"importance weight: the lower bound {lower} is above the upper bound {upper}; swap them")
     weight_T = importance_ratio((log_prob_T - old_log_prob_T).detach())
     return weight_T if lower is None and upper is None else weight_T.clamp(lower, upper)

@@ -19,10 +19,12 @@ def penalised_rewards(reward_T: torch.Tensor, kl_T: torch.Tensor, mask_T: torch.
 
 
 def kl_to_go(kl_T: torch.Tensor, mask_T: torch.Tensor, row_T: torch.Tensor) -> torch.Tensor:
-    """Sum of the masked KL from each token to the end of its row, [T].
+    """Sum of the masked KL from each token to the end of its row, [T]; `row_T` int64 [T] is the row of each token.
 
-    `row_T` int64 [T] is the row of each token, never decreasing.
+    Raises ValueError when the tokens of a row do not follow each other in row order.
     """
+    if bool((row_T[1:] < row_T[:-1]).any()):
+        raise ValueError("kl_to_go: row_T goes down; pass the tokens row after row")
     # float64, as one running sum goes over all rows and each row's part is a difference of two of its values
     masked_T = torch.where(mask_T, kl_T.detach(), kl_T.new_zeros(())).double()
     before_T = masked_T.cumsum(0) - masked_T

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -59,9 +59,9 @@ class TopkKL:
 
         `log_p_Tk`, `log_q_Tk`: log-probs at the tokens of S [T, k]; `log_prob_T`, `ref_log_prob_T`: at the sampled
         token; `sampled_in_S_T`: bool [T]; `weight_T`: detached [T] weight of the tail, None: 1. p gets gradient, q
-        none. Raises ValueError for shapes that do not belong together.
+        none. Raises ValueError for shapes that do not belong together or an unknown `gradient`.
         """
-        _check(log_p_Tk, log_q_Tk, log_prob_T)
+        _check(log_p_Tk, log_q_Tk, log_prob_T, gradient)
         p_Tk, difference_Tk = log_p_Tk.exp(), log_p_Tk - log_q_Tk.detach()
         head_T = (-log_q_Tk.detach().exp() * difference_Tk if self.forward else p_Tk * difference_Tk).sum(-1)
         if gradient == "corrected":
@@ -91,7 +91,9 @@ def _only_gradient(value_T: torch.Tensor) -> torch.Tensor:
     return value_T - value_T.detach()
 
 
-def _check(log_p_Tk: torch.Tensor, log_q_Tk: torch.Tensor, log_prob_T: torch.Tensor) -> None:
+def _check(log_p_Tk: torch.Tensor, log_q_Tk: torch.Tensor, log_prob_T: torch.Tensor, gradient: str) -> None:
+    if gradient not in get_args(TopkGradient):
+        raise ValueError(f"unknown top-k KL gradient '{gradient}'; use {' or '.join(get_args(TopkGradient))}")
     if log_p_Tk.shape != log_q_Tk.shape or log_p_Tk.shape[:-1] != log_prob_T.shape:
         shapes = f"p {list(log_p_Tk.shape)}, q {list(log_q_Tk.shape)}, sampled token {list(log_prob_T.shape)}"
         raise ValueError(f"top-k KL: log-probs of {shapes} do not belong together; pass [T, k], [T, k] and [T]")

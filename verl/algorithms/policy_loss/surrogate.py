@@ -15,7 +15,9 @@ from verl.algorithms.policy_loss.base import Clip, PolicyLoss
 
 
 def clipped_surrogate(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: Clip) -> PolicyLoss:
-    """Loss [T] for `ratio_T` [T] with gradient; a dual bound is above 1 (3 is usual)."""
+    """Loss [T] for `ratio_T` [T] with gradient; raises ValueError for a dual bound of at most 1."""
+    if clip.dual is not None and clip.dual <= 1.0:
+        raise ValueError(f"dual clip is {clip.dual}: the bound on the ratio must be above 1 (3 is usual), or None")
     advantage_T = advantage_T.detach()
     free_T = -advantage_T * ratio_T
     loss_T = torch.maximum(free_T, -advantage_T * ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high))
