@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 from async_runs import STEPS, Command
 from e2e_world import ENV, ROOT, free_port, run, small_run, wait_until_up
+from tiny_models import qwen2_config, save_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,29 +45,12 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Pre
 
     Its weights are five times larger than usual, so that its distributions are far from uniform.
     """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=len(byte_tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=byte_tokenizer.eos_token_id,
-        pad_token_id=byte_tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
+    tokenizer = byte_tokenizer
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    others = special | {"initializer_range": 0.1, "tie_word_embeddings": True, "dtype": "float32"}
+    config = qwen2_config(len(tokenizer), 96, 256, 3, (3, 1), 1024, **others)
     path = tmp_path_factory.mktemp("tiny_model")
-    model.save_pretrained(path)
+    save_untrained(config, path)
     byte_tokenizer.save_pretrained(path)
     return path
 

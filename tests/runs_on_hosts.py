@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from e2e_world import ROOT, metrics_by_step
-from hosts import Command, Host, wait_for_port
+from hosts import Host, wait_for_port
 from safetensors.torch import load_file
+from watched_run import WatchedRun
 
 PYTHON = str(ROOT / ".venv/bin/python")
 NOT_LEARNED = ("timing", "perf", "memory_gib", "time", "rollout/num_engines")  # of the clock, the machine, the layout
@@ -27,27 +27,13 @@ def retriever_on(host: Host, corpus: Path) -> Iterator[str]:
         server.communicate(timeout=120)
 
 
-class HostRun:
+class HostRun(WatchedRun):
     """A run in `folder`, led from `host`, on the cluster at `ray_address` ("local": on that host alone)."""
 
     def __init__(self, host: Host, folder: Path, command: tuple[str, ...], ray_address: str) -> None:
-        self.folder, self._log = folder, folder.with_suffix(".log")
-        self._begin = self._log.stat().st_size if self._log.exists() else 0
-        self.process: Command = host.start(
-            PYTHON, *command, log=self._log, RAY_ADDRESS=ray_address, RAY_AUTH_MODE="token"
-        )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_bytes()[self._begin :].decode()
-
-    def wait_until(self, happened: Callable[[], object], timeout_s: float = 900) -> None:
-        """Fails when the run ends before."""
-        deadline = time.monotonic() + timeout_s
-        while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said[-6000:]}"
-            assert time.monotonic() < deadline, f"waited for {timeout_s} s\n{self.said[-6000:]}"
-            time.sleep(0.002)
+        super().__init__(folder.with_suffix(".log"))
+        self.folder = folder
+        self.process = host.start(PYTHON, *command, log=self.log, RAY_ADDRESS=ray_address, RAY_AUTH_MODE="token")
 
     def wait_for_step(self, step: int) -> None:
         """Until it is in the run's metrics."""

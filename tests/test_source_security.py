@@ -27,8 +27,8 @@ UNSAFE_CALLS = frozenset(
 TRUST_SETTING = re.compile(r"([\w.]+\.)?trust_remote_code")
 
 ALLOWED = {
-    ("verl/rollout/weight_ipc.py", "import pickle"): "CUDA memory handles that the trainer of this very run wrote",
-    ("verl/rollout/weight_ipc.py", "pickle.loads"): "the same: they come through Ray from the trainer's worker",
+    ("verl/rollout/weights/ipc.py", "import pickle"): "CUDA memory handles that the trainer of this very run wrote",
+    ("verl/rollout/weights/ipc.py", "pickle.loads"): "the same: they come through Ray from the trainer's worker",
 }
 # Not seen here, because PyTorch does it: torch.distributed.checkpoint unpickles the `.metadata` of a saved state. It is
 # read only from a folder whose manifest verifies; SECURITY.md says that such a folder must be one you trust.

@@ -30,9 +30,9 @@ from verl.config import Config
 from verl.data.prompts import PromptSource
 from verl.pretrained import load_policy_tokenizer
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_buckets import plan_buckets
-from verl.rollout.weight_memory import HostBuckets, weight_folder
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weights.buckets import Version, plan_buckets
+from verl.rollout.weights.memory import HostBuckets, weight_folder
 from verl.single_controller import ResourcePool
 from verl.single_controller.cluster import connect
 from verl.trainer.collection import Collector
@@ -130,7 +130,7 @@ class Weights:
         plan = plan_buckets(self._named.items(), dtype, BUCKET_MIB)
 
         def export(index: int) -> Exported:
-            exported = self._memory.export(self._named, plan, dtype, version, index)
+            exported = self._memory.export(Version(self._named, plan, dtype, version), index)
             return lambda: [exported]
 
         return WeightStream(stream_buckets(export), self._memory.release)

@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl.config import load_config
 from verl.engine.device import device_mesh, init_process_group, resolve_device
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_checksum import differing, sums_of
-from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_memory import HostBuckets, weight_folder
 from verl.rollout.weight_stream import stream_buckets
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.weights.checksum import differing, sums_of
+from verl.rollout.weights.export import WeightExporter
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.memory import HostBuckets, weight_folder
 
 HIDDEN, MLP = 2048, 8192
 SQUARE, WIDE = (HIDDEN, HIDDEN), (MLP, HIDDEN)

@@ -19,25 +19,24 @@ _DEPTH = 100
 
 
 class HybridRetriever:
-    """Fuses the best `depth` rows of every part; the first k of an answer do not depend on k up to `depth`."""
+    """Fuses the best 100 rows of every part; the first k of an answer do not depend on k up to 100."""
 
-    def __init__(self, parts: Sequence[Retriever], depth: int = _DEPTH) -> None:
+    def __init__(self, parts: Sequence[Retriever]) -> None:
         """Raises `IndexMismatchError` unless the two or more parts index equally many rows."""
         sizes = [(part.name, len(part)) for part in parts]
         if len(parts) < 2 or len({size for _, size in sizes}) != 1:
             raise IndexMismatchError(f"fusion needs two or more indexes of the same corpus, not {sizes}")
         self.name = "hybrid"
         names = [getattr(part, "fingerprint", part.name) for part in parts]
-        self.fingerprint = hashlib.sha256("\n".join([*names, str(depth)]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256("\n".join([*names, str(_DEPTH)]).encode()).hexdigest()
         self._parts = parts
-        self._depth = depth
 
     def __len__(self) -> int:
         return len(self._parts[0])
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """See `Retriever.search`; the score is the sum of the reciprocal ranks, at most (number of parts) / 61."""
-        found = [part.search(queries, max(k, self._depth)) for part in self._parts]
+        found = [part.search(queries, max(k, _DEPTH)) for part in self._parts]
         return [fuse(lists, k) for lists in zip(*found, strict=True)]
 
 

@@ -20,3 +20,15 @@ require() {
   echo "error: $what $path does not exist; $hint" >&2
   exit 1
 }
+
+# corpus_and_index NAME WHAT HINT ARGUMENT...: set corpus_file and index_file, by default in the folder file_path (the index
+# as NAME there), and require both.
+corpus_and_index() {
+  local name=$1 what=$2 hint=$3
+  shift 3
+  file_path=$(locate "${file_path:-data}")
+  index_file=$(locate "${index_file:-$file_path/$name}")
+  corpus_file=$(locate "${corpus_file:-$file_path/wiki-18.jsonl}")
+  require --corpus_path "corpus file" "$corpus_file" "set file_path to its folder, or corpus_file" "$@"
+  require --index_path "$what" "$index_file" "set index_file, or build it: $hint" "$@"
+}

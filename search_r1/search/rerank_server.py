@@ -17,7 +17,7 @@ from search_r1.errors import ServerError
 from search_r1.http.arguments import add_serving_arguments
 from search_r1.http.metrics import Metrics
 from search_r1.http.process import run_server
-from search_r1.search.rerank.loading import MAX_DOCUMENTS, MODEL, add_reranker_arguments, load_reranker
+from search_r1.search.rerank.loading import MAX_DOCUMENTS, add_reranker_arguments, load_reranker
 from search_r1.search.server.app import AppOptions, create_app_of
 
 
@@ -26,10 +26,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.rerank_server", description="Rerank passages over HTTP."
     )
-    parser.add_argument("--max_length", type=int, default=512, help="maximum tokens of a query and a passage together")
-    parser.add_argument("--rerank_topk", type=int, default=3, help="passages per query when the request does not say")
-    parser.add_argument("--rerank_model_name_or_path", default=MODEL, help="folder or hub id of the cross-encoder")
-    parser.add_argument("--batch_size", type=int, default=32, help="maximum number of pairs in one forward pass")
     parser.add_argument("--reranker_type", default="sentence_transformer", choices=["sentence_transformer"])
     parser.add_argument("--num_threads", type=int, default=1, help="CPU threads of the model")
     parser.add_argument(
@@ -38,7 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=1.0,
         help="how long an idle server waits for more pairs before it scores, in milliseconds",
     )
-    add_reranker_arguments(parser)
+    add_reranker_arguments(parser, "--rerank_topk", "--rerank_model_name_or_path", "--batch_size", "--max_length")
     add_serving_arguments(parser, port=6980)
     return parser.parse_args(argv)
 

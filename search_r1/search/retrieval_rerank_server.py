@@ -17,7 +17,7 @@ from search_r1.errors import ServerError
 from search_r1.http.arguments import add_serving_arguments
 from search_r1.http.metrics import Metrics
 from search_r1.http.process import run_server
-from search_r1.search.rerank.loading import MODEL, add_reranker_arguments, load_reranker
+from search_r1.search.rerank.loading import add_reranker_arguments, load_reranker
 from search_r1.search.retrieval_server import (
     add_retriever_arguments,
     check_retriever_arguments,
@@ -35,17 +35,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--retrieval_topk", type=int, default=10, help="candidates per query when the request does not say"
     )
-    parser.add_argument(
-        "--reranking_topk", type=int, default=3, help="passages per query when the request does not say"
+    add_reranker_arguments(
+        parser, "--reranking_topk", "--reranker_model", "--reranker_batch_size", "--reranker_max_length"
     )
-    parser.add_argument("--reranker_model", default=MODEL, help="folder or hub id of the cross-encoder")
-    parser.add_argument(
-        "--reranker_batch_size", type=int, default=32, help="maximum number of pairs in one forward pass"
-    )
-    parser.add_argument(
-        "--reranker_max_length", type=int, default=512, help="maximum tokens of a query and a passage together"
-    )
-    add_reranker_arguments(parser)
     add_retriever_arguments(parser)
     add_serving_arguments(parser)
     return parser.parse_args(argv)

@@ -26,6 +26,7 @@ BRIEF = """
     reward_components, num_turns, num_searches, len(loss_mask) AS num_tokens
 """
 SHORT = "left(ground_truth, 400) AS ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
+MOST_SAMPLES = 64  # of a group or a question that are shown
 QUESTION_KEY = "coalesce(question, prompt_text)"
 """Equal for the samples of one question in whatever step; a file without questions has its prompts."""
 
@@ -81,20 +82,20 @@ def rewards_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[tupl
     return cursor.execute(sql, [paths, group_id]).fetchall()
 
 
-def rows_of_group(cursor: Cursor, file: StepFile, group_id: str, limit: int = 64) -> list[Row]:
+def rows_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[Row]:
     """All columns of the samples of a prompt, in the order of the file."""
     source, paths = _source([file])
     sql = f"SELECT * FROM {source} WHERE group_id = ? ORDER BY file_row_number LIMIT ?"
-    return rows_of(cursor, sql, [paths, group_id, limit])
+    return rows_of(cursor, sql, [paths, group_id, MOST_SAMPLES])
 
 
-def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str, limit: int = 64) -> list[Row]:
+def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str) -> list[Row]:
     """All columns of the samples of a question, whichever group they were sampled in."""
     source, paths = _source([file])
     return rows_of(
         cursor,
         f"SELECT * FROM {source} WHERE data_source = ? AND {QUESTION_KEY} = ? ORDER BY file_row_number LIMIT ?",
-        [paths, data_source, key, limit],
+        [paths, data_source, key, MOST_SAMPLES],
     )
 
 

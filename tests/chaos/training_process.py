@@ -7,21 +7,22 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 from e2e_world import ENV, ROOT
+from watched_run import WatchedRun
 
 MARK = "TRAINING_PROCESS"  # in the environment of the run and of all that it starts
 
 
-class TrainingProcess:
+class TrainingProcess(WatchedRun):
     """`arguments` of Python; `supervised` starts it through run_with_restart.sh."""
 
     def __init__(self, arguments: Sequence[str], log: Path, supervised: bool = False) -> None:
-        self.log, self.mark = log, uuid.uuid4().hex
-        self._begin = log.stat().st_size if log.exists() else 0
+        super().__init__(log)
+        self.mark = uuid.uuid4().hex
         supervisor = ("bash", "scripts/run_with_restart.sh", "--backoff_s", "1", "--") if supervised else ()
         with log.open("ab") as output:
             # a group of its own, as in a terminal: a Ctrl-C there goes to all processes of the group
@@ -31,18 +32,6 @@ class TrainingProcess:
                 start_new_session=True,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
             )
-
-    @property
-    def said(self) -> str:
-        """All that this process has written to its log, which earlier ones may have begun."""
-        return self.log.read_bytes()[self._begin :].decode()
-
-    def wait_until(self, happened: Callable[[], object], timeout_s: float = 600) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said[-6000:]}"
-            assert time.monotonic() < deadline, f"waited for {timeout_s} s\n{self.said[-6000:]}"
-            time.sleep(0.002)
 
     def end(self, timeout_s: float = 600, others_s: float = 60) -> int:
         """The exit status, when it has ended, and at most `others_s` later all that it started."""

@@ -13,7 +13,7 @@ from verl.engine.lora import adapted_layers
 from verl.engine.model import Decoder
 from verl.engine.sharding import local, own_values
 from verl.errors import CheckpointError
-from verl.rollout.weight_checksum import MODULUS, word_sum
+from verl.rollout.weights.checksum import MODULUS, word_sum
 from verl.storage import sync
 
 FILE = "base.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -48,35 +48,24 @@ def token_mean(batch: TrainBatch) -> torch.Tensor:
     return loss_weights(mask_T, batch.row_of_token_T, len(batch), "token-mean")
 
 
+@dataclass
 class Learner:
-    """A sharded model with its optimizer."""
+    """A sharded model with its optimizer.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        budget: Budget,
-        grad_clip: float,
-        failure_dir: Path,
-        layout: Layout,
-        reduction: Reduction,
-        weigh: TokenWeights = token_mean,
-    ) -> None:
-        """`grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf.
+    `grad_clip` limits the global gradient norm; `failure_dir` receives a mini-batch that gave NaN or Inf. `layout` says
+    how a micro-batch's rows lie, `reduction` after which of them gradients are reduced. `weigh` gives each token's
+    weight [T] in the loss of a mini-batch.
+    """
 
-        `layout` says how a micro-batch's rows lie, `reduction` after which of them gradients are reduced. `weigh` gives
-        each token's weight [T] in the loss of a mini-batch.
-        """
-        self.model = model
-        self.optimizer = optimizer
-        self.device = device
-        self.budget = budget
-        self.grad_clip = grad_clip
-        self.failure_dir = failure_dir
-        self.layout = layout
-        self.reduction = reduction
-        self.weigh = weigh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    budget: Budget
+    grad_clip: float
+    failure_dir: Path
+    layout: Layout
+    reduction: Reduction
+    weigh: TokenWeights = token_mean
 
     def learn(self, batch: TrainBatch, loss: LossFunction, step: int) -> dict[str, float]:
         """One optimizer step on `batch`; returns its `loss`, `grad_norm`, and the reports' token means over all ranks.

@@ -48,14 +48,11 @@ class Schedule:
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
 
 
-def build_adamw(
-    parameters: Iterable[torch.nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
     """Decoupled weight decay (arXiv 1711.05101); one fused kernel per device where PyTorch has it."""
     trainable = [p for p in parameters if p.requires_grad]
-    return torch.optim.AdamW(
-        trainable, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True
-    )
+    rest = optim.eps, optim.weight_decay
+    return torch.optim.AdamW(trainable, optim.lr, optim.betas, *rest, fused=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -25,7 +25,7 @@ class SftEngine:
 
     def __init__(self, config: SftConfig, device: torch.device) -> None:
         """Load and shard `model.path`. The process group must exist. Raises ConfigError."""
-        trainer, optim = config.trainer, config.optim
+        trainer = config.trainer
         set_threads(trainer.num_threads)
         self.num_steps_done = 0
         fsdp = config.fsdp_config
@@ -44,8 +44,8 @@ class SftEngine:
             trained=True,
             seed=trainer.seed,
         )
-        self.schedule = Schedule.from_config(optim, trainer.total_training_steps)
-        optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
+        self.schedule = Schedule.from_config(config.optim, trainer.total_training_steps)
+        optimizer = build_adamw(self.model.parameters(), config.optim)
         layout = layout_of([self.model.model], config.model.use_remove_padding)
         failure_dir = Path(trainer.default_local_dir) / "failures"
         budget = Budget(tokens=trainer.max_token_len_per_gpu)

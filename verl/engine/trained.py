@@ -58,8 +58,7 @@ class TrainedEngine(ABC):
         """
         self.config, self.settings, self.models, self.layout = config, settings, models, layout
         self.model = models[self.trained]
-        optim = settings.optim
-        optimizer = build_adamw(self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay)
+        optimizer = build_adamw(self.model.parameters(), settings.optim)
         self.learner = Learner(
             self.model,
             optimizer,
@@ -71,7 +70,7 @@ class TrainedEngine(ABC):
             fsdp.reduce_gradients,
             weigh,
         )
-        self.schedule = Schedule.from_config(optim, total_training_steps)
+        self.schedule = Schedule.from_config(settings.optim, total_training_steps)
         self.resumable = Resumable(models, self.trained, optimizer)
         anchor = (frozen, models["anchor"]) if frozen is not None and "anchor" in models else None
         self.residence = residence(fsdp, self.model, optimizer, self.device, anchor)

@@ -25,9 +25,9 @@ from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E4
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
-from verl.rollout.exported_weights import ExportedWeights  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
+from verl.rollout.weights.exported import ExportedWeights  # noqa: E402
 
 HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed

@@ -17,14 +17,13 @@ from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws, Feed
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import SHUTDOWN_S, Fleet
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 from verl.rollout.weight_broadcast import WeightBroadcast
 from verl.rollout.weight_relay import WeightRelay
-from verl.rollout.weight_sender import WeightSender
-from verl.rollout.weight_stream import WeightStream
+from verl.rollout.weight_stream import WeightSender, WeightStream
+from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
@@ -73,17 +72,14 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._surviving(partial(self._fleet.ask, "check"))
 
-    def collect(
-        self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train", first_group: int = 0
-    ) -> list[Trajectory]:
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
-        Groups are numbered from `first_group`, so that several calls in one step draw different things.
         A trajectory that failed (infrastructure) is drawn again, with another seed, at most `agent.max_redraws` times;
         what still fails is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when
         more than `agent.max_failed_ratio` of all attempts failed, or are sure to.
         """
-        groups = groups_of(prompts, [how] * n, step, first_group)
+        groups = groups_of(prompts, [how] * n, step)
         self.collect_groups(groups, step)
         return [trajectory for group in groups for trajectory in group.trajectories(how)]
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import WeightSyncError
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import Engine, Fleet
-from verl.rollout.weight_group import RECEIVED
-from verl.rollout.weight_sender import WeightSender
+from verl.rollout.weight_stream import WeightSender
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.group import RECEIVED
 
 log = logging.getLogger(__name__)
 

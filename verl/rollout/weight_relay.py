@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from verl.errors import WorkerDied
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_memory import Located, bucket_of, host_name, make_room, weight_folder
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.memory import Located, bucket_of, host_name, make_room, weight_folder
 from verl.single_controller import ResourcePool, wait_for
 
 CLOSE_S = 2.0

@@ -4,9 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from verl.rollout.exported_weights import ExportedWeights, merge_exports
-from verl.rollout.weight_sender import WeightSender
+from verl.rollout.weights.exported import ExportedWeights, merge_exports
+from verl.rollout.weights.group import Meeting
+from verl.single_controller import wait_for
+
+
+@dataclass
+class WeightSender:
+    """The trainer's first rank; its `worker` (a Ray actor) has the methods of `WeightSource`.
+
+    It carries one call out after the other: `send` only begins, so that the next bucket is exported meanwhile.
+    """
+
+    worker: Any
+    timeout_s: float
+    is_joined: bool = False
+    _sending: Any = None
+
+    def open(self, num_ranks: int) -> Meeting:
+        """Of this rank and `num_ranks` receivers."""
+        meeting: Meeting = self._ask("open_weight_group", 1 + num_ranks)
+        return meeting
+
+    def begin_join(self) -> Callable[[], None]:
+        """What waits until all have joined."""
+        joining = self.worker.join_weight_group.remote()
+
+        def joined() -> None:
+            wait_for([joining], "joining the group for weights", self.timeout_s)
+            self.is_joined = True
+
+        return joined
+
+    def send(self, exports: Mapping[str, bytes]) -> None:
+        """Begin to, if there is a group."""
+        if self.is_joined:
+            self._sending = self.worker.send_weights.remote(exports)
+
+    def sent(self) -> None:
+        """Until it is on its way. Raises WeightSyncError."""
+        wait_for([self._sending], "sending weights", self.timeout_s)
+
+    def leave(self) -> None:
+        self.is_joined = False
+        self._ask("leave_weight_group")
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return wait_for([getattr(self.worker, method).remote(*args)], method, self.timeout_s)[0]
 
 
 @dataclass(frozen=True)

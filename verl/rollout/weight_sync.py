@@ -17,11 +17,11 @@ from verl.errors import WeightSyncError
 from verl.heap import return_free_memory
 from verl.parent import end_with_parent
 from verl.rollout.seed_draws import draw_ahead
-from verl.rollout.weight_adapters import are_adapters, with_adapters
-from verl.rollout.weight_checksum import NamedTensors, differing, sums_of
-from verl.rollout.weight_group import RECEIVED, Meeting, WeightDrain
-from verl.rollout.weight_ipc import device_name, open_exports
-from verl.rollout.weight_memory import host_name, open_shared
+from verl.rollout.weights.adapters import are_adapters, with_adapters
+from verl.rollout.weights.checksum import NamedTensors, differing, sums_of
+from verl.rollout.weights.group import RECEIVED, Meeting, WeightDrain
+from verl.rollout.weights.ipc import device_name, open_exports
+from verl.rollout.weights.memory import host_name, open_shared
 from verl.stacks import offer_stacks
 
 

@@ -20,8 +20,8 @@ from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_group import Meeting
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.group import Meeting
 from verl.stacks import offer_stacks
 from verl.threads import engine_threads
 from verl.tracking.spans import OverlapRecorder, Span, gaps

@@ -25,28 +25,31 @@ LOOKS: dict[str, dict[str, Any]] = {
 """How a split is drawn. The test is measured a few times only: points, since a line would invent what lies between."""
 
 
-def draw_learning_curve(run: RunData, path: Path, smoothing: float = 0.8) -> None:
-    """Write a PNG. Training reward is shown as it is (faint) and as an exponential moving average (`smoothing`).
+SMOOTHING = 0.8  # of the training reward: the share that an average keeps of the one before
+
+
+def draw_learning_curve(run: RunData, path: Path) -> None:
+    """Write a PNG. Training reward is shown as it is (faint) and as an exponential moving average.
 
     Raises StorageError.
     """
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_training(axes, run.curve(TRAIN_METRIC), smoothing)
+    _draw_training(axes, run.curve(TRAIN_METRIC))
     _draw_splits(axes, run)
     _dress(axes, run)
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def _draw_training(axes: Axes, curve: Curve, smoothing: float) -> None:
+def _draw_training(axes: Axes, curve: Curve) -> None:
     if not curve:
         return
     steps, values = list(curve), list(curve.values())
     axes.plot(steps, values, color="0.75", linewidth=0.8, zorder=1)
     label = "training reward (smoothed)"
-    axes.plot(steps, _smooth(values, smoothing), color="0.35", linewidth=1.6, label=label, zorder=2)
+    axes.plot(steps, _smooth(values), color="0.35", linewidth=1.6, label=label, zorder=2)
 
 
 def _draw_splits(axes: Axes, run: RunData) -> None:
@@ -89,11 +92,11 @@ def _dress(axes: Axes, run: RunData) -> None:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
 
 
-def _smooth(values: list[float], smoothing: float) -> list[float]:
+def _smooth(values: list[float]) -> list[float]:
     """Exponential moving average, corrected for its start so that the first points are not pulled to zero."""
     smoothed, total, weight = [], 0.0, 0.0
     for value in values:
-        total = smoothing * total + (1 - smoothing) * value
-        weight = smoothing * weight + (1 - smoothing)
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
         smoothed.append(total / weight)
     return smoothed

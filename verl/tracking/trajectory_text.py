@@ -23,7 +23,7 @@ READING_COLUMNS = (
 TURN_TAG = re.compile(r"(?=<(?:think|search|answer)>)")
 
 
-def choose_three(rows: Sequence[Row], seed: int = 0) -> list[tuple[str, Row]]:
+def choose_three(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     """Up to three different trajectories with a caption: solved with several searches, not solved, and any other.
 
     Solved means a positive reward; of several candidates the one of highest reward, then with most searches, is taken.
@@ -35,7 +35,7 @@ def choose_three(rows: Sequence[Row], seed: int = 0) -> list[tuple[str, Row]]:
     def take(caption: str, candidates: list[Row], key: Callable[[Row], Any] | None = None) -> None:
         if not candidates:
             return
-        row = max(candidates, key=key) if key else random.Random(seed).choice(candidates)
+        row = max(candidates, key=key) if key else random.Random(0).choice(candidates)
         left.remove(row)
         chosen.append((caption, row))
 

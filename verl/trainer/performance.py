@@ -16,7 +16,7 @@ from verl.tracking.spans import Span, covered_s
 from verl.tracking.timeline import write_timeline
 from verl.tracking.timing import Timer
 from verl.trainer.dry_run.gpus import GPUS
-from verl.trainer.model_shape import ModelShape, policy_shape
+from verl.trainer.model_shape import ModelShape
 from verl.trainer.roles import ActorGroup, CriticGroup, spans_of
 
 Spans = Mapping[str, Sequence[Span]]
@@ -27,12 +27,18 @@ class Performance:
     """Of the steps of a run."""
 
     def __init__(
-        self, config: Config, rollouts: RolloutManager, actor: ActorGroup, critic: CriticGroup | None, run_dir: Path
+        self,
+        config: Config,
+        policy: ModelShape,
+        rollouts: RolloutManager,
+        actor: ActorGroup,
+        critic: CriticGroup | None,
+        run_dir: Path,
     ) -> None:
         self.rollouts, self.roles, self.run_dir = rollouts, (actor, critic), run_dir
         self.num_devices = sum(devices_of_nodes(config))
         self.saves = config.trainer.save_timeline
-        self.utilisation = Utilisation.of(config, actor.device_name(), num_ranks(config, "actor"))
+        self.utilisation = Utilisation.of(config, policy, actor.device_name(), num_ranks(config, "actor"))
         self._spans: dict[str, list[Span]] = {}
 
     def metrics(self, timer: Timer, sampled: Sequence[Trajectory], trained: TrainBatch) -> dict[str, float]:
@@ -115,13 +121,13 @@ class Utilisation:
     promised_flops: float  # of all GPUs together, a second
 
     @classmethod
-    def of(cls, config: Config, device_name: str, num_devices: int) -> Utilisation | None:
+    def of(cls, config: Config, policy: ModelShape, device_name: str, num_devices: int) -> Utilisation | None:
         """None for a device without a known data sheet, such as a CPU."""
         named = device_name.replace("-", " ").split()
         gpu = next((gpu for gpu in GPUS if gpu.name.partition("-")[0] in named), None)
         if gpu is None:
             return None
-        return cls(policy_shape(config), config.actor_rollout_ref.actor.ppo_epochs, num_devices * gpu.bf16_flops)
+        return cls(policy, config.actor_rollout_ref.actor.ppo_epochs, num_devices * gpu.bf16_flops)
 
     def flops(self, lengths_B: torch.Tensor) -> float:
         """Of forward and backward over rows of `lengths_B` [B] tokens, once an epoch.

@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 def reserve_reward_server(config: Config, timeout_s: float) -> ResourcePool | None:
     """The GPUs of one node for it; None where it has none. Raises WorkerError when no node has them left."""
     reward = config.reward
-    if reward.launch is None or not reward.n_gpus:
+    if not reward.n_gpus:
         return None
     pool = ResourcePool(1, reward.n_gpus, "cuda")
     try:

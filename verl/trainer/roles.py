@@ -16,9 +16,8 @@ from verl.determinism import CUDA_ENVIRONMENT
 from verl.errors import VerlError
 from verl.phases import Phase
 from verl.protocol import TrainBatch
-from verl.rollout.weight_memory import weight_folder
-from verl.rollout.weight_sender import WeightSender
-from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weight_stream import Exported, WeightSender, WeightStream, stream_buckets
+from verl.rollout.weights.memory import weight_folder
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.single_controller.shared_batch import merged, share
 from verl.single_controller.waiting import Call, wait_beside

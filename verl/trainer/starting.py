@@ -117,13 +117,13 @@ class Run:
         collector = Collector(config, self.prompts.train, self.rollouts, self.scorer, self.total_steps)
         self.source = rollout_source(config, collector, self.rollouts, self.actor, self.total_steps)
         started.callback(_stop, self.source.close)
-        moves, most = anchor_moves(config), config.trainer.max_ckpt_to_keep
-        size = 4 * policy_shape(config).num_params  # saved in float32
+        moves, most, policy = anchor_moves(config), config.trainer.max_ckpt_to_keep, policy_shape(config)
+        size = 4 * policy.num_params  # saved in float32
         self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
         self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints)
         self.updates = Updates(config, self.actor, self.critic)
         self.evaluator = Evaluator(config, self.prompts, self.rollouts, self.scorer, self.files)
-        self.performance = Performance(config, self.rollouts, self.actor, self.critic, self.run_dir)
+        self.performance = Performance(config, policy, self.rollouts, self.actor, self.critic, self.run_dir)
 
     def _resume(self) -> int:
         """Restore the state of an earlier run, if there is one to resume. Returns the steps that it has done."""

@@ -16,10 +16,10 @@ from verl.engine.policy_engine import PolicyEngine, Which
 from verl.engine.sharding import reshard
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_adapters import adapters_of
-from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_group import Meeting, WeightSource
+from verl.rollout.weights.adapters import adapters_of
+from verl.rollout.weights.export import WeightExporter
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.group import Meeting, WeightSource
 from verl.single_controller.shared_batch import SharedBatch, SharedValues
 from verl.workers.base import RankWorker
 

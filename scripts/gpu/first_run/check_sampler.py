@@ -23,7 +23,7 @@ from verl.engine.sharding import named_tensors
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.engine import VLLMEngine
-from verl.rollout.weight_memory import weight_folder
+from verl.rollout.weights.memory import weight_folder
 from verl.rollout.worker import settings_of
 from verl.workers.actor import ActorWorker
 

@@ -16,7 +16,7 @@ from long_task import track
 from search_r1.data.tinywiki.demonstrator import Demonstrator, Habits, Segment
 from search_r1.data.tinywiki.names import hash_number
 from search_r1.data.tinywiki.passages import PassageIndex
-from search_r1.data.tinywiki.policy import PolicySize, make_policy, train_tokenizer
+from search_r1.data.tinywiki.policy import make_policy, train_tokenizer
 from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
 from search_r1.data.tinywiki.world import World, plan_worlds, stream_passages
 from verl.errors import DataError
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 SERVED = {"train": 50, "validation": 15, "test": 35}
 """World -> percent of the served passages. The warm start's world is not served."""
+
+DOCUMENT_SHARE = 0.1
+"""Of the warm start's "lm" rows, that are a bare passage."""
 
 SFT_SCHEMA = pa.schema(
     [
@@ -45,13 +48,10 @@ class Recipe:
         num_sft_passages: passages of the world the demonstrator lives in.
         num_lm_rows: warm-start rows with the loss on all tokens.
         num_policy_rows: warm-start rows with the loss on the policy's tokens.
-        document_share: share of the "lm" rows that are a bare passage.
         num_train, num_validation, num_test: prompts per split.
         train_hops: hop counts of the training prompts, in turn (longer questions are drawn more often).
         test_hops: hop counts of the validation and test prompts, in turn.
-        topk: passages per search of the demonstrator.
         habits: how the demonstrator errs.
-        size: shape of the policy.
     """
 
     seed: int = 0
@@ -59,15 +59,12 @@ class Recipe:
     num_sft_passages: int = 12000
     num_lm_rows: int = 16000
     num_policy_rows: int = 16000
-    document_share: float = 0.1
     num_train: int = 1200
     num_validation: int = 100
     num_test: int = 500
     train_hops: tuple[int, ...] = (1, 2, 1, 2, 2)
     test_hops: tuple[int, ...] = (1, 2)
-    topk: int = 1
     habits: Habits = Habits()
-    size: PolicySize = PolicySize()
 
 
 LONG = Recipe(
@@ -102,7 +99,7 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
-        demonstrator = Demonstrator(worlds["sft"], index, load_template(), recipe.habits, topk=recipe.topk)
+        demonstrator = Demonstrator(worlds["sft"], index, load_template(), recipe.habits)
         rows = list(sft_rows(recipe, demonstrator))
         pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
     logger.info("wrote %d warm-start rows", len(rows))
@@ -138,7 +135,7 @@ def sft_rows(recipe: Recipe, demonstrator: Demonstrator) -> Iterator[dict[str, A
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
-        if phase == "lm" and rng.random() < recipe.document_share:
+        if phase == "lm" and rng.random() < DOCUMENT_SHARE:
             entity = rng.randrange(demonstrator.world.num_entities)
             segments: list[Segment] = [("environment", demonstrator.world.contents(entity))]
         else:
@@ -151,7 +148,7 @@ def write_policy(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None
     """Train the tokenizer on warm-start rows and save it with a model of random weights, in Hugging Face format."""
     texts = (segment["text"] for row in rows for segment in row["segments"])
     tokenizer = train_tokenizer(texts)
-    model = make_policy(tokenizer, recipe.size, recipe.seed)
+    model = make_policy(tokenizer, recipe.seed)
     disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -35,23 +35,21 @@ class Habits:
     max_searches: int = 2
 
 
+@dataclass
 class Demonstrator:
-    """Writes trajectories over one world.
+    """Writes trajectories over one world; a search shows it one passage.
 
-    Args:
+    Attributes:
         world: the world whose passages it searches.
         index: BM25 over that world.
         template: the prompt template.
         habits: how it errs.
-        topk: passages per search.
     """
 
-    def __init__(self, world: World, index: PassageIndex, template: Template, habits: Habits, topk: int) -> None:
-        self.world = world
-        self.index = index
-        self.template = template
-        self.habits = habits
-        self.topk = topk
+    world: World
+    index: PassageIndex
+    template: Template
+    habits: Habits
 
     def write(self, question: ChainQuestion, rng: random.Random) -> list[Segment]:
         """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
@@ -60,7 +58,7 @@ class Demonstrator:
         thought = f"Look up {query}"
         segments = [("prompt", self.template.messages(question.text)[0]["content"])]
         for num_searches in range(1, self.habits.max_searches + 1):
-            passage = self.index.search([query], self.topk)[0]
+            passage = self.index.search([query], topk=1)[0]
             segments += [("policy", search_turn(thought, query)), ("environment", observation(passage))]
             relation, query = self._note(question, passage[0], rng)
             thought = f"{relation} {query}"

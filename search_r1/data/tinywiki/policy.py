@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,16 +12,9 @@ EOS = "<|endoftext|>"
 PAD = "<|pad|>"
 
 
-@dataclass(frozen=True)
-class PolicySize:
-    """Shape of the network. `width / num_heads` must be a multiple of 32 for the sampler's attention kernels."""
-
-    num_layers: int = 3
-    width: int = 128
-    num_heads: int = 4
-    mlp_width: int = 384
-    max_positions: int = 8192
-    initializer_range: float = 0.05
+# The width of a head, hidden_size / num_attention_heads, must be a multiple of 32 for the sampler's attention kernels.
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 8192}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -45,17 +37,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedT
     )
 
 
-def make_policy(tokenizer: PreTrainedTokenizerFast, size: PolicySize, seed: int) -> Qwen2ForCausalLM:
+def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
     """Return a float32 model with random weights for the tokenizer's vocabulary, head tied to the embedding."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=size.width,
-        intermediate_size=size.mlp_width,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_heads,
-        max_position_embeddings=size.max_positions,
-        initializer_range=size.initializer_range,
+        **SHAPE,
+        **HEADS,
+        initializer_range=0.05,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -17,8 +17,14 @@ MAX_DOCUMENTS = 1000  # of a query
 _PASSES_A_BATCH = 4  # forward passes of one batch: enough pairs to sort by length, few enough to take turns
 
 
-def add_reranker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Limits of the reranker's batches, queue and cache."""
+def add_reranker_arguments(
+    parser: argparse.ArgumentParser, topk: str, model: str, batch_size: str, max_length: str
+) -> None:
+    """The flags that have other names in the two programs, and limits of the reranker's queue and cache."""
+    parser.add_argument(topk, type=int, default=3, help="passages per query when the request does not say")
+    parser.add_argument(model, default=MODEL, help="folder or hub id of the cross-encoder")
+    parser.add_argument(batch_size, type=int, default=32, help="maximum number of pairs in one forward pass")
+    parser.add_argument(max_length, type=int, default=512, help="maximum tokens of a query and a passage together")
     parser.add_argument("--reranker_precision", default="auto", help="auto, float32, bfloat16, float16")
     parser.add_argument(
         "--reranker_max_queue", type=int, default=65_536, help="pairs that may wait; when the queue is full, HTTP 503"

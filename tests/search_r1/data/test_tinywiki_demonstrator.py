@@ -26,7 +26,7 @@ def index(world: World) -> PassageIndex:
 def _episodes(
     world: World, index: PassageIndex, habits: Habits, hops: int, count: int
 ) -> list[tuple[ChainQuestion, list[tuple[str, str]]]]:
-    demonstrator = Demonstrator(world, index, load_template(), habits, topk=1)
+    demonstrator = Demonstrator(world, index, load_template(), habits)
     rng = random.Random(1)
     questions = [make_question(world, hops, rng) for _ in range(count)]
     return [(question, demonstrator.write(question, rng)) for question in questions]

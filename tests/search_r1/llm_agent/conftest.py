@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from llm_agent_world import PASSAGES, QUESTION, TURNS
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from tiny_models import qwen2_config
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from search_r1.llm_agent.observations import ObservationWriter
 from search_r1.llm_agent.templates import load_template
@@ -29,16 +30,7 @@ def search_url(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callab
 @pytest.fixture(scope="session")
 def policy_folder(byte_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model of 0.1 million parameters that has memorised the episode."""
-    config = Qwen2Config(
-        vocab_size=len(byte_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=byte_tokenizer.eos_token_id,
-    )
+    config = qwen2_config(len(byte_tokenizer), 64, 128, 2, (2, 2), 1024, eos_token_id=byte_tokenizer.eos_token_id)
     folder = tmp_path_factory.mktemp("policy")
     byte_tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)

@@ -47,6 +47,12 @@ def sampled(byte_tokenizer: Any, tiny_model_dir: Path) -> list[Trajectory]:
     return [with_log_probs(t, reference(tiny_model_dir, t.ids, torch.float32)) for t in made]
 
 
+@pytest.fixture
+def file(tmp_path: Path, sampled: list[Trajectory], byte_tokenizer: Any) -> Path:
+    """`sampled`, stored."""
+    return store(tmp_path, sampled, byte_tokenizer)
+
+
 @pytest.fixture(scope="module")
 def other_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture and tokenizer, other weights."""
@@ -68,13 +74,8 @@ def log_probs(folder: Path, file: Path, model: Path, *options: str) -> list[list
 
 
 def test_the_same_checkpoint_agrees_with_the_sampler(
-    sampled: list[Trajectory],
-    byte_tokenizer: Any,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    sampled: list[Trajectory], file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = store(tmp_path, sampled, byte_tokenizer)
     found = log_probs(tmp_path, file, tiny_model_dir, "--device", "cpu", "--max_tokens", "100")
     for trajectory_, values in zip(sampled, found, strict=True):
         assert values == pytest.approx(trajectory_.log_probs, abs=1e-5)
@@ -90,13 +91,12 @@ def test_the_same_checkpoint_agrees_with_the_sampler(
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_another_checkpoint_equals_a_plain_forward(
     sampled: list[Trajectory],
-    byte_tokenizer: Any,
+    file: Path,
     other_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     temperature: float,
 ) -> None:
-    file = store(tmp_path, sampled, byte_tokenizer)
     found = log_probs(tmp_path, file, other_model, "--temperature", str(temperature), "--device", "cpu")
     differences = []
     for trajectory_, values in zip(sampled, found, strict=True):
@@ -115,17 +115,16 @@ def test_another_checkpoint_equals_a_plain_forward(
 
 
 def test_a_second_checkpoint_replaces_the_first(
-    sampled: list[Trajectory], byte_tokenizer: Any, tiny_model_dir: Path, other_model: Path, tmp_path: Path
+    sampled: list[Trajectory], file: Path, tiny_model_dir: Path, other_model: Path, tmp_path: Path
 ) -> None:
-    file = store(tmp_path, sampled, byte_tokenizer)
     first = log_probs(tmp_path, file, other_model)
     second = log_probs(tmp_path, tmp_path / "out.parquet", tiny_model_dir)
     assert first[1] != pytest.approx(second[1], abs=0.1)
     assert second[1] == pytest.approx(sampled[1].log_probs, abs=1e-5)
 
 
-def test_bfloat16_is_near(sampled: list[Trajectory], byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    found = log_probs(tmp_path, store(tmp_path, sampled, byte_tokenizer), tiny_model_dir, "--dtype", "bfloat16")
+def test_bfloat16_is_near(sampled: list[Trajectory], file: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    found = log_probs(tmp_path, file, tiny_model_dir, "--dtype", "bfloat16")
     own = torch.tensor([value for t in sampled for value in t.log_probs])
     largest = (torch.tensor([value for row in found for value in row]) - own).abs().max()
     assert 1e-4 < largest < 1.0
@@ -144,13 +143,9 @@ def test_difference_by_hand(byte_tokenizer: Any) -> None:
 
 
 def test_bad_models_are_named(
-    sampled: list[Trajectory],
-    byte_tokenizer: Any,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    file: Path, byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, output = store(tmp_path, sampled, byte_tokenizer), tmp_path / "out.parquet"
+    output = tmp_path / "out.parquet"
 
     def error_of(model: Path) -> str:
         assert main(["log_probs", str(file), "--model", str(model), "--output", str(output)]) == 1

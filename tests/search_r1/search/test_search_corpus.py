@@ -71,12 +71,16 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         Corpus(_write(tmp_path, ""))
 
 
-def test_compressed_corpus_is_the_same_corpus(
-    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(cache))
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that uncompressed corpora go to."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def test_compressed_corpus_is_the_same_corpus(corpus_file: Path, tmp_path: Path, cache: Path) -> None:
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
     plain, first, second = Corpus(corpus_file), Corpus(packed), Corpus(packed)
@@ -88,12 +92,7 @@ def test_compressed_corpus_is_the_same_corpus(
     assert [passage["id"] for passage in Corpus(packed)] == ["new"]
 
 
-def test_cut_gzip_is_an_error_and_leaves_nothing(
-    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(cache))
+def test_cut_gzip_is_an_error_and_leaves_nothing(corpus_file: Path, tmp_path: Path, cache: Path) -> None:
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus_file.read_bytes())[:-20])
     with pytest.raises(CorpusError, match="cannot decompress"):

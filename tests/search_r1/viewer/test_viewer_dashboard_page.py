@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from dashboard_world import settings, trained_run
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import FloatRect, Locator, Page, expect
 from viewer_world import Episodes, river_step, served, write_step
 
 BOTH = quote(json.dumps(["seed1", "fast"]))
@@ -31,6 +31,15 @@ def dashboards(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> 
 
 def panel(page: Page, key: str) -> Locator:
     return page.locator(f'[data-panel="{key}"]')
+
+
+def place_of(page: Page, key: str) -> FloatRect:
+    """Where the panel's curves are on the screen."""
+    over = panel(page, key).locator(".u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box
+    return box
 
 
 def legend(page: Page, key: str) -> Locator:
@@ -64,17 +73,13 @@ def test_curves_of_a_run_and_of_several(page: Page, dashboards: str) -> None:
 
 def test_a_click_on_a_point_opens_the_trajectories_of_its_step(page: Page, dashboards: str) -> None:
     page.goto(f"{dashboards}/#run=seed0&view=dashboard")
-    over = panel(page, "reward").locator(".u-over")
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
-    assert box
+    box = place_of(page, "reward")
     # Steps 1 to 12 lie between the two edges.
     page.mouse.click(box["x"] + box["width"] * (3 - 1) / 11, box["y"] + box["height"] / 2)
     expect(page.locator(".total")).to_have_text("1 to 12 of 12")
     expect(page.get_by_label("Step")).to_have_value("3")
     page.go_back()
-    box = over.bounding_box()
-    assert box
+    box = place_of(page, "reward")
     page.mouse.click(box["x"] + box["width"] * (7 - 1) / 11, box["y"] + box["height"] / 2)
     expect(page.get_by_text("There are no stored trajectories of step 7 (train) of seed0.")).to_be_visible()
 
@@ -122,10 +127,7 @@ def test_values_as_a_table_and_alarms_as_a_list(page: Page, dashboards: str) -> 
 
 def test_a_zoom_is_of_all_charts_and_in_the_link(page: Page, dashboards: str) -> None:
     page.goto(f"{dashboards}/#run=seed0&view=dashboard")
-    over = panel(page, "kl").locator(".u-over")
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
-    assert box
+    box = place_of(page, "kl")
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)

@@ -8,8 +8,9 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from waiting_environment import WaitingEnvironment
 
-from verl.agent.environment import Environment, Generation, Outcome, Sampling
+from verl.agent.environment import Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import OpenAnswers, Pause
 from verl.agent.text import encode_text
@@ -31,25 +32,16 @@ class Sampler:
         return Generation(sampled, (-0.5,) * len(sampled), "stop")
 
 
-class Library(Environment):
-    """Finds a book once it `may_answer`; counts the searches that were asked, and those that were cancelled."""
+class Library(WaitingEnvironment):
+    """Finds a book once it `may_answer`."""
 
     stop_strings = ("!",)
-
-    def __init__(self) -> None:
-        self.may_answer = asyncio.Event()
-        self.is_open = True
-        self.asked = self.cancelled = 0
+    is_open = True
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         if text.startswith("say"):
             return Outcome("answer", valid=True, done=True)
-        self.asked += 1
-        try:
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        await self.search()
         if not self.is_open:
             raise EnvironmentUnavailable("the library is closed")
         return Outcome("search", valid=True, done=False, reply="\nbook\n")

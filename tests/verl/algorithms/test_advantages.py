@@ -7,20 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exact_numbers import NAN, f64, same
 from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInput, Advantages, AdvantageSettings
-
-NAN = float("nan")
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def same(actual: Tensor | None, expected: Tensor) -> None:
-    assert actual is not None
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
 def batch(rows: Sequence[Sequence[float]], groups: Sequence[int]) -> AdvantageInput:

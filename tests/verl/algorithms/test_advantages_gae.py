@@ -6,20 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from exact_numbers import NAN, f64, same
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, Advantages, AdvantageSettings
-
-NAN = float("nan")
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def same(actual: Tensor | None, expected: Tensor) -> None:
-    assert actual is not None
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
 def gae(given: AdvantageInput, gamma: float = 1.0, lam: float = 1.0) -> Advantages:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact_numbers import f64
 
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.anchor import follow
 from verl.algorithms.registry import Registry
-
-
-def f64(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_anchor_follows() -> None:

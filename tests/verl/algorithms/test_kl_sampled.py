@@ -6,14 +6,11 @@ import math
 
 import pytest
 import torch
+from exact_numbers import f64
 
 from verl.algorithms.kl import SAMPLED_KL, SAMPLED_KL_NAMES, importance_weight, sampled_kl
 
 L = math.log(2)
-
-
-def f64(*values: float, grad: bool = False) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
 def close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:

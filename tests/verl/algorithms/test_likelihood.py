@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import torch
+from exact_numbers import f64
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.algorithms.likelihood import llds
-
-
-def f64(*values: float, grad: bool = False) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
-
 
 # l_old - l = 0.5, -0.2 | 0.3, -0.4 | 0.6, 0.1 | 0.7, 0
 LOG_PROB = (-1.5, -0.8, -1.3, -0.6, -1.6, -1.1, -1.7, -1.0)

@@ -6,16 +6,13 @@ import math
 
 import pytest
 import torch
+from exact_numbers import f64
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 
 NAMES = ("ppo", "gspo", "cispo", "reinforce")
-
-
-def f64(*values: float, grad: bool = False) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
 def close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:

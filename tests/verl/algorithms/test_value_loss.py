@@ -6,13 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from exact_numbers import f64
 
 from verl.algorithms.value_loss import value_loss
-
-
-def f64(*values: float, grad: bool = False) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
 def test_by_hand() -> None:

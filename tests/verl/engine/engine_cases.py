@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tiny_models import qwen2_config, save_untrained
+from transformers import AutoModelForCausalLM
 
 from verl.config import Config, load_config
 from verl.engine.policy_engine import PolicyEngine
@@ -18,20 +19,8 @@ CPU = torch.device("cpu")
 
 def write_model(path: Path, seed: int = 0, tied: bool = True) -> str:
     """A 2-layer Qwen2 whose predictions are far from uniform."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    config = qwen2_config(VOCABULARY, 32, 64, 2, (4, 2), 128, tie_word_embeddings=tied, initializer_range=0.3)
+    return str(save_untrained(config, path, seed))
 
 
 def make_config(model_path: str, run_dir: Path | str, *overrides: str) -> Config:

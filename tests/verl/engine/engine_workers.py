@@ -26,7 +26,7 @@ from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
-from verl.rollout.weight_buckets import gathered
+from verl.rollout.weights.buckets import gathered
 from verl.trainer.dry_run.work import kind_of
 
 ACTOR = "actor_rollout_ref.actor"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from engine_cases import CPU
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny_models import qwen2_config, save_untrained
 
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded
@@ -31,10 +31,7 @@ MIB = 2**20
 def large_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of 170 MiB in float32; its largest weight has 16 MiB."""
     folder = tmp_path_factory.mktemp("large_model")
-    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 8}
-    config = Qwen2Config(vocab_size=8192, num_key_value_heads=2, max_position_embeddings=128, **sizes)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return str(save_untrained(qwen2_config(8192, 512, 4096, 6, (8, 2), 128), folder))
 
 
 def size_mib(key: str) -> float:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from engine_cases import CPU, VOCABULARY, make_batch, make_config
 from engine_state import gradients, whole_weights
+from tiny_models import qwen2_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -18,7 +19,6 @@ from transformers import (
     GPT2Config,
     GPT2ForTokenClassification,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForTokenClassification,
 )
 
@@ -34,15 +34,7 @@ CLIP = 0.5
 def write_critic(path: Path) -> str:
     """A 2-layer Qwen2 critic whose head is not zero, with a tokenizer. Its config says nothing of dropout: 0.1."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        num_labels=1,
-        **sizes,
-    )
+    config = qwen2_config(VOCABULARY, 32, 64, 2, (4, 2), 128, initializer_range=0.3, num_labels=1)
     model = Qwen2ForTokenClassification(config)
     torch.nn.init.constant_(model.score.bias, 0.25)
     model.save_pretrained(path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import pretend_cuda
+from tiny_models import qwen2_config, save_untrained
 
 from verl.agent.environment import Sampling
 from verl.rollout.engine_settings import EngineSettings, engine_args
@@ -66,26 +67,8 @@ def pool(ray_session: Any) -> Any:
 @pytest.fixture(scope="module")
 def divisible_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that eight ranks can share."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-    path = tmp_path_factory.mktemp("divisible_model")
-    model.save_pretrained(path)
-    return path
+    config = qwen2_config(320, 256, 256, 2, (8, 8), 1024, initializer_range=0.1, dtype="float32")
+    return save_untrained(config, tmp_path_factory.mktemp("divisible_model"))
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from verl.config import load_config
 from verl.errors import WeightSyncError
 from verl.phases import Phase
 from verl.rollout.engine import VLLMEngine
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.fleet import Engine, Fleet, Seat
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
+from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from waiting_environment import WaitingEnvironment
 
-from verl.agent.environment import Environment, Generation, Outcome, Sampling
+from verl.agent.environment import Generation, Outcome, Sampling
 from verl.agent.episode import EpisodeLimits
 from verl.config import load_config
 from verl.protocol import Prompt, Status, Trajectory
@@ -74,21 +75,13 @@ def test_to_abandon_waits_for_episodes_that_are_being_interrupted(worker: Rollou
     asyncio.run(calls())
 
 
-class SlowLibrary(Environment):
+class SlowLibrary(WaitingEnvironment):
     """Answers the second turn at once, and the first one when it is let."""
-
-    def __init__(self) -> None:
-        self.may_answer, self.asked, self.cancelled = asyncio.Event(), 0, 0
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
         if self.asked and self.may_answer.is_set():
             return Outcome("answer", valid=True, done=True)
-        self.asked += 1
-        try:
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        await self.search()
         return Outcome("search", valid=True, done=False, reply="found")
 
 

@@ -18,7 +18,7 @@ from verl.engine.merging import merged_tensors
 from verl.engine.model import CausalModel
 from verl.engine.reference_policy import ReferencePolicy
 from verl.errors import WeightSyncError
-from verl.rollout.weight_adapters import adapters_of, with_adapters
+from verl.rollout.weights.adapters import adapters_of, with_adapters
 
 CPU = torch.device("cpu")
 

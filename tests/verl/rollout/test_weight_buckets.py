@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_buckets import places_of, plan_buckets
-from verl.rollout.weight_memory import room_for
 from verl.rollout.weight_stream import Exported, stream_buckets
+from verl.rollout.weights.buckets import places_of, plan_buckets
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.memory import room_for
 
 
 def test_buckets_by_hand() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import NumericalError
-from verl.rollout import weight_checksum
-from verl.rollout.weight_checksum import (
+from verl.rollout.weights import checksum as weight_checksum
+from verl.rollout.weights.checksum import (
     BLOCK,
     added,
     copy_checked,

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl.rollout.weight_memory import weight_folder
+from verl.rollout.weights.memory import weight_folder
 
 OWNER = """
 import os, pathlib, signal, sys
-from verl.rollout.weight_memory import weight_folder
+from verl.rollout.weights.memory import weight_folder
 folder = weight_folder(pathlib.Path(sys.argv[1]))
 (folder.path / "buckets-1").write_bytes(b"1")
 print(folder.path, flush=True)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from verl.errors import WeightSyncError
-from verl.rollout import weight_group
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_checksum import differing, sums_of
-from verl.rollout.weight_group import Meeting, WeightDrain, WeightGroup, WeightSource
-from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
+from verl.rollout.weights import group as weight_group
+from verl.rollout.weights.buckets import Version
+from verl.rollout.weights.checksum import differing, sums_of
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.group import Meeting, WeightDrain, WeightGroup, WeightSource
+from verl.rollout.weights.memory import HostBuckets
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -39,7 +40,7 @@ def buckets_of(folder: Path) -> list[ExportedWeights]:
     }
     memory = HostBuckets(folder, 2**20)
     plan = [["wide", "bias"], ["steps", "head"]]
-    return [memory.export(named, plan, torch.bfloat16, 3, index) for index in range(2)]
+    return [memory.export(Version(named, plan, torch.bfloat16, 3), index) for index in range(2)]
 
 
 def _receive(rank: int, driver: Any) -> None:

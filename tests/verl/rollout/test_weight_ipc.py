@@ -11,10 +11,10 @@ from memory_by_name import PATIENT, TOO_SLOW, patient, share_by_name
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from verl.errors import NumericalError
-from verl.rollout.weight_buckets import gathered
-from verl.rollout.weight_checksum import sums_of
-from verl.rollout.weight_ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.weights.buckets import Version, gathered
+from verl.rollout.weights.checksum import sums_of
+from verl.rollout.weights.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 
 pytestmark = pytest.mark.usefixtures("memory_by_name")
 
@@ -54,7 +54,7 @@ def test_a_busy_machine_does_not_fail_these_tests() -> None:
 def test_another_process_reads_the_same_weights() -> None:
     weights = some_weights()
     memory = DeviceBuckets(CPU)
-    exported = memory.export(weights, [["norm.weight"], ["embed.weight", "steps"]], torch.bfloat16, 3, 1)
+    exported = memory.export(Version(weights, [["norm.weight"], ["embed.weight", "steps"]], torch.bfloat16, 3), 1)
     assert (exported.version, exported.index, exported.count, exported.next_fits) == (3, 1, 2, False)
     with mp.get_context("spawn").Pool(1) as reader:
         found, values = reader.apply(_read, (dict(exported.exports),))
@@ -66,7 +66,7 @@ def test_another_process_reads_the_same_weights() -> None:
 
 def test_what_is_opened_is_the_trainer_s_memory() -> None:
     memory = DeviceBuckets(CPU)
-    exported = memory.export(some_weights(), [["norm.weight"]], torch.float32, 3, 0)
+    exported = memory.export(Version(some_weights(), [["norm.weight"]], torch.float32, 3), 0)
     open_weights(exported.exports, CPU)["norm.weight"][0] = 1  # seen by the trainer: nothing was copied
     assert memory.held["norm.weight"][0] == 1
 
@@ -83,7 +83,7 @@ def test_a_weight_that_is_not_finite_is_not_exported(value: float, dtype: torch.
     """1e5 is more than float16 can hold, 65504."""
     named = {"fine": torch.ones(2), "norm.weight": torch.tensor([1.0, value])}
     with pytest.raises(NumericalError, match=r"norm\.weight"):
-        DeviceBuckets(CPU).export(named, [list(named)], dtype, 1, 0)
+        DeviceBuckets(CPU).export(Version(named, [list(named)], dtype, 1), 0)
 
 
 def test_copies_do_not_follow_the_parameters_and_only_floats_are_cast() -> None:

@@ -20,15 +20,17 @@ from verl.engine.device import device_mesh, init_process_group
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import Decoder
 from verl.errors import NumericalError, WeightSyncError
-from verl.rollout import weight_buckets, weight_export, weight_memory
-from verl.rollout.exported_weights import ExportedWeights, merge_exports
-from verl.rollout.weight_adapters import adapters_of
-from verl.rollout.weight_buckets import places_of, plan_buckets
-from verl.rollout.weight_checksum import differing, sums_of
-from verl.rollout.weight_export import WeightExporter
-from verl.rollout.weight_ipc import DeviceBuckets
-from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_sync import open_weights
+from verl.rollout.weights import buckets as weight_buckets
+from verl.rollout.weights import export as weight_export
+from verl.rollout.weights import memory as weight_memory
+from verl.rollout.weights.adapters import adapters_of
+from verl.rollout.weights.buckets import Version, places_of, plan_buckets
+from verl.rollout.weights.checksum import differing, sums_of
+from verl.rollout.weights.export import WeightExporter
+from verl.rollout.weights.exported import ExportedWeights, merge_exports
+from verl.rollout.weights.ipc import DeviceBuckets
+from verl.rollout.weights.memory import HostBuckets
 from verl.workers.actor import ActorWorker
 
 pytestmark = pytest.mark.usefixtures("memory_by_name")
@@ -64,7 +66,7 @@ def _write_as_rank(
     placements = [Replicate(), Shard(0)][-mesh.ndim :]
     named = {name: distribute_tensor(w, mesh, placements) if w.dim() else w for name, w in some_weights().items()}
     memory = HostBuckets(folder, 2**20)
-    answers.put((rank, memory.export(named, [list(named)], torch.bfloat16, 3, 0)))
+    answers.put((rank, memory.export(Version(named, [list(named)], torch.bfloat16, 3), 0)))
     read.wait(100)
     memory.close()
     dist.destroy_process_group()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny_models import qwen2_config
+from transformers import Qwen2ForCausalLM
 from weight_source import stream_of
 
 FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")
@@ -20,10 +21,8 @@ CASES = [(tied, dtype) for tied in (True, False) for dtype in ("float32", "bfloa
 
 def save_model(path: Path, tied: bool, seed: int) -> None:
     """Of 300 tokens, which vLLM pads to 320, with biases that are not zero."""
-    shape: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, tie_word_embeddings=tied, dtype="float32"))
+    model = Qwen2ForCausalLM(qwen2_config(300, 96, 256, 2, (3, 1), 64, tie_word_embeddings=tied, dtype="float32"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from verl.rollout.weight_buckets import MIB, plan_buckets
-from verl.rollout.weight_memory import HostBuckets
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weights.buckets import MIB, Version, plan_buckets
+from verl.rollout.weights.memory import HostBuckets
 
 
 def stream_of(
@@ -25,7 +25,7 @@ def stream_of(
 
     @torch.no_grad()
     def export(index: int) -> Exported:
-        exported = memory.export(named, plan, dtype, version, index)
+        exported = memory.export(Version(named, plan, dtype, version), index)
         return lambda: [exported]
 
     return WeightStream(stream_buckets(export), memory.release)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from content_scorer import ContentScorer
+
 from verl.config import Config, load_config
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Feed
@@ -52,18 +54,7 @@ class Rollouts:
         return Trajectory(group.id, group.prompt, segments, status, events=[{"reward": reward}])
 
 
-class Scorer:
-    stats = {"reward/unavailable_ratio": 0.0}
-
-    def begin(self) -> None:
-        pass
-
-    def require_enough_so_far(self, least: int) -> None:
-        pass
-
-    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
-
+class Scorer(ContentScorer):
     def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         usable = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
         for trajectory in usable:

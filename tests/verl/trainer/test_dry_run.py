@@ -260,6 +260,40 @@ def own_critic(folder: Path, *overrides: str) -> list[str]:
     return overrides_of(model, "algorithm.adv_estimator=gae", "trainer.device=auto", *critic, *overrides)
 
 
+JUDGE = [
+    *("reward.launch='python judge.py'", "reward.function=search_r1.rewards.composite.CompositeReward"),
+    *("reward.kwargs={url: 'http://{server}/v1'}", "trainer.device=auto", "trainer.n_gpus_per_node=8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "server", "nodes"),
+    [
+        ("8x80", 2, (1, 6)),
+        ("10x80", 2, (1, 8)),
+        ("1x8x80", 2, (1, 6)),
+        ("2x8x80", 1, (2, 7)),  # 14 are more than the 8 of one node
+        ("2x8x80", 6, (1, 8)),  # and 4 less
+        ("3x8x80", 0, (3, 8)),
+        ("4xCPU", 2, (1, 4)),  # the server's GPUs are elsewhere
+    ],
+)
+def test_the_gpus_of_a_judge_are_none_of_the_roles(gpus: str, server: int, nodes: tuple[int, int]) -> None:
+    config = load_config("tinywiki", overrides_of(Path("model"), *JUDGE, f"reward.n_gpus={server}"))
+    trainer = located(config, parse_gpus(gpus)).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == nodes
+
+
+def test_a_judge_that_leaves_no_gpu_is_refused_and_one_that_does_is_reported(tmp_path: Path) -> None:
+    config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), *JUDGE, "reward.n_gpus=8"))
+    for gpus in ("8x80", "2x8x80"):
+        with pytest.raises(ConfigError, match=r"reward\.n_gpus=8 .* of 8: none is left"):
+            located(config, parse_gpus(gpus))
+    found = dry_run(config, parse_gpus("10x80"))
+    assert "rank 0 of 2; on 1 x 2 GPUs" in found.report
+    assert "besides these, 8 of one node are the reward's server's" in found.report
+
+
 def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
     """Each role is sharded over its own GPUs, and takes nothing of the other's; engines are beside the actor alone."""
     config = load_config("tinywiki", own_critic(tmp_path))

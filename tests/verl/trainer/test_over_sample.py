@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from content_scorer import ContentScorer
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config, load_config
@@ -86,23 +87,12 @@ class Engines:
         self.stats = draws.stats()
 
 
-class Scorer:
+class Scorer(ContentScorer):
     """Every other prompt is useless to dynamic sampling."""
-
-    stats = {"reward/unavailable_ratio": 0.0}
 
     def score_some(self, trajectories: Sequence[Trajectory]) -> None:
         for place, trajectory in enumerate(trajectories):
             trajectory.reward = float(place % 2 and trajectory.prompt.row["number"] % 2)
-
-    def begin(self) -> None:
-        pass
-
-    def require_enough_so_far(self, least: int) -> None:
-        pass
-
-    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
 
 
 class Run:

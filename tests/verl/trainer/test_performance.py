@@ -11,7 +11,7 @@ import torch
 from verl.config import Config
 from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.spans import Span
-from verl.trainer.model_shape import ModelShape
+from verl.trainer.model_shape import ModelShape, policy_shape
 from verl.trainer.performance import Utilisation, idle_metrics, retriever_metrics, throughput_metrics
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -60,7 +60,7 @@ def test_frozen_weights_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 5090", "AMD Instinct MI300X"])
 def test_a_device_without_data_sheet_has_no_utilisation(name: str) -> None:
-    assert Utilisation.of(Config(), name, 8) is None
+    assert Utilisation.of(Config(), ModelShape(10, 3, 4, 16, 4, None), name, 8) is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_device_without_data_sheet_has_no_utilisation(name: str) -> None:
 def test_gpus_are_known_by_their_drivers_names(name: str, flops: float) -> None:
     config = Config()
     config.actor_rollout_ref.model.path = str(SHAPES / "Qwen2.5-7B")  # its embedding is not its head
-    found = Utilisation.of(config, name, 8)
+    found = Utilisation.of(config, policy_shape(config), name, 8)
     assert found is not None and found.promised_flops == 8 * flops
     assert found.shape.num_looked_up == 152064 * 3584
 

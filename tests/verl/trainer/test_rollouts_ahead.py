@@ -31,6 +31,14 @@ def world() -> Iterator[Callable[..., World]]:
     assert not any(thread.name == "rollouts-ahead" for thread in threading.enumerate()), "a thread is left"
 
 
+def take_first(one: World, ready: int = 0) -> None:
+    """Take step 1, when `ready` more steps are sampled and the next one is being sampled."""
+    one.sampler.permits.release(1 + ready)
+    one.take(1)
+    for _ in range(2 + ready):
+        one.sampler.wait_until_begun()
+
+
 def test_one_step_off_samples_the_next_step_with_the_weights_before_the_update(world: Callable[..., World]) -> None:
     """Sampled with versions 0, 0, 1, 2: when step n is sampled, step n - 1 is being trained."""
     one = world(1, 4)
@@ -86,11 +94,7 @@ def test_with_a_bound_of_two_the_loop_does_not_wait_for_a_batch_that_it_does_not
 ) -> None:
     """Step 2 is ready when step 1 is trained, and step 3 is being sampled: step 2 is taken, weights come later."""
     one = world(2, 5)
-    for _ in range(2):
-        one.sampler.permits.release()
-    one.take(1)
-    for _ in range(3):
-        one.sampler.wait_until_begun()
+    take_first(one, ready=1)
     one.train(1)
     assert one.take(2) == [2, 3] and one.rollouts.version == 0 and one.rollouts.sampling
     one.train(2)
@@ -117,10 +121,7 @@ def test_whatever_takes_how_long_every_prompt_is_trained_once_and_in_order(
 
 def test_a_validation_has_the_engines_and_the_newest_weights_to_itself(world: Callable[..., World]) -> None:
     one = world(2, 5)
-    one.sampler.permits.release()
-    one.take(1)
-    one.sampler.wait_until_begun()
-    one.sampler.wait_until_begun()
+    take_first(one)
     one.train(1, hold=True)
     one.sampler.permits.release()
     with one.source.engines(one.timer):
@@ -145,11 +146,7 @@ def test_a_failure_is_raised_by_the_step_that_it_belongs_to(world: Callable[...,
 
 def test_what_collapsed_weights_sampled_is_thrown_away_and_its_prompts_are_not(world: Callable[..., World]) -> None:
     one = world(2, 6)
-    for _ in range(2):
-        one.sampler.permits.release()
-    one.take(1)
-    for _ in range(3):  # step 2 is ready, step 3 is being sampled
-        one.sampler.wait_until_begun()
+    take_first(one, ready=1)  # step 2 is ready, step 3 is being sampled
     one.train(1)
     one.source.discard(1, one.timer)
     one.sampler.permits.release(8)
@@ -163,10 +160,7 @@ def test_what_collapsed_weights_sampled_is_thrown_away_and_its_prompts_are_not(w
 
 def test_the_step_that_was_being_sampled_alone_is_sampled_again(world: Callable[..., World]) -> None:
     one = world(1, 3)
-    one.sampler.permits.release()
-    one.take(1)
-    one.sampler.wait_until_begun()
-    one.sampler.wait_until_begun()
+    take_first(one)
     one.train(1)
     one.source.discard(1, one.timer)
     one.sampler.permits.release(2)

@@ -68,7 +68,7 @@ def here(config: Config) -> Place:
     if torch.cuda.is_available() and trainer.device != "cpu":
         found = torch.cuda.get_device_properties(0)
         known = tuple(gpu for gpu in GPUS if gpu.name.split("-")[0] in found.name)
-        return Place(num_devices, found.total_memory, known or USUAL)
+        return Place(num_devices + config.reward.n_gpus, found.total_memory, known or USUAL)
     return Place(num_devices, _memory_here() // trainer.n_gpus_per_node)
 
 
@@ -80,24 +80,40 @@ def located(config: Config, place: Place) -> Config:
     """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
 
     Nodes have the number of GPUs that is said, else the one of the settings where that divides all of them, else 8;
-    fewer are one node.
+    fewer are one node. The GPUs of the reward's server are none of theirs.
     """
     moved = copy.deepcopy(config)
-    trainer = moved.trainer
+    trainer, server = moved.trainer, config.reward.n_gpus if place.on_gpu else 0
     trainer.device = "cuda" if place.on_gpu else "cpu"
-    if place.per_node or place.num_devices != sum(devices_of_nodes(moved)):
-        each = place.per_node or _per_node(place.num_devices, trainer.n_gpus_per_node)
+    num_devices = place.num_devices - server
+    there = place.per_node or place.num_devices
+    if server >= there:
+        raise ConfigError(
+            f"reward.n_gpus={server} GPUs of a node are the reward server's alone, of {there}: "
+            "none is left for the roles; lower it, or take more GPUs"
+        )
+    if place.per_node or num_devices != sum(devices_of_nodes(moved)):
+        if place.per_node:
+            nodes, each = _beside(server, place.num_devices // place.per_node, place.per_node)
+        else:
+            each = _per_node(num_devices, trainer.n_gpus_per_node)
+            nodes = num_devices // each
         apart = moved.actor_rollout_ref.rollout.nnodes
-        trainer.n_gpus_per_node, trainer.nnodes = each, place.num_devices // each - apart
+        trainer.n_gpus_per_node, trainer.nnodes = each, nodes - apart
         if trainer.nnodes < 1:
             raise ConfigError(
-                f"of {place.num_devices // each} nodes of {each} GPUs, {apart} only sample "
+                f"of {nodes} nodes of {each} GPUs, {apart} only sample "
                 "(actor_rollout_ref.rollout.nnodes): none is left to train"
             )
     problems = list(placement_problems(moved))
     if problems:
         raise ConfigError("\n".join(problems))
     return moved
+
+
+def _beside(server: int, nodes: int, each: int) -> tuple[int, int]:
+    """Nodes, and GPUs of each, that are left beside the server's: all but its node, or fewer GPUs of every node."""
+    return max((nodes, each - server), (nodes - bool(server), each), key=math.prod)
 
 
 def _per_node(num_devices: int, wanted: int) -> int:

@@ -34,7 +34,9 @@ def _parameters(role: Role) -> str:
 def _devices(config: Config, place: Place) -> str:
     """Who sits where."""
     found = placement_of(config, place.kind)
-    return f"{_others(found, place)}{_critic(found)}"
+    server = config.reward.n_gpus if place.on_gpu else 0
+    besides = f"; besides these, {server} of one node are the reward's server's" if server else ""
+    return f"{_others(found, place)}{_critic(found)}{besides}"
 
 
 def _critic(found: Placement) -> str:

@@ -29,8 +29,8 @@ from verl.engine.slices import unread_weights
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.protocol import TrainBatch
-from verl.rollout.weight_adapters import adapters_of
-from verl.rollout.weight_buckets import gathered, plan_buckets
+from verl.rollout.weights.adapters import adapters_of
+from verl.rollout.weights.buckets import gathered, plan_buckets
 from verl.trainer.dry_run.batches import MICRO_BATCHES, Limit, for_update, largest_batch
 from verl.trainer.dry_run.fake_device import FakeDevice
 from verl.trainer.dry_run.gpus import Groups, groups_of

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -197,23 +199,32 @@ def test_a_token_guards_everything_but_two_probes(run_app, corpus_file: Path) ->
     service.close()
 
 
+@contextmanager
+def server_process(
+    environment: dict[str, str], corpus: Path, log: list[str]
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The server and its port; `log` gets what it has written when it has ended."""
+    port = free_port()
+    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
+    command += ["--corpus_path", str(corpus), "--port", str(port)]
+    process = subprocess.Popen(command, cwd=_ROOT, env=environment, text=True, stderr=subprocess.PIPE)
+    try:
+        yield process, port
+    finally:
+        process.terminate()
+        log.append(process.communicate(timeout=PATIENCE_S)[1])
+
+
 def test_the_token_may_come_from_the_environment_and_is_not_logged(
     server_environment: dict[str, str], wait_until_ready, corpus_file: Path
 ) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
-    command += ["--corpus_path", str(corpus_file), "--port", str(port)]
-    environment = server_environment | {"RETRIEVAL_AUTH_TOKEN": _TOKEN}
-    process = subprocess.Popen(command, cwd=_ROOT, env=environment, text=True, stderr=subprocess.PIPE)
-    try:
+    log: list[str] = []
+    with server_process(server_environment | {"RETRIEVAL_AUTH_TOKEN": _TOKEN}, corpus_file, log) as (process, port):
         wait_until_ready(f"http://127.0.0.1:{port}", process)
         url, body = f"http://127.0.0.1:{port}/retrieve", {"queries": ["capital"]}
         assert requests.post(url, json=body, timeout=PATIENCE_S).status_code == 401
         assert requests.post(url, json=body, headers=_BEARER, timeout=PATIENCE_S).status_code == 200
-    finally:
-        process.terminate()
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and _TOKEN not in log
+    assert process.returncode == 0 and _TOKEN not in log[0]
 
 
 # --- the stop
@@ -242,11 +253,8 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_what_is_new(corpus_fil
 def test_sigterm_waits_for_a_request_that_is_still_being_sent(
     server_environment: dict[str, str], wait_until_ready, corpus_file: Path
 ) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
-    command += ["--corpus_path", str(corpus_file), "--port", str(port)]
-    process = subprocess.Popen(command, cwd=_ROOT, env=server_environment, text=True, stderr=subprocess.PIPE)
-    try:
+    log: list[str] = []
+    with server_process(server_environment, corpus_file, log) as (process, port):
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)
         body = json.dumps({"queries": ["capital"]}).encode()
@@ -260,10 +268,7 @@ def test_sigterm_waits_for_a_request_that_is_still_being_sent(
             client.sendall(body[5:])
             answer = b"".join(iter(lambda: client.recv(65_536), b""))
         assert answer.startswith(b"HTTP/1.1 200") and b'"p50"' in answer
-    finally:
-        process.terminate()
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and "Traceback" not in log
+    assert process.returncode == 0 and "Traceback" not in log[0]
 
 
 def test_the_service_is_a_source_of_passages(corpus_file: Path) -> None:

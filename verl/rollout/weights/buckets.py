@@ -6,16 +6,17 @@ does not grow with the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl.engine.sharding import RowShards, on_mesh, row_shards
-from verl.rollout.weight_checksum import NamedTensors
+from verl.rollout.weights.checksum import NamedTensors
 
 MIB = 2**20
 ALIGNED = 64  # bytes: where weights begin in a bucket
@@ -34,6 +35,15 @@ class Place:
     def end(self) -> int:
         """Where the next one may begin."""
         return self.start + _aligned(self.shape.numel() * self.dtype.itemsize)
+
+
+class Version(NamedTuple):
+    """The weights of version `number`, sent in `dtype`; `plan` has the names in each bucket."""
+
+    named: Mapping[str, torch.Tensor]
+    plan: Sequence[Sequence[str]]
+    dtype: torch.dtype
+    number: int
 
 
 def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:

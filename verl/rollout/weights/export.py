@@ -8,11 +8,11 @@ import torch
 
 from verl.config import Config
 from verl.engine.device import DTYPES
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_buckets import MIB, plan_buckets
-from verl.rollout.weight_checksum import NamedTensors
-from verl.rollout.weight_ipc import DeviceBuckets
-from verl.rollout.weight_memory import HostBuckets
+from verl.rollout.weights.buckets import MIB, Version, plan_buckets
+from verl.rollout.weights.checksum import NamedTensors
+from verl.rollout.weights.exported import ExportedWeights
+from verl.rollout.weights.ipc import DeviceBuckets
+from verl.rollout.weights.memory import HostBuckets
 
 
 class WeightExporter:
@@ -41,7 +41,7 @@ class WeightExporter:
         """
         named, dtype = dict(named_tensors), dtype or self.dtype
         plan = plan_buckets(named.items(), dtype, self.bucket_mib)
-        return self.buckets.export(named, plan, dtype, version, index)
+        return self.buckets.export(Version(named, plan, dtype, version), index)
 
     def release(self) -> None:
         """After the last bucket, or after a failure."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from verl.engine.sharding import local, own_values, row_shards
 from verl.errors import WeightSyncError
-from verl.rollout.exported_weights import ExportedWeights
 from verl.rollout.owned_folder import OwnedFolder
-from verl.rollout.weight_buckets import Place, gathered, places_of
-from verl.rollout.weight_checksum import copy_checked, key_of, require_finite, word_sum
+from verl.rollout.weights.buckets import Place, Version, gathered, places_of
+from verl.rollout.weights.checksum import copy_checked, key_of, require_finite, word_sum
+from verl.rollout.weights.exported import ExportedWeights
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
@@ -80,20 +80,14 @@ class HostBuckets:
         self.capacity = 0
         self._owned: OwnedFolder | None = None
 
-    def export(
-        self,
-        named: Mapping[str, torch.Tensor],
-        plan: Sequence[Sequence[str]],
-        dtype: torch.dtype,
-        version: int,
-        index: int,
-    ) -> ExportedWeights:
-        """Write this rank's part of bucket `index` of the `plan`. A collective: all ranks call it, with the same plan.
+    def export(self, version: Version, index: int) -> ExportedWeights:
+        """Write this rank's part of bucket `index`. A collective: all ranks call it, with the same plan.
 
         Raises `NumericalError` naming the first weight that has a NaN or an Inf, and `WeightSyncError` when there is
         not enough memory.
         """
-        buckets = [tuple(places_of([(name, named[name]) for name in names], dtype)) for names in plan]
+        named = version.named
+        buckets = [tuple(places_of([(n, named[n]) for n in names], version.dtype)) for names in version.plan]
         sizes = [bucket[-1].end for bucket in buckets]
         self._open(room_for(sizes, self.limit))
         # In turns from the beginning and up to the end: neighbours lie side by side whatever their sizes.
@@ -103,7 +97,7 @@ class HostBuckets:
             sums[key_of(place.name, place.dtype, place.shape)] = self._write(named[place.name], place, offset)
         located = Located(self._path, self.capacity, offset, buckets[index])
         fits = index + 1 < len(sizes) and sizes[index] + sizes[index + 1] <= self.capacity
-        return ExportedWeights({self._host: located.packed()}, version, sums, index, len(sizes), fits)
+        return ExportedWeights({self._host: located.packed()}, version.number, sums, index, len(sizes), fits)
 
     def release(self) -> None:
         """The room stays for the next version: new pages would have to be cleared first."""

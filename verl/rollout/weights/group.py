@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from verl.by_name import in_words
 from verl.errors import WeightSyncError
-from verl.rollout.weight_memory import Located, bucket_of, host_name, tensors_in
+from verl.rollout.weights.memory import Located, bucket_of, host_name, tensors_in
 
 JOIN_S = 60.0  # for all to be there
 BROADCAST_S = 120.0  # for a bucket; half of NCCL's own limit or less, at which it would end the process

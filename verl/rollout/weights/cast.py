@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numba import njit
 
-VALUES = 2048  # in a block of `weight_checksum.BLOCK` bytes
+VALUES = 2048  # in a block of `checksum.BLOCK` bytes
 WORDS = VALUES // 4
 LARGEST = 0x7F7F_7FFF  # bits of the largest float32 that bfloat16 rounds to a finite value
 
@@ -18,7 +18,7 @@ def round_to_bfloat16(values: torch.Tensor, target: torch.Tensor, first_block: i
     """Round `values` to the nearest, ties to even, as `Tensor.copy_` does.
 
     values: float32 [N], target: bfloat16 [N], both contiguous and on the CPU, N a multiple of 2048. first_block: the
-    number of the first block of `target` in its weight. Returns the blocks' share of `weight_checksum.word_sum`, below
+    number of the first block of `target` in its weight. Returns the blocks' share of `checksum.word_sum`, below
     2^64, and whether all of `target` is finite; if not, it holds no meaningful values.
     """
     source, rounded = values.view(torch.int32).numpy(), target.view(torch.int16).numpy()

@@ -89,7 +89,7 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
     if not len(target):
         return 0
     if (values.device.type, values.dtype, target.dtype) == ("cpu", torch.float32, torch.bfloat16):
-        from verl.rollout.weight_cast import round_to_bfloat16  # numba takes half a second
+        from verl.rollout.weights.cast import round_to_bfloat16  # numba takes half a second
 
         sum_of_all, finite = round_to_bfloat16(values, target, first_block)
         if not finite:

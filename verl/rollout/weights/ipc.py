@@ -8,7 +8,7 @@ Needs torch only, so that the training side can export without importing an infe
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.engine.sharding import own_values
-from verl.rollout.exported_weights import ExportedWeights
-from verl.rollout.weight_buckets import gathered
-from verl.rollout.weight_checksum import key_of, require_finite, word_sum
+from verl.rollout.weights.buckets import Version, gathered
+from verl.rollout.weights.checksum import key_of, require_finite, word_sum
+from verl.rollout.weights.exported import ExportedWeights
 
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the GPU's number, which is another one in the reader's process
 
@@ -43,30 +43,24 @@ class DeviceBuckets:
         self.device = device
         self.held: dict[str, torch.Tensor] = {}
 
-    def export(
-        self,
-        named: Mapping[str, torch.Tensor],
-        plan: Sequence[Sequence[str]],
-        dtype: torch.dtype,
-        version: int,
-        index: int,
-    ) -> ExportedWeights:
-        """Gather bucket `index` of the `plan`, which stays until the next one or `release`. All ranks call it.
+    def export(self, version: Version, index: int) -> ExportedWeights:
+        """Gather bucket `index`, which stays until the next one or `release`. All ranks call it.
 
         Raises `NumericalError` naming the first weight that has a NaN or an Inf.
         """
         self.held = {}
-        self.held = gathered([(name, named[name]) for name in plan[index]], dtype)
+        self.held = gathered([(name, version.named[name]) for name in version.plan[index]], version.dtype)
         sums = {}
         for name, tensor in self.held.items():
-            own = own_values(named[name])
+            own = own_values(version.named[name])
             values = tensor.view(-1)[own]
             require_finite(name, values)
             sums[key_of(name, tensor.dtype, tensor.shape)] = word_sum(values, own.start * tensor.itemsize)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another process reads what is there, not what is queued
         payload = ForkingPickler.dumps([_export(name, tensor) for name, tensor in self.held.items()])
-        return ExportedWeights({device_name(self.device): bytes(payload)}, version, sums, index, len(plan))
+        exports = {device_name(self.device): bytes(payload)}
+        return ExportedWeights(exports, version.number, sums, index, len(version.plan))
 
     def release(self) -> None:
         """Free the bucket; the engines have read it."""

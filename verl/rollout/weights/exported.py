@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl.errors import WeightSyncError
-from verl.rollout.weight_checksum import Sums, added
+from verl.rollout.weights.checksum import Sums, added
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class ExportedWeights:
     """A bucket of weights that lies where the engines can read it.
 
     exports: what opens it, by the place that a reader has to be at: a GPU, or a host with its shared memory.
-    sums: checksums of the weights in it (`weight_checksum`); in what one rank returns, of the values that are its own.
+    sums: checksums of the weights in it (`checksum`); in what one rank returns, of the values that are its own.
     index, count: which bucket of the version it is, and of how many.
     next_fits: whether there is room to export the next one while this one is read.
     """

@@ -1,0 +1,22 @@
+"""What the two stand-ins for a scorer have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl.protocol import Trajectory
+
+
+class ContentScorer:
+    """Has always enough."""
+
+    stats = {"reward/unavailable_ratio": 0.0}
+
+    def begin(self) -> None:
+        pass
+
+    def require_enough_so_far(self, least: int) -> None:
+        pass
+
+    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
+        pass
