@@ -16,7 +16,7 @@ from verl.trainer import saved_state
 from verl.trainer.run_lock import LOCK
 
 MIB = 2**20
-GOING_ON = "going on after step 1"
+GOING_ON = "resuming after step 1"
 SETTINGS = (
     *("trainer.save_freq=1", "trainer.test_freq=-1", "+trainer.val_before_train=false", "data.val_data_num=4"),
     *("trainer.logger=[tensorboard]", "trainer.resume_mode=auto"),
@@ -108,7 +108,7 @@ def assert_first_state(folder: Path, said: str, kept: int) -> None:
     newest = saved_state.state_path(folder, kept)
     saved_state.verify(newest)
     if kept == 1:
-        assert f"with trainer.resume_mode=auto the run goes on from {newest}" in said
+        assert f"with trainer.resume_mode=auto the run resumes from {newest}" in said
         with pytest.raises(CheckpointError):
             saved_state.verify(saved_state.state_path(folder, 2))
     left = [path for path in folder.rglob(".*") if path.name not in (".metadata", LOCK)]

@@ -22,7 +22,7 @@ SETTINGS = (
     *("trainer.save_freq=1", "trainer.test_freq=-1", "+trainer.val_before_train=false", "data.val_data_num=4"),
     *("trainer.logger=[]", "trainer.resume_mode=auto"),
 )
-LOST = "the state of the latest save is lost"
+LOST = "the latest checkpoint could not be saved"
 pytestmark = pytest.mark.slow
 
 
@@ -50,7 +50,7 @@ class Interrupted:
             self.process.process.send_signal(number)
 
     def wait_for_the_answer(self) -> None:
-        self.process.wait_until(lambda: "what is being written is finished" in self.process.said)
+        self.process.wait_until(lambda: "finishing what is being written" in self.process.said)
 
     def newest(self) -> int:
         path, skipped = saved_state.newest(self.states.parent)
@@ -106,4 +106,4 @@ def assert_ended(interrupted: Interrupted, saved: bool) -> None:
     if newest:
         assert interrupted.newest() == newest
     if saved:
-        assert f"the run goes on from {interrupted.states / f'global_step_{newest}'}" in said
+        assert f"the run resumes from {interrupted.states / f'global_step_{newest}'}" in said

@@ -148,7 +148,7 @@ def test_a_dead_driver_leaves_nothing_behind(make_run: Callable[..., KilledRun])
     (lock,) = [Path(file.path) for file in open_files if file.path.startswith("/dev/shm/verl-weights-")]
     print(f"driver: the last process ended after {run.kill_driver():.1f} s")
     saved_state.verify(run.state(1))
-    assert f"the run goes on from {run.state(1)}" in run.running.said
+    assert f"the run resumes from {run.state(1)}" in run.running.said
     run.finish()
     assert not lock.parent.exists()  # the next run takes away what was left in memory
 
@@ -167,5 +167,5 @@ def assert_ends(run: KilledRun, message: str | None, deadline_s: float = 0.0) ->
     running.end(others_s=max(0.0, deadline_s + 60 - seconds))
     state = list(saved_state.saved(run.folder))[-1]
     saved_state.verify(state)
-    assert f"with trainer.resume_mode=auto the run goes on from {state}" in running.said
+    assert f"with trainer.resume_mode=auto the run resumes from {state}" in running.said
     return seconds

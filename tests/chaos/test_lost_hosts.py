@@ -126,7 +126,7 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
             told = the_error(run.said)
             state = list(saved_state.saved(run.folder))[-1]
             saved_state.verify(state)
-            assert f"with trainer.resume_mode=auto the run goes on from {state}" in run.said
+            assert f"with trainer.resume_mode=auto the run resumes from {state}" in run.said
             wait_until_no_worker_is_left(first, cut_at)
             left_s = wait_until_no_worker_is_left(other, cut_at)
             print(

@@ -119,7 +119,7 @@ def test_a_server_that_dies_in_the_middle_of_a_step(
     assert ended_s < 3 * 8 + 30
     state = saved_state.state_path(tmp_path, 1)
     saved_state.verify(state)
-    assert f"with trainer.resume_mode=auto the run goes on from {state}" in errors
+    assert f"with trainer.resume_mode=auto the run resumes from {state}" in errors
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["global_step_1"]
     assert sorted(metrics_by_step(tmp_path)) == [1] and not stored(tmp_path, 2).exists()
     assert [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])] == []

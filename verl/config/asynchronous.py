@@ -40,19 +40,26 @@ def asynchronous_problems(config: Config) -> Iterator[str]:
             yield (f"trainer.max_staleness={most} has no effect with {KEY}=off: set {KEY}=bounded, or leave it at null")
         return
     if mode == "one_step_off" and most not in (None, 1) and not over_samples(config):
-        yield f"{KEY}=one_step_off is a trainer.max_staleness of 1, not {most}: set {KEY}=bounded, or leave it at null"
+        yield (
+            f"{KEY}=one_step_off means trainer.max_staleness=1, not {most}: set {KEY}=bounded, or leave "
+            "max_staleness at null"
+        )
     if mode == "bounded" and most is None:
-        yield f"{KEY}=bounded needs trainer.max_staleness, the most versions that weights may be behind: 2, say"
+        yield (
+            f"{KEY}=bounded needs trainer.max_staleness, the maximum number of versions that weights may be "
+            "behind: set it to 2, for example"
+        )
     if trainer.layout == "colocated" and trainer.device != "cpu":
         yield (
-            f"{KEY}={mode} samples while the step before is trained, and with trainer.layout=colocated both take turns "
-            "on the same GPUs: set trainer.layout=split. On CPU engines are processes of their own: with "
-            "trainer.device=cpu either layout will do"
+            f"{KEY}={mode} samples while the step before is trained, but with trainer.layout=colocated both take "
+            "turns on the same GPUs: set trainer.layout=split. (On CPU, engines are separate processes: with "
+            "trainer.device=cpu either layout works.)"
         )
     if trainer.deterministic:
         yield (
-            f"{KEY}={mode} and trainer.deterministic=True exclude each other: which weights sample a step depends on "
-            "how long sampling and training take, and after a resume they are newer ones; leave one of them out"
+            f"{KEY}={mode} and trainer.deterministic=True exclude each other: which weights sample a step depends "
+            "on the time that sampling and training take, and after a resume the weights are newer; leave one of "
+            "them out"
         )
 
 
@@ -60,16 +67,16 @@ def _over_sample_problems(config: Config) -> Iterator[str]:
     trainer, share = config.trainer, f"{OVER_SAMPLE}={config.actor_rollout_ref.rollout.over_sample:g}"
     if trainer.deterministic:
         yield (
-            f"{share} and trainer.deterministic=True exclude each other: which groups are complete first, and where "
-            "the others are interrupted, depends on how long things take; leave one of them out"
+            f"{share} and trainer.deterministic=True exclude each other: which groups are complete first, and "
+            "where the others are interrupted, depends on timing; leave one of them out"
         )
     if trainer.async_rollout == "one_step_off" and trainer.max_staleness not in (None, 2):
         yield (
-            f"{KEY}=one_step_off with {share} is a trainer.max_staleness of 2, not {trainer.max_staleness}: set "
-            f"{KEY}=bounded, or leave it at null"
+            f"{KEY}=one_step_off with {share} means trainer.max_staleness=2, not {trainer.max_staleness}: set "
+            f"{KEY}=bounded, or leave max_staleness at null"
         )
     if trainer.async_rollout == "bounded" and trainer.max_staleness == 1:
         yield (
-            f"{KEY}=bounded with {share} needs a trainer.max_staleness of 2 or more: one version for sampling ahead, "
-            "and one for what is carried over"
+            f"{KEY}=bounded with {share} needs trainer.max_staleness=2 or more: one version for sampling ahead, "
+            "and one for groups that are carried over"
         )

@@ -104,7 +104,7 @@ def _parse(text: str) -> Override:
     if override.is_delete():
         raise ConfigError(f"override '{text}': keys cannot be deleted; set a value instead (null where allowed)")
     if override.is_sweep_override():
-        raise ConfigError(f"override '{text}' holds several values; write a list as key=[a,b]")
+        raise ConfigError(f"override '{text}' has several values; write a list as key=[a,b]")
     return override
 
 
@@ -114,14 +114,14 @@ def _check_key(schema: type, override: Override) -> None:
         raise ConfigError(unknown_key(schema, key))
     if key in sections(schema) and not isinstance(override.value(), dict):
         first = next(k for k in leaves(schema) if k.startswith(f"{key}."))
-        raise ConfigError(f"'{key}' is a section, it has no value of its own; set a key in it, such as '{first}'")
+        raise ConfigError(f"'{key}' is a section and has no value of its own; set a key in it, such as '{first}'")
 
 
 def _check_exists(folder: Path, name: str) -> None:
     if (folder / f"{name}.yaml").is_file():
         return
     names = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
-    raise ConfigError(f"no config '{name}.yaml' in {folder} (there: {names}); --config-dir names another folder")
+    raise ConfigError(f"no config '{name}.yaml' in {folder} (there are: {names}); --config-dir names another folder")
 
 
 def _first_line(error: Exception) -> str:

@@ -22,8 +22,8 @@ def _truncated_sampling(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
-            f"{ROLLOUT}.top_p={rollout.top_p:g} and top_k={rollout.top_k} cut off unlikely tokens, and the log-probs "
-            "in the loss do not know of it: the update is biased. Set top_p=1.0 and top_k=-1."
+            f"{ROLLOUT}.top_p={rollout.top_p:g} and top_k={rollout.top_k} cut off unlikely tokens, and the "
+            "log-probs in the loss do not know of it: the update is biased. Set top_p=1.0 and top_k=-1."
         )
 
 
@@ -32,9 +32,10 @@ def _kl_without_gradient(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_coef and actor.kl_loss_type in ("kl", "k1"):
         yield (
-            f"{ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient of zero on average: as a loss it adds noise and "
-            f"does not hold the policy near the reference. Set it to {actor.kl_loss_type}+ (the same value, the "
-            "gradient of k2), mse (k2) or low_var_kl (k3), or put the KL into the reward (algorithm.use_kl_in_reward)."
+            f"{ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient of zero on average: as a loss it adds "
+            f"noise and does not keep the policy near the reference. Set it to {actor.kl_loss_type}+ (same value, "
+            "gradient of k2), mse (k2) or low_var_kl (k3), or put the KL into the reward "
+            "(algorithm.use_kl_in_reward)."
         )
 
 
@@ -44,7 +45,7 @@ def _stale_without_correction(config: Config) -> Iterator[str]:
     in_the_ratio = actor.use_rollout_log_probs and actor.policy_loss != "reinforce"
     if max_staleness(config) and actor.rollout_correction.importance == "none" and not in_the_ratio:
         yield (
-            f"{_what_is_stale(config)} trains on what older weights have sampled, and nothing corrects for that: set "
+            f"{_what_is_stale(config)} trains on samples of older weights, and nothing corrects for that: set "
             f"{ACTOR}.rollout_correction.importance=token (truncated importance weights) with "
             f"{ACTOR}.use_rollout_log_probs=False."
         )

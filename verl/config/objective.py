@@ -41,7 +41,10 @@ def _ref_scores(config: Config) -> Iterator[str]:
             "a kl_loss_type other than full_*) read the reference's log-probs; leave it at auto"
         )
     elif wanted == "update" and config.actor_rollout_ref.actor.ppo_epochs > 1:
-        yield f"{key}=update would read the reference anew in every epoch: set ppo_epochs=1, or leave it at auto"
+        yield (
+            f"{key}=update would recompute the reference log-probs in every epoch: set ppo_epochs=1, or leave it "
+            "at auto"
+        )
 
 
 def _kl_weight(config: Config) -> Iterator[str]:
@@ -60,14 +63,14 @@ def _kl_weight(config: Config) -> Iterator[str]:
     if not has_kl_in_reward(config):
         other = f" (and {ACTOR}.use_kl_loss=False)" if config.actor_rollout_ref.actor.use_kl_loss else ""
         yield (
-            "algorithm.kl_ctrl.type=adaptive steers the weight of a KL in the reward, and there is none: "
+            "algorithm.kl_ctrl.type=adaptive adapts the coefficient of a KL in the reward, and there is none: "
             f"set algorithm.use_kl_in_reward=True{other}, or leave the type at fixed"
         )
         return
     largest_step = LARGEST_KL_STEP * trajectories_per_step(config)
     if largest_step >= control.horizon and not config.trainer.val_only:
         yield (
-            f"algorithm.kl_ctrl.horizon={control.horizon} lets the weight of the KL reach zero in one step of "
+            f"algorithm.kl_ctrl.horizon={control.horizon} lets the KL coefficient reach zero in one step of "
             f"{trajectories_per_step(config)} trajectories: set it above {largest_step:g}"
         )
 
@@ -76,8 +79,8 @@ def _kl(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield (
-            f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward exclude each other, as the KL would count twice: "
-            "set one of them to False"
+            f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward exclude each other, because the KL would count "
+            "twice: set one of them to False"
         )
     yield from _kl_loss(actor) if actor.use_kl_loss else _parts_of_no_kl_loss(actor)
     if config.algorithm.ref_policy_ema_tau < 1 and not anchor_is_read(config) and not config.trainer.val_only:
@@ -92,13 +95,13 @@ def _kl_loss(actor: ActorConfig) -> Iterator[str]:
     for name, usual in (("kl_topk_gradient", "corrected"), ("kl_use_tail_sampling", True)):
         if getattr(actor, name) != usual and top_k <= 0:
             yield (
-                f"{ACTOR}.{name}={getattr(actor, name)} belongs to a Top-k KL: "
-                f"set {ACTOR}.kl_topk_tokens to a number of tokens (32, say) or leave it at {usual}"
+                f"{ACTOR}.{name}={getattr(actor, name)} is for a Top-k KL: set {ACTOR}.kl_topk_tokens to a number of "
+                f"tokens (such as 32) or leave it at {usual}"
             )
     if top_k > 0 and not actor.kl_loss_type.startswith("full_"):
         yield (
             f"{ACTOR}.kl_topk_tokens={actor.kl_topk_tokens} has no effect with kl_loss_type={actor.kl_loss_type}: "
-            "it belongs to full_reverse and full_forward"
+            "it is for full_reverse and full_forward"
         )
     lower, upper = actor.kl_iw_clip_lower, actor.kl_iw_clip_upper
     for name in ("kl_iw_clip_lower", "kl_iw_clip_upper"):
@@ -130,8 +133,8 @@ def _policy_loss(config: Config) -> Iterator[str]:
     normed = actor.loss_agg_mode == "seq-mean-token-sum-norm"
     if normed and actor.loss_scale_factor is None:
         yield (
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by a constant number of tokens: "
-            f"set {ACTOR}.loss_scale_factor, to data.max_prompt_length say"
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by a constant number of tokens: set "
+            f"{ACTOR}.loss_scale_factor, for example to data.max_prompt_length"
         )
     if not normed and actor.loss_scale_factor is not None:
         yield f"{ACTOR}.loss_scale_factor has no effect with loss_agg_mode={actor.loss_agg_mode}: leave it at null"
@@ -139,19 +142,19 @@ def _policy_loss(config: Config) -> Iterator[str]:
         yield f"{ACTOR}.clip_ratio_c has no effect with policy_loss={actor.policy_loss}: leave it at null"
     if actor.policy_loss == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
-            f"{ACTOR}.policy_loss=gspo has one ratio a trajectory, and loss_agg_mode={actor.loss_agg_mode} counts it "
-            f"once a token: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
+            f"{ACTOR}.policy_loss=gspo has one ratio per trajectory, but loss_agg_mode={actor.loss_agg_mode} "
+            f"counts it once per token: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
         )
     correction = actor.rollout_correction
     if corrects_rollout(actor) and actor.use_rollout_log_probs:
         yield (
-            f"{ACTOR}.rollout_correction compares the sampler's log-probs with recomputed ones: "
-            f"set {ACTOR}.use_rollout_log_probs=False"
+            f"{ACTOR}.rollout_correction compares the rollout engine's log-probs with recomputed ones: set "
+            f"{ACTOR}.use_rollout_log_probs=False"
         )
     if not correction.reject_low <= 1 <= correction.reject_high or correction.importance_cap < 1:
         yield (
-            f"{ACTOR}.rollout_correction has to let a ratio of 1 (equal probabilities) pass: "
-            "set reject_low to at most 1, reject_high and importance_cap to at least 1"
+            f"{ACTOR}.rollout_correction must keep a ratio of 1 (equal probabilities): set reject_low to at most "
+            "1, reject_high and importance_cap to at least 1"
         )
 
 
@@ -160,9 +163,9 @@ def _on_policy(config: Config) -> Iterator[str]:
     num_updates = num_optimizer_steps(config)
     if actor.policy_loss == "reinforce" and num_updates > 1 and not config.trainer.val_only:
         yield (
-            f"{ACTOR}.policy_loss=reinforce does not correct for a policy that has moved, and {num_updates} optimizer "
-            f"steps are made on the trajectories of a step: set {ACTOR}.ppo_mini_batch_size={total} and ppo_epochs=1, "
-            "or policy_loss=ppo"
+            f"{ACTOR}.policy_loss=reinforce does not correct for a policy that has changed, but {num_updates} "
+            f"optimizer steps are made on the trajectories of a step: set {ACTOR}.ppo_mini_batch_size={total} and "
+            "ppo_epochs=1, or policy_loss=ppo"
         )
 
 

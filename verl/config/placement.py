@@ -15,8 +15,8 @@ TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 CRITIC = "critic.n_gpus_per_node"
 RoleName = Literal["actor", "critic"]
 NO_SPLIT_ON_CPU = (
-    "trainer.layout=split divides GPUs, and this run has none: leave it at colocated "
-    f"(engines on CPU are processes beside those that train: {ROLLOUT}.num_engines), or give the engines whole nodes "
+    "trainer.layout=split divides GPUs, but this run has none: leave it at colocated (engines on CPU are "
+    f"processes beside those that train: {ROLLOUT}.num_engines), or give the engines whole nodes "
     f"({ROLLOUT}.nnodes)"
 )
 
@@ -128,16 +128,17 @@ def _split_problems(config: Config) -> Iterator[str]:
     share, per_node = trainer.rollout_gpus_per_node, trainer.n_gpus_per_node
     if trainer.layout == "colocated" and share is not None:
         yield (
-            f"trainer.rollout_gpus_per_node={share} has no effect with trainer.layout=colocated, where all sample: set "
-            "trainer.layout=split, or leave it at null"
+            f"trainer.rollout_gpus_per_node={share} has no effect with trainer.layout=colocated, where all GPUs "
+            "sample: set trainer.layout=split, or leave it at null"
         )
     elif trainer.layout == "split" and trainer.device == "cpu":
         yield NO_SPLIT_ON_CPU
     elif trainer.layout == "split" and (share is None or share >= per_node):
         yield (
-            f"trainer.layout=split with trainer.rollout_gpus_per_node={'null' if share is None else share}: set it to "
-            f"the GPUs of a node that sample, fewer than the {per_node} of trainer.n_gpus_per_node; the others train. "
-            f"Or set {ROLLOUT}.nnodes to a number of nodes that only sample"
+            f"trainer.layout=split with trainer.rollout_gpus_per_node={('null' if share is None else share)}: set "
+            f"it to the number of GPUs per node that sample, fewer than the {per_node} of "
+            f"trainer.n_gpus_per_node; the others train. Or set {ROLLOUT}.nnodes to a number of nodes that only "
+            "sample"
         )
 
 
@@ -155,8 +156,8 @@ def _critic_problems(config: Config) -> Iterator[str]:
         share = trainer.rollout_gpus_per_node
         taken = f"{CRITIC}={critic}" + (f" and trainer.rollout_gpus_per_node={share}" if share else "")
         yield (
-            f"{taken} leave the actor none of the {trainer.n_gpus_per_node} of trainer.n_gpus_per_node, which counts "
-            "those of all roles: raise that, or lower what the others take"
+            f"{taken} leave no GPU for the actor out of the {trainer.n_gpus_per_node} of trainer.n_gpus_per_node, "
+            "which counts those of all roles: raise that, or lower the others"
         )
 
 
@@ -166,14 +167,14 @@ def _sampling_node_problems(config: Config) -> Iterator[str]:
     nnodes, most = rollout.nnodes, rollout.max_nnodes
     if not nnodes:
         yield (
-            f"{ROLLOUT}.n_gpus_per_node and {ROLLOUT}.max_nnodes are about nodes that only sample, and "
-            f"{ROLLOUT}.nnodes=0: set it to how many there are, or leave the two at null"
+            f"{ROLLOUT}.n_gpus_per_node and {ROLLOUT}.max_nnodes are for nodes that only sample, but "
+            f"{ROLLOUT}.nnodes=0: set it to their number, or leave the two at null"
         )
         return
     if trainer.layout == "colocated":
         yield (
-            f"{ROLLOUT}.nnodes={nnodes} nodes would only sample, but with trainer.layout=colocated those that train "
-            "sample too: set trainer.layout=split, or leave it at 0"
+            f"{ROLLOUT}.nnodes={nnodes} nodes would only sample, but with trainer.layout=colocated all nodes "
+            "train and sample: set trainer.layout=split, or leave it at 0"
         )
     if trainer.rollout_gpus_per_node is not None:
         yield (
@@ -183,7 +184,7 @@ def _sampling_node_problems(config: Config) -> Iterator[str]:
     if most is not None and most < nnodes:
         yield f"{ROLLOUT}.max_nnodes={most} is fewer than {ROLLOUT}.nnodes={nnodes}"
     if trainer.device == "cpu" and rollout.num_engines % nnodes:
-        yield f"{ROLLOUT}.num_engines={rollout.num_engines} cannot be shared equally by {ROLLOUT}.nnodes={nnodes}"
+        yield f"{ROLLOUT}.num_engines={rollout.num_engines} cannot be divided equally by {ROLLOUT}.nnodes={nnodes}"
 
 
 def _tensor_parallel_problems(config: Config) -> Iterator[str]:
@@ -191,9 +192,10 @@ def _tensor_parallel_problems(config: Config) -> Iterator[str]:
     ranks, sampling = config.actor_rollout_ref.rollout.tensor_model_parallel_size, _sampling(config)
     if sampling % ranks:
         yield (
-            f"{TENSOR_PARALLEL} ({ranks}) must divide the GPUs of one node that sample ({sampling}): the ranks of an "
-            "engine are processes of one node, as they exchange activations in every layer; tensor parallelism over "
-            "nodes is not available. Set it to a divisor, 1 for one engine per GPU"
+            f"{TENSOR_PARALLEL} ({ranks}) must divide the number of GPUs per node that sample ({sampling}): the "
+            "ranks of an engine are processes of one node, because they exchange activations in every layer; "
+            "tensor parallelism across nodes is not available. Set it to a divisor, or to 1 for one engine per "
+            "GPU"
         )
 
 

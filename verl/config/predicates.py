@@ -113,16 +113,16 @@ def reasons_to_score_before(config: Config) -> Iterator[str]:
     if (steps := num_optimizer_steps(config)) > 1:
         total = trajectories_per_step(config)
         yield (
-            f"after the first of {steps} optimizer steps the policy is another one (set ppo_epochs=1 and "
+            f"after the first of {steps} optimizer steps the policy has changed (set ppo_epochs=1 and "
             f"ppo_mini_batch_size={total})"
         )
     if config.trainer.critic_warmup:
-        yield "the actor has no update while the critic warms up (set trainer.critic_warmup=0)"
+        yield "the actor is not updated while the critic warms up (set trainer.critic_warmup=0)"
     if actor.use_rollout_log_probs:
         return
     if has_kl_in_reward(config):
-        yield "the KL in the reward reads them (set algorithm.use_kl_in_reward=False)"
+        yield "the KL in the reward uses them (set algorithm.use_kl_in_reward=False)"
     if corrects_rollout(actor):
-        yield "rollout_correction compares them with the sampler's (set its importance and reject to none)"
+        yield "rollout_correction compares them with the rollout engine's (set its importance and reject to none)"
     if actor.llds_coef:
         yield "LLDS acts where likelihoods fell since then, and they would all be equal (set llds_coef=0)"

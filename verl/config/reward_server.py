@@ -32,14 +32,17 @@ def reward_server_problems(config: Config) -> Iterator[str]:
     reward = config.reward
     named = names_server(reward.kwargs) or names_server(reward.val_kwargs)
     if reward.launch is None and named:
-        yield f"reward.kwargs have {SERVER}, the server that reward.launch starts: set it, or write the host and port"
+        yield (
+            f"reward.kwargs have {SERVER}, which stands for the server of reward.launch: set reward.launch, or "
+            "write the host and port"
+        )
     if reward.launch is not None and not named:
         yield (
-            f"reward.launch starts a server that no argument of the reward names: write {SERVER} where reward.kwargs "
-            f"has its host and port (url=http://{SERVER}/v1), or leave reward.launch out"
+            f"reward.launch starts a server, but no argument of the reward refers to it: write {SERVER} where "
+            f"reward.kwargs has its host and port (url=http://{SERVER}/v1), or leave reward.launch out"
         )
     if reward.launch is None and reward.n_gpus:
-        yield f"reward.n_gpus={reward.n_gpus} has no effect without reward.launch: set it, or leave n_gpus at 0"
+        yield f"reward.n_gpus={reward.n_gpus} has no effect without reward.launch: set that, or leave n_gpus at 0"
 
 
 def expected_address(reward: RewardConfig) -> str:

@@ -61,13 +61,13 @@ def _shard_group_problems(config: Config) -> Iterator[str]:
         if size != -1 and (size < 1 or ranks % size):
             yield (
                 f"{key}={size} does not divide the {ranks} workers that train the {name}: set it to "
-                f"{ranks // config.trainer.nnodes}, those of a node, for one copy of the model on each node, or to -1 "
-                "for one on all of them"
+                f"{ranks // config.trainer.nnodes}, the workers of a node, for one copy of the model per node, or to "
+                "-1 for one copy over all of them"
             )
     if reference != actor:
         yield (
-            f"{REFERENCE_SIZE}={reference} is not the actor's ({actor}): the anchor follows the policy shard by shard; "
-            "leave it out, and it is the actor's"
+            f"{REFERENCE_SIZE}={reference} differs from the actor's ({actor}), but the anchor follows the policy "
+            "shard by shard; leave it out to use the actor's"
         )
 
 
@@ -81,13 +81,14 @@ def _sequence_parallel_problems(config: Config) -> Iterator[str]:
     for name, section, asked, model, packed in sizes:
         key, ranks = f"{section}.{SEQUENCE_PARALLEL}={asked}", num_ranks(config, name)
         if ranks % asked:
-            yield f"{key} does not divide the {ranks} workers that train the {name}: set it to a divisor, 1 for none"
+            yield f"{key} does not divide the {ranks} workers that train the {name}: set it to a divisor, or to 1 to "
+            "turn it off"
         if asked > 1 and not packed:
             yield f"{key} needs {model}.use_remove_padding=True: workers share sequences that are packed into one row"
     if reference != size:
         yield (
-            f"actor_rollout_ref.ref.{SEQUENCE_PARALLEL}={reference} is not the actor's ({size}): both read the same "
-            "slices; leave it out, and it is the actor's"
+            f"actor_rollout_ref.ref.{SEQUENCE_PARALLEL}={reference} differs from the actor's ({size}), but both "
+            "read the same slices; leave it out to use the actor's"
         )
 
 

@@ -75,7 +75,7 @@ def _batches(config: Config) -> Iterator[str]:
     if mini > total and not config.trainer.val_only:
         yield (
             f"{ACTOR}.ppo_mini_batch_size ({mini}) is larger than the {total} trajectories of a step "
-            "(data.train_batch_size x n_agent): lower it or draw more"
+            "(data.train_batch_size x n_agent): lower it or sample more"
         )
 
 
@@ -99,8 +99,8 @@ def _advantages(config: Config) -> Iterator[str]:
             yield f"algorithm.{name} has no effect with algorithm.adv_estimator={estimator}: leave it at {usual}"
     if "batch_std" in traits.reads and algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo:
         yield (
-            "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: "
-            "set norm_adv_by_std_in_grpo=False to divide by the batch's deviation"
+            "algorithm.norm_adv_by_batch_std and algorithm.norm_adv_by_std_in_grpo exclude each other: set "
+            "norm_adv_by_std_in_grpo=False to divide by the batch's standard deviation"
         )
     if config.trainer.critic_warmup and not traits.needs_critic:
         yield f"trainer.critic_warmup must be 0: there is no critic with algorithm.adv_estimator={estimator}"
@@ -130,17 +130,22 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
     if trainer.resume_mode == "auto" and trainer.overwrite == "archive":
         yield (
-            "trainer.resume_mode=auto goes on with the run in the folder and trainer.overwrite=archive moves it away: "
-            "choose one"
+            "trainer.resume_mode=auto resumes the run in the folder, but trainer.overwrite=archive moves it "
+            "away: choose one"
         )
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
-        yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set it to resume_path"
+        yield (
+            f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}: set "
+            "resume_mode=resume_path"
+        )
     if trainer.deterministic and not config.actor_rollout_ref.rollout.seed_per_request:
         yield f"trainer.deterministic=True needs {ROLLOUT}.seed_per_request=True: set it, or leave deterministic out"
     if config.retriever.deadline_s < config.retriever.timeout_s:
         yield "retriever.deadline_s (all attempts) is shorter than retriever.timeout_s (one attempt)"
     if config.retriever.engine is None and config.retriever.engine_kwargs:
-        yield "retriever.engine_kwargs has no effect without retriever.engine: set the engine, or leave them out"
+        yield (
+            "retriever.engine_kwargs has no effect without retriever.engine: set the engine, or leave engine_kwargs out"
+        )
     yield from _retriever_url(config)
     yield from _own_retrievers(config)
     for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
@@ -163,11 +168,14 @@ def _own_retrievers(config: Config) -> Iterator[str]:
             "'CORPUS_PATH=data/wiki-18.jsonl bash retrieval_launch.sh'\""
         )
     if retriever.engine is not None:
-        yield "retriever.placement=per_node starts what answers at retriever.url, and retriever.engine is asked instead"
+        yield (
+            "retriever.placement=per_node starts a server at retriever.url, but retriever.engine is used instead "
+            "of it: leave one of them out"
+        )
     if urlsplit(retriever.url).hostname not in LOOPBACK:
         yield (
-            f"retriever.placement=per_node: each node asks its own retriever, and retriever.url={retriever.url} is not "
-            "an address of its own host: write http://127.0.0.1:8000/retrieve"
+            f"retriever.placement=per_node: each node uses its own retriever, and retriever.url={retriever.url} "
+            "is not a loopback address: write http://127.0.0.1:8000/retrieve"
         )
 
 
@@ -193,8 +201,8 @@ def _guard(config: Config) -> Iterator[str]:
     watched = {name: limit for name, limit in vars(guard).items() if name not in GUARD_ANSWERS}
     if guard.action != "off" and all(limit is None for limit in watched.values()):
         yield (
-            f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits "
-            "(dead_run_steps, say) or action=off"
+            f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits (such as "
+            "dead_run_steps) or action=off"
         )
 
 
@@ -236,8 +244,8 @@ def adapter_problems(model: ModelConfig, section: str) -> Iterator[str]:
     for name in ("lora_alpha", "target_modules"):
         if getattr(model, name) != getattr(usual, name):
             yield (
-                f"{section}.{name} has no effect with lora_rank=0, as all weights are trained: set "
-                f"{section}.lora_rank to 16, say, or leave {name} out"
+                f"{section}.{name} has no effect with lora_rank=0, because all weights are trained: set "
+                f"{section}.lora_rank to 16, for example, or leave {name} out"
             )
 
 

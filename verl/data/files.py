@@ -66,7 +66,7 @@ def _check_type(
 ) -> None:
     kind = schema.field(column).type
     if not accepts(kind):
-        raise DataError(f"{path}: column {column!r} is {kind}, but has to be {must_be}")
+        raise DataError(f"{path}: column {column!r} is {kind}, but must be {must_be}")
 
 
 def _is_string(kind: pa.DataType) -> bool:

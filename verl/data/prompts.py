@@ -43,7 +43,9 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
         chat = [dict(message) for message in messages]
         return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     if len(messages) != 1:
-        raise DataError(f"{len(messages)} messages in a prompt need a tokenizer with a chat template; this has none")
+        raise DataError(
+            f"{len(messages)} messages in a prompt need a tokenizer with a chat template; this one has none"
+        )
     return messages[0]["content"]
 
 
@@ -129,7 +131,7 @@ class PromptSource:
             return rows
         if not 0 < num_rows <= total:
             names = ", ".join(map(str, self._paths))
-            raise DataError(f"{num_rows} rows are asked for, but {names} has {total}; give a number from 1 to {total}")
+            raise DataError(f"{num_rows} rows are requested, but {names} has {total}; give a number from 1 to {total}")
         return sorted(random.Random(self._seed).sample(rows, num_rows))
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase, prompt_key: str) -> list[np.ndarray]:
@@ -155,8 +157,8 @@ class PromptSource:
             index = next(index for index, ids in enumerate(self._ids) if len(ids) > max_start_length)
             raise DataError(
                 f"{self._place(self._rows[index])}, column {prompt_key!r}: the prompt has {len(self._ids[index])} "
-                f"tokens, but data.max_start_length is {max_start_length}; raise it, or drop such rows by "
-                f"data.filter_overlong_prompts=true"
+                f"tokens, but data.max_start_length is {max_start_length}; raise it, or drop such rows with "
+                "data.filter_overlong_prompts=true"
             )
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_start_length=%d tokens",

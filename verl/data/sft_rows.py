@@ -81,7 +81,7 @@ def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[S
         except DataError as error:
             raise DataError(
                 f"{row.where}, column 'segments': {error}; train from the model that sampled, or leave the ids out "
-                f"(the export of trajectories has --text_only)"
+                "(export the trajectories with --text_only)"
             ) from error
     return row.ids
 
@@ -103,7 +103,7 @@ def _row(segments: Any, phase: str | None, where: str) -> Row:
     if phase is not None and phase not in PHASES:
         raise DataError(f"{where}, column 'phase': {phase!r} is neither 'lm' nor 'policy'")
     if not segments:
-        raise DataError(f"{where}, column 'segments': is empty")
+        raise DataError(f"{where}, column 'segments' is empty")
     for segment in segments:
         if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
             raise DataError(f"{where}, column 'segments': {segment!r} is not a struct of the strings source and text")
@@ -118,7 +118,7 @@ def _stored_ids(segments: list[dict[str, Any]], where: str) -> tuple[tuple[int, 
     if not stored:
         return None
     if len(stored) < len(segments) or not all(_are_ids(ids) for ids in stored):
-        raise DataError(f"{where}, column 'segments': ids have to be integers from 0, in all segments or in none")
+        raise DataError(f"{where}, column 'segments': ids must be integers from 0, in all segments or in none")
     return tuple(tuple(ids) for ids in stored)
 
 

@@ -137,7 +137,7 @@ class Checkpoints:
         try:
             require_arrived(temporary, self._bringing(temporary).result(timeout_s), written)
         except TimeoutError as error:
-            raise Stalled(f"{temporary} was not brought here from its nodes within {timeout_s} s") from error
+            raise Stalled(f"{temporary} was not copied here from its nodes within {timeout_s} s") from error
 
     def _give_up(self, temporary: Path, error: VerlError, timeout_s: float | None = None) -> None:
         """Remove a state that cannot be written. Ranks that could write their part are waited for, or they would fill
@@ -168,7 +168,7 @@ class Checkpoints:
         """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""
         for role in self._groups():
             if not (path / role).is_dir():
-                raise CheckpointError(f"{path} has no {role}: it is of a run with other roles; start a new run")
+                raise CheckpointError(f"{path} has no {role}: it belongs to a run with other roles; start a new run")
         with self._lent(path):
             for role, group in self._groups().items():
                 group.load_state(path / role)

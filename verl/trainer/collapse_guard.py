@@ -96,19 +96,19 @@ DEAD = (
 )
 ADVICE = {
     "max_invalid_action_ratio": "read some trajectories; a format reward or a longer warm start teaches the tags",
-    "max_repetition": "read some trajectories; lower the learning rate or raise the weight of the KL",
-    "max_empty_think_ratio": "the policy no longer thinks; reward the format or raise the weight of the KL",
-    "max_zero_variance_groups": "choose prompts neither too easy nor too hard, or sample more trajectories of each",
+    "max_repetition": "read some trajectories; lower the learning rate or raise the coefficient of the KL",
+    "max_empty_think_ratio": "the policy no longer thinks; reward the format or raise the coefficient of the KL",
+    "max_zero_variance_groups": "choose prompts neither too easy nor too hard, or sample more trajectories per prompt",
     "min_reward": "check the reward on a trajectory that looks right; use a longer warm start or easier prompts",
     "min_entropy": "the policy no longer explores; lower the learning rate or raise the entropy coefficient",
-    "max_entropy": "the policy turns into noise; lower the learning rate or the entropy coefficient",
-    "max_kl": "the policy runs away from its anchor; lower the learning rate or raise the weight of the KL",
-    "max_grad_norm": "lower the learning rate, or clip the gradient at a smaller norm",
-    "max_mismatch": "compare the sampler's precision, temperature and top-p with what the trainer computes",
-    "max_score_drop": "go back to a checkpoint from before the fall and lower the learning rate",
+    "max_entropy": "the policy becomes noise; lower the learning rate or the entropy coefficient",
+    "max_kl": "the policy moves away from its anchor; lower the learning rate or raise the coefficient of the KL",
+    "max_grad_norm": "lower the learning rate, or the gradient norm for clipping",
+    "max_mismatch": "compare precision, temperature and top-p of the rollout engine with what the trainer computes",
+    "max_score_drop": "go back to a checkpoint from before the drop and lower the learning rate",
     "dead_run_steps": "nothing can be learned from that, so read some trajectories with their rewards; with a high "
-    "score the run is done, with a low one the prompts are too hard, the answers do not follow agent.template, or "
-    "the reward (reward.function) is broken",
+    "score the run is done, with a low one the prompts are too hard, the answers do not follow agent.template, "
+    "or the reward (reward.function) is broken",
 }
 SETTINGS = ("dead_run_steps", "max_score_drop", *(limit.setting for limit in LIMITS))
 NOT_FINITE_ADVICE = "a value that is not a finite number does not recover; go back to a checkpoint from before it"

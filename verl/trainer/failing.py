@@ -32,7 +32,7 @@ def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter
         _keep(checkpoints, writer, None)
         raise
     except KeyboardInterrupt:
-        log.warning("interrupted: what is being written is finished, for at most %.0f s", INTERRUPT_WAIT_S)
+        log.warning("interrupted: finishing what is being written, for at most %.0f s", INTERRUPT_WAIT_S)
         _keep(checkpoints, writer, INTERRUPT_WAIT_S)
         raise
     except Stalled:
@@ -48,7 +48,7 @@ def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter
 
 def report_stall(run_dir: Path, seconds: float) -> None:
     """For a driver that hangs itself, and is ended next."""
-    log.error("the driver got nothing done for %.0f s (trainer.step_timeout_s) and is ended", seconds)
+    log.error("the driver made no progress for %.0f s (trainer.step_timeout_s) and is stopped", seconds)
     _write_stacks(run_dir)
     _log_newest_state(run_dir)
 
@@ -58,17 +58,17 @@ def _keep(checkpoints: Checkpoints, writer: BackgroundWriter, timeout_s: float |
     try:
         checkpoints.settle(wait=True, timeout_s=timeout_s)
     except VerlError as error:
-        log.warning("the state of the latest save is lost: %s", error)
+        log.warning("the latest checkpoint could not be saved: %s", error)
     try:
         writer.drain(None if deadline is None else max(0.0, deadline - time.monotonic()))
     except Exception as error:  # whatever it is, the run ends with the error that it has
-        log.warning("trajectories of the latest steps are lost: %s", error)
+        log.warning("trajectories of the latest steps could not be saved: %s", error)
 
 
 def _write_stacks(run_dir: Path) -> None:
     """Write the stacks of all processes on this node to `{run folder}/stacks`."""
     paths = collect_stacks(run_dir / "stacks")
-    log.error("what each process was doing is in %s (%s)", run_dir / "stacks", ", ".join(path.name for path in paths))
+    log.error("the stacks of all processes are in %s (%s)", run_dir / "stacks", ", ".join(path.name for path in paths))
 
 
 def _log_newest_state(run_dir: Path) -> None:

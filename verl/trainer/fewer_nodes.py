@@ -34,7 +34,7 @@ def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING
         try:
             check_supported(fewer)
         except ConfigError as error:
-            log.warning("not on %d of trainer.nnodes=%d nodes: %s", nnodes, wanted, error)
+            log.warning("starting without %d of trainer.nnodes=%d nodes: %s", nnodes, wanted, error)
             continue
         if nnodes < wanted:
             log.warning(

@@ -55,7 +55,7 @@ def main() -> None:
     if watched:
         time.sleep(GRACE_S)
         _end(watched)
-        log.error("the driver ended without a word: it was killed, or Ray's library ended it")
+        log.error("the driver ended without a message: it was killed, or Ray's library ended it")
         log.warning(how_to_resume(Path(sys.argv[1])))
 
 

@@ -41,12 +41,12 @@ def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
     step = _best_step(folder)
     if step is None:
         raise DataError(
-            f"{folder} has no validated checkpoint: a step has to be saved (trainer.save_freq) and validated "
-            "(trainer.test_freq); take the last one"
+            f"{folder} has no validated checkpoint: a step must be saved (trainer.save_freq) and validated "
+            "(trainer.test_freq); leave out --best for the last one"
         )
     path = folder / role / f"{saved_state.PREFIX}{step}"
     if not path.is_dir():
-        raise DataError(f"{path}, the best checkpoint, is gone: take the last one")
+        raise DataError(f"{path}, the best checkpoint, no longer exists: leave out --best for the last one")
     return path
 
 
@@ -66,7 +66,7 @@ def _best_step(run_dir: Path) -> int | None:
 
 def _nothing(folder: Path, role: str) -> str:
     if not folder.is_dir():
-        return f"there is no folder {folder}: give that of a run (trainer.default_local_dir)"
+        return f"there is no folder {folder}: give the folder of a run (trainer.default_local_dir)"
     return f"{folder} has no saved {role}: give the folder of a run (trainer.default_local_dir) that has saved one"
 
 

@@ -25,7 +25,7 @@ def asks_for_format_reward(config: Config) -> bool:
 def with_format_reward(config: Config) -> Config:
     """The same run, scored by the format reward. Raises ConfigError when the config names another reward."""
     if config.reward != RewardConfig():
-        raise ConfigError("main_ppo_format brings its own reward: leave reward.* alone, or run verl.trainer.main_ppo")
+        raise ConfigError("main_ppo_format brings its own reward: leave out reward.*, or use verl.trainer.main_ppo")
     coefficients = {name: getattr(config.reward_model, name) for name in COEFFICIENTS}
     reward = RewardConfig(FORMAT_REWARD, kwargs=coefficients, val_kwargs={})
     taken = replace(config.reward_model, structure_format_score=0.0, final_format_score=0.0, retrieval_score=0.0)

@@ -52,5 +52,5 @@ class Recovery:
 
     def _advice(self, alarm: Alarm, good: int | None) -> str:
         if good is None:
-            return "No checkpoint is from before that; set trainer.save_freq to have one."
+            return "There is no checkpoint from before that; set trainer.save_freq to have one."
         return f"The last good checkpoint is {self.checkpoints.path('actor', good)}."

@@ -35,11 +35,11 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
     run_dir = Path(trainer.default_local_dir)
     found, skipped = saved_state.newest(run_dir)
     for reason in skipped:
-        log.warning("resume: skipped a saved state: %s", reason)
+        log.warning("resume: skipped a checkpoint that cannot be used: %s", reason)
     if found is None and skipped:
         raise CheckpointError(
-            f"no state in {run_dir / saved_state.FOLDER} can be used (the newest: {skipped[0]}); start anew by "
-            "trainer.resume_mode=disable with trainer.overwrite=archive or another trainer.default_local_dir"
+            f"no state in {run_dir / saved_state.FOLDER} can be used (the newest: {skipped[0]}); start a new run "
+            "with trainer.resume_mode=disable and trainer.overwrite=archive or another trainer.default_local_dir"
         )
     return found
 
@@ -58,7 +58,7 @@ def _check_earlier_run(trainer: TrainerConfig) -> None:
     if resumes_here(trainer):
         if trainer.overwrite == "archive":
             raise ConfigError(
-                "trainer.overwrite=archive would move the state away that trainer.resume_from_path names: leave it out"
+                "trainer.overwrite=archive would move away the checkpoint in trainer.resume_from_path: leave it out"
             )
     elif trainer.resume_mode != "auto":
         check_new_run(run_dir, trainer.overwrite, resumable=any(saved_state.saved(run_dir)))
@@ -73,7 +73,7 @@ def prepare_folder(trainer: TrainerConfig) -> None:
     run_dir = Path(trainer.default_local_dir)
     if not resumes_here(trainer):
         if target := archive(run_dir):
-            log.warning("the run folder held a run with no state to go on from; it was moved to %s", target)
+            log.warning("the run folder held a run without a checkpoint to resume from; it was moved to %s", target)
     elif trainer.resume_mode == "resume_path":
         step = saved_state.step_of(named_state(trainer))
         if target := archive_after(run_dir, step):
@@ -113,5 +113,5 @@ def named_state(trainer: TrainerConfig) -> Path:
     if path.parent.name in ("actor", "critic", "ref"):
         path = path.parents[1] / saved_state.FOLDER / path.name
     if not path.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path: there is no saved state {path}")
+        raise CheckpointError(f"trainer.resume_from_path: there is no checkpoint {path}")
     return path

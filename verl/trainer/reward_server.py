@@ -28,8 +28,8 @@ def reserve_reward_server(config: Config, timeout_s: float) -> ResourcePool | No
         pool.reserve(min(JOINING_S, timeout_s))  # what this run holds of the cluster does not become free
     except WorkerError as error:
         raise WorkerError(
-            f"the server of reward.launch needs reward.n_gpus={reward.n_gpus} GPUs of one node besides those of the "
-            f"other roles: {error}"
+            f"the server of reward.launch needs reward.n_gpus={reward.n_gpus} GPUs of one node in addition to "
+            f"those of the other roles: {error}"
         ) from error
     return pool
 
@@ -54,8 +54,10 @@ class RewardServer:
             reward.port,
             name="reward server",
             setting="reward.launch",
-            already="where reward.launch starts a server of the run's own: end it, or set another reward.port",
-            unheard="" if host == LOOPBACK else "; it has to listen on all addresses of its node (--host 0.0.0.0, say)",
+            already="where reward.launch would start a server: stop the other program, or set another reward.port",
+            unheard=""
+            if host == LOOPBACK
+            else "; it must listen on all addresses of its node (such as --host 0.0.0.0)",
             error=RewardUnavailable,
             variables={"PORT": str(reward.port)},
         )

@@ -54,7 +54,7 @@ class RLTrainer:
             try:
                 self._finish()
             except StorageError as error:
-                log.warning("there is no report: %s", error)
+                log.warning("the report could not be written: %s", error)
             raise
         return self._finish()
 

@@ -87,7 +87,7 @@ class RolloutsAhead:
                     self._load_newest()
                 self._changed.wait()
         ready, collected = self._ready[0]
-        assert ready == step, f"step {ready} was sampled where {step} is trained"
+        assert ready == step, f"step {ready} was sampled, but step {step} is to be trained"
         with timed("weight_sync"), self._changed:
             if not self._sampling:
                 self._load_newest()
@@ -163,7 +163,7 @@ class RolloutsAhead:
     def _publish(self, version: int) -> WeightStream:
         """The loop may be training when the thread has new engines to fill; nobody else asks then."""
         if threading.current_thread() is self._thread:
-            raise WeightsInTraining("the rollout engines were started anew and wait for the trainer's weights")
+            raise WeightsInTraining("the rollout engines were restarted and wait for the trainer's weights")
         return self.actor.publish_weights(version)
 
     def _work(self) -> None:

@@ -47,7 +47,7 @@ def check_new_run(run_dir: Path, overwrite: Overwrite, resumable: bool = False) 
     """Raise ConfigError, which says what can be done, when there is a run that has to stay."""
     if overwrite == "archive" or not holds_run(run_dir):
         return
-    resume = "To go on with it: trainer.resume_mode=auto. " if resumable else "It saved no state to go on from. "
+    resume = "To resume it: trainer.resume_mode=auto. " if resumable else "It saved no checkpoint to resume from. "
     raise ConfigError(
         f"{run_dir} holds a run already ({_what_it_has(run_dir)}). {resume}To start another beside it: "
         f"trainer.default_local_dir=ANOTHER_FOLDER. To start another here, and move everything of the earlier one to "

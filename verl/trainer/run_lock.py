@@ -49,8 +49,8 @@ def _take(file: IO[str], run_dir: Path) -> None:
     except BlockingIOError:
         file.seek(0)
         raise ConfigError(
-            f"{run_dir} is in use by another run ({file.read().strip() or 'it has just started'}): wait for its end, "
-            "or start this one elsewhere by trainer.default_local_dir=ANOTHER_FOLDER"
+            f"{run_dir} is in use by another run ({file.read().strip() or 'it has just started'}): wait for its "
+            "end, or start this run elsewhere with trainer.default_local_dir=ANOTHER_FOLDER"
         ) from None
     except OSError as error:
-        log.warning("%s: its file system has no locks (%s); nothing keeps a second run out of it", run_dir, error)
+        log.warning("%s: its file system has no locks (%s), so nothing prevents a second run in it", run_dir, error)

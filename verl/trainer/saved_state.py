@@ -77,7 +77,7 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{path / name} has {what}, unlike in {MANIFEST}: it was changed after it was saved")
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.relative_to(path).as_posix() not in {*files, MANIFEST}:
-            raise CheckpointError(f"{file} is not listed in {MANIFEST}: it was added after the state was saved")
+            raise CheckpointError(f"{file} is not listed in {MANIFEST}: it was added after the checkpoint was saved")
 
 
 def read_progress(path: Path) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def how_to_resume(run_dir: Path) -> str:
     """A sentence for somebody whose run has ended too early."""
     states = list(saved(run_dir))
     if states:
-        return f"with trainer.resume_mode=auto the run goes on from {states[-1]}"
-    return "no state was saved yet: trainer.save_freq=N saves one every N steps"
+        return f"with trainer.resume_mode=auto the run resumes from {states[-1]}"
+    return "no checkpoint was saved yet: trainer.save_freq=N saves one every N steps"
 
 
 def step_of(path: Path) -> int:

@@ -98,11 +98,11 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     metrics_path = run_dir / FILE_NAME
     if main_rank:
         if target := archive(run_dir):
-            log.warning("the run folder held a run; it was moved to %s", target)
+            log.warning("the run folder held an earlier run; it was moved to %s", target)
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
     num_steps = config.trainer.total_training_steps
-    startup.tell(f"step 1 of {num_steps}; a line every {config.trainer.log_freq} steps")
+    startup.tell(f"step 1 of {num_steps}; one line every {config.trainer.log_freq} steps")
     with Progress("warm start", num_steps, unit="steps", shown=main_rank, lines=False) as progress:
         for step in range(num_steps):
             phase, batch = batches.next(step)

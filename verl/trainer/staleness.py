@@ -26,8 +26,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) 
     if wrong:
         raise WeightSyncError(
             f"step {step}: {len(wrong)} of {len(trajectories)} trajectories were sampled by version "
-            f"{step - 1 - wrong[0]} of the weights, and only {step - 1 - most} to {step - 1} may be trained "
-            "(trainer.max_staleness)"
+            f"{step - 1 - wrong[0]} of the weights, but only versions {step - 1 - most} to {step - 1} may be "
+            "trained on (trainer.max_staleness)"
         )
     mean = sum(staleness * number for staleness, number in found.items()) / max(1, found.total())
     return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(found, default=0))}

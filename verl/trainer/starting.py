@@ -78,7 +78,11 @@ class Run:
         config, trainer = self.config, self.config.trainer
         prepare_folder(trainer)
         for change in settings_since(config):
-            log.log(logging.INFO if change.harmless else logging.WARNING, "other than before: %s", change)
+            log.log(
+                logging.INFO if change.harmless else logging.WARNING,
+                "settings that differ from the earlier run: %s",
+                change,
+            )
         offer_stacks()
         watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(report_stall, self.run_dir))
         started.callback(_stop, watchdog.stop)
@@ -130,7 +134,7 @@ class Run:
         SamplingState.from_json(progress).put_back(self.prompts.train)
         self.estimator.kl_weight.value = progress["kl_weight"]
         self.recovery.guard.load_state_dict(progress["guard"])
-        log.info("going on after step %d, from %s", progress["step"], path)
+        log.info("resuming after step %d, from %s", progress["step"], path)
         return int(progress["step"])
 
 
@@ -138,4 +142,4 @@ def _stop(stop: Callable[[], None]) -> None:
     try:
         stop()
     except Exception as error:  # whatever it is, the others have to be stopped too
-        log.warning("while the run was ended: %s", error)
+        log.warning("while the run was stopped: %s", error)

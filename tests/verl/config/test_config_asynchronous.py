@@ -48,7 +48,7 @@ def test_how_old_weights_may_be(overrides: tuple[str, ...], most: int) -> None:
     ("overrides", "message"),
     [
         (("trainer.max_staleness=2",), "trainer.max_staleness=2 has no effect with trainer.async_rollout=off"),
-        ((ONE_STEP_OFF, "trainer.max_staleness=2", *SPLIT), "one_step_off is a trainer.max_staleness of 1, not 2"),
+        ((ONE_STEP_OFF, "trainer.max_staleness=2", *SPLIT), "one_step_off means trainer.max_staleness=1, not 2"),
         ((BOUNDED, *SPLIT), "bounded needs trainer.max_staleness"),
         ((ONE_STEP_OFF,), "with trainer.layout=colocated both take turns on the same GPUs: set trainer.layout=split"),
         (
@@ -59,8 +59,8 @@ def test_how_old_weights_may_be(overrides: tuple[str, ...], most: int) -> None:
             (OVER_SAMPLE, "trainer.deterministic=true"),
             "actor_rollout_ref.rollout.over_sample=0.5 and trainer.deterministic=True exclude each other",
         ),
-        ((OVER_SAMPLE, BOUNDED, "trainer.max_staleness=1", *SPLIT), "needs a trainer.max_staleness of 2 or more"),
-        ((OVER_SAMPLE, ONE_STEP_OFF, "trainer.max_staleness=1", *SPLIT), "is a trainer.max_staleness of 2, not 1"),
+        ((OVER_SAMPLE, BOUNDED, "trainer.max_staleness=1", *SPLIT), "needs trainer.max_staleness=2 or more"),
+        ((OVER_SAMPLE, ONE_STEP_OFF, "trainer.max_staleness=1", *SPLIT), "means trainer.max_staleness=2, not 1"),
         (("actor_rollout_ref.rollout.over_sample=1.5",), "actor_rollout_ref.rollout.over_sample"),
         ((BOUNDED, "trainer.max_staleness=0", *SPLIT), "trainer.max_staleness"),
         (("trainer.async_rollout=two_steps_off",), "trainer.async_rollout"),
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str
 @pytest.mark.parametrize("overrides", [(), ONE_UPDATE, (f"{ACTOR}.use_rollout_log_probs=true", *ONE_UPDATE)])
 def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ...]) -> None:
     [doubt] = doubts(config_of(OVER_SAMPLE, *overrides))
-    assert "over_sample=0.5 trains on what older weights have sampled, and nothing corrects for that" in doubt
+    assert "over_sample=0.5 trains on samples of older weights, and nothing corrects for that" in doubt
     [doubt] = doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))
     assert f"nothing corrects for that: set {CORRECTION}.importance=token" in doubt
     assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides, "trainer.val_only=true"))) == []

@@ -72,16 +72,19 @@ def test_a_critic_of_its_own_on_cpu_is_a_process_of_the_node() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("trainer.n_gpus_per_node=2",), "critic.n_gpus_per_node=2 leave the actor none of the 2 of trainer.n_gpus"),
+        (
+            ("trainer.n_gpus_per_node=2",),
+            "critic.n_gpus_per_node=2 leave no GPU for the actor out of the 2 of trainer.n_gpus",
+        ),
         (
             ("trainer.layout=split", "trainer.rollout_gpus_per_node=6"),
-            "critic.n_gpus_per_node=2 and trainer.rollout_gpus_per_node=6 leave the actor none of the 8",
+            "critic.n_gpus_per_node=2 and trainer.rollout_gpus_per_node=6 leave no GPU for the actor out of the 8",
         ),
         (
             ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n_agent=2"),
             "critic.n_gpus_per_node=2 has no effect with algorithm.adv_estimator=grpo, which has no critic: leave it",
         ),
-        ((f"{TP}=4",), r"must divide the GPUs of one node that sample \(6\)"),
+        ((f"{TP}=4",), r"must divide the number of GPUs per node that sample \(6\)"),
     ],
 )
 def test_a_critic_that_has_no_place(settings: tuple[str, ...], message: str) -> None:

@@ -36,7 +36,10 @@ NO_DEFAULT_LIMITS = [
     [
         (["actor_rollout_ref.model.lora_rank=-1"], "actor_rollout_ref.model.lora_rank"),
         (["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"], "model.lora_alpha"),
-        (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha has no effect with lora_rank=0, as all weights are"),
+        (
+            ["actor_rollout_ref.model.lora_alpha=32"],
+            "lora_alpha has no effect with lora_rank=0, because all weights are",
+        ),
         (["critic.model.target_modules=[q_proj]"], "critic.model.target_modules has no effect with lora_rank=0"),
         (["critic.model.lora_rank=8", "critic.model.target_modules=[]"], "critic.model.target_modules is empty"),
         (["data.max_start_length=600"], "data.max_start_length (600) is larger than data.max_prompt_length (512)"),
@@ -62,35 +65,38 @@ NO_DEFAULT_LIMITS = [
         (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size (256) is larger than the 100 trajectories"),
         (["trainer.n_gpus_per_node=1"], f"{ROLLOUT}.tensor_model_parallel_size (2) must divide"),
         # Two nodes have the GPUs that such an engine needs, but none has them alone.
-        (["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"], "parallelism over nodes is not available"),
+        (["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"], "parallelism across nodes is not available"),
         (
             ["trainer.nnodes=2", "trainer.n_gpus_per_node=6", f"{ROLLOUT}.tensor_model_parallel_size=4"],
-            "(4) must divide the GPUs of one node that sample (6): the ranks of an engine are processes of one node",
+            "(4) must divide the number of GPUs per node that sample (6): the ranks of an engine are processes of",
         ),
         (
             ["trainer.layout=split", "trainer.rollout_gpus_per_node=3"],
-            f"{ROLLOUT}.tensor_model_parallel_size (2) must divide the GPUs of one node that sample (3)",
+            f"{ROLLOUT}.tensor_model_parallel_size (2) must divide the number of GPUs per node that sample (3)",
         ),
-        (["trainer.layout=split"], "trainer.rollout_gpus_per_node=null: set it to the GPUs of a node that sample"),
+        (
+            ["trainer.layout=split"],
+            "trainer.rollout_gpus_per_node=null: set it to the number of GPUs per node that sample",
+        ),
         (["trainer.layout=split", "trainer.rollout_gpus_per_node=8"], "fewer than the 8 of trainer.n_gpus_per_node"),
         (["retriever.launch=serve"], "retriever.launch has no effect with retriever.placement=apart"),
         (["retriever.placement=per_node"], "needs the command that starts a retriever: "),
         (
             ["retriever.placement=per_node", "retriever.launch=serve", "retriever.url=http://10.0.0.1:8000/retrieve"],
-            "retriever.url=http://10.0.0.1:8000/retrieve is not an address of its own host",
+            "retriever.url=http://10.0.0.1:8000/retrieve is not a loopback address",
         ),
         (
             ["retriever.placement=per_node", "retriever.launch=serve", "retriever.engine=mine.Engine"],
-            "and retriever.engine is asked instead",
+            "but retriever.engine is used instead",
         ),
         (["trainer.min_nnodes=2"], "trainer.min_nnodes=2 is more than trainer.nnodes=1"),
         (["trainer.rollout_gpus_per_node=4"], "has no effect with trainer.layout=colocated"),
         (
             ["trainer.layout=split", "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],
-            "trainer.layout=split divides GPUs, and this run has none",
+            "trainer.layout=split divides GPUs, but this run has none",
         ),
         ([f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes=1 nodes would only sample, but with trainer.layout=colocated"),
-        ([f"{ROLLOUT}.max_nnodes=4"], f"are about nodes that only sample, and {ROLLOUT}.nnodes=0"),
+        ([f"{ROLLOUT}.max_nnodes=4"], f"are for nodes that only sample, but {ROLLOUT}.nnodes=0"),
         (
             ["trainer.layout=split", f"{ROLLOUT}.nnodes=1", "trainer.rollout_gpus_per_node=4"],
             "trainer.rollout_gpus_per_node=4 divides each node",
@@ -101,11 +107,11 @@ NO_DEFAULT_LIMITS = [
         ),
         (
             ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", "trainer.device=cpu", f"{ROLLOUT}.num_engines=3"],
-            f"{ROLLOUT}.num_engines=3 cannot be shared equally by {ROLLOUT}.nnodes=2",
+            f"{ROLLOUT}.num_engines=3 cannot be divided equally by {ROLLOUT}.nnodes=2",
         ),
         (
             ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=3"],
-            "(2) must divide the GPUs of one node that sample (3)",
+            "(2) must divide the number of GPUs per node that sample (3)",
         ),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron is not available"),
         (["critic.strategy=megatron"], "critic.strategy=megatron is not available"),
@@ -131,15 +137,15 @@ NO_DEFAULT_LIMITS = [
         ),
         (
             [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
-            "exclude each other, as the KL would count twice",
+            "exclude each other, because the KL would count twice",
         ),
         ([KL_LOSS, f"{ACTOR}.kl_topk_tokens=8"], "has no effect with kl_loss_type=low_var_kl"),
         (
             [KL_LOSS, f"{ACTOR}.kl_topk_gradient=published"],
-            f"belongs to a Top-k KL: set {ACTOR}.kl_topk_tokens to a number",
+            f"is for a Top-k KL: set {ACTOR}.kl_topk_tokens to a number",
         ),
-        ([*TOP_K, f"{ACTOR}.kl_topk_gradient=published", f"{ACTOR}.kl_topk_tokens=0"], "belongs to a Top-k KL"),
-        ([KL_LOSS, f"{ACTOR}.kl_use_tail_sampling=false"], "kl_use_tail_sampling=False belongs to a Top-k KL"),
+        ([*TOP_K, f"{ACTOR}.kl_topk_gradient=published", f"{ACTOR}.kl_topk_tokens=0"], "is for a Top-k KL"),
+        ([KL_LOSS, f"{ACTOR}.kl_use_tail_sampling=false"], "kl_use_tail_sampling=False is for a Top-k KL"),
         (
             [KL_LOSS, f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_lower=2", f"{ACTOR}.kl_iw_clip_upper=1"],
             "kl_iw_clip_lower (2.0) is larger than",
@@ -156,7 +162,7 @@ NO_DEFAULT_LIMITS = [
         ([f"{ACTOR}.kl_topk_gradient=published"], "kl_topk_gradient=published has no effect with use_kl_loss=False"),
         (
             [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
-            "algorithm.kl_ctrl.type=adaptive steers the weight of a KL in the reward, and there is none: set algo",
+            "algorithm.kl_ctrl.type=adaptive adapts the coefficient of a KL in the reward, and there is none: set algo",
         ),
         (
             [KL_LOSS, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
@@ -166,17 +172,17 @@ NO_DEFAULT_LIMITS = [
         (["algorithm.kl_ctrl.horizon=1000"], "algorithm.kl_ctrl.horizon has no effect with type=fixed"),
         (
             [f"{ACTOR}.policy_loss=gspo"],
-            "policy_loss=gspo has one ratio a trajectory, and loss_agg_mode=token-mean counts it once a token: "
+            "policy_loss=gspo has one ratio per trajectory, but loss_agg_mode=token-mean counts it once per token: "
             f"set {ACTOR}.loss_agg_mode=seq-mean-token-mean",
         ),
         ([f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"], "mode=seq-mean-token-sum counts"),
         # 1024 trajectories a step in mini-batches of 256
         (
             [f"{ACTOR}.policy_loss=reinforce"],
-            "policy_loss=reinforce does not correct for a policy that has moved, and 4 optimizer steps are made on the "
-            f"trajectories of a step: set {ACTOR}.ppo_mini_batch_size=1024",
+            "policy_loss=reinforce does not correct for a policy that has changed, but 4 optimizer steps are made on "
+            f"the trajectories of a step: set {ACTOR}.ppo_mini_batch_size=1024",
         ),
-        ([*ONE_UPDATE, f"{ACTOR}.policy_loss=reinforce", f"{ACTOR}.ppo_epochs=2"], "and 2 optimizer steps are made"),
+        ([*ONE_UPDATE, f"{ACTOR}.policy_loss=reinforce", f"{ACTOR}.ppo_epochs=2"], "but 2 optimizer steps are made"),
         ([*GRPO, "algorithm.ref_policy_ema_tau=0.9"], "moves an anchor that nothing uses"),
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], f"set {ACTOR}.loss_scale_factor"),
         ([f"{ACTOR}.loss_scale_factor=512"], "loss_scale_factor has no effect with loss_agg_mode=token-mean"),
@@ -196,18 +202,21 @@ NO_DEFAULT_LIMITS = [
             [f"{CORRECTION}.reject=geometric", f"{ACTOR}.use_rollout_log_probs=true"],
             "set actor_rollout_ref.actor.use_rol",
         ),
-        ([*GRPO, f"{ACTOR}.old_log_probs=update"], "is too late: after the first of 16 optimizer steps the policy is"),
-        ([*ONE_GRPO_UPDATE, "trainer.critic_warmup=2", *GAE], "the actor has no update while the critic warms up"),
-        ([*ONE_GRPO_UPDATE, "algorithm.use_kl_in_reward=true"], "is too late: the KL in the reward reads them"),
-        ([*ONE_GRPO_UPDATE, f"{CORRECTION}.reject=token"], "rollout_correction compares them with the sampler's"),
+        ([*GRPO, f"{ACTOR}.old_log_probs=update"], "is too late: after the first of 16 optimizer steps the policy has"),
+        ([*ONE_GRPO_UPDATE, "trainer.critic_warmup=2", *GAE], "the actor is not updated while the critic warms up"),
+        ([*ONE_GRPO_UPDATE, "algorithm.use_kl_in_reward=true"], "is too late: the KL in the reward uses them"),
+        (
+            [*ONE_GRPO_UPDATE, f"{CORRECTION}.reject=token"],
+            "rollout_correction compares them with the rollout engine's",
+        ),
         ([*ONE_GRPO_UPDATE, f"{ACTOR}.llds_coef=0.1"], "LLDS acts where likelihoods fell since then"),
         (["actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update is too late: the KL in the reward reads"),
         ([*GRPO, "actor_rollout_ref.ref.log_probs=score"], "ref.log_probs=score has no effect: only a KL in the rew"),
         ([*TOP_K, "actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update has no effect"),
-        ([KL_LOSS, f"{ACTOR}.ppo_epochs=2", "actor_rollout_ref.ref.log_probs=update"], "anew in every epoch: set ppo"),
-        ([f"{CORRECTION}.reject_low=1.1"], f"{CORRECTION} has to let a ratio of 1"),
-        ([f"{CORRECTION}.reject_high=0.9"], f"{CORRECTION} has to let a ratio of 1"),
-        ([f"{CORRECTION}.importance_cap=0.9"], f"{CORRECTION} has to let a ratio of 1"),
+        ([KL_LOSS, f"{ACTOR}.ppo_epochs=2", "actor_rollout_ref.ref.log_probs=update"], "in every epoch: set ppo"),
+        ([f"{CORRECTION}.reject_low=1.1"], f"{CORRECTION} must keep a ratio of 1"),
+        ([f"{CORRECTION}.reject_high=0.9"], f"{CORRECTION} must keep a ratio of 1"),
+        ([f"{CORRECTION}.importance_cap=0.9"], f"{CORRECTION} must keep a ratio of 1"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], f"{ACTOR}.optim.min_lr_ratio has no effect with warmup_style=constant"),
         (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio has no effect"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
@@ -333,10 +342,13 @@ def test_a_key_without_effect_says_so(key: str) -> None:
             [*GRPO, f"{ACTOR}.{ULYSSES}=2", "actor_rollout_ref.model.use_remove_padding=false"],
             f"{ACTOR}.{ULYSSES}=2 needs actor_rollout_ref.model.use_remove_padding=True",
         ),
-        ([*GRPO, f"actor_rollout_ref.ref.{ULYSSES}=2"], f"actor_rollout_ref.ref.{ULYSSES}=2 is not the actor's (1)"),
+        (
+            [*GRPO, f"actor_rollout_ref.ref.{ULYSSES}=2"],
+            f"actor_rollout_ref.ref.{ULYSSES}=2 differs from the actor's (1)",
+        ),
         ([*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=3"], f"{ACTOR}.fsdp_config.fsdp_size=3 does not divide the 8 workers"),
         (["critic.model.fsdp_config.fsdp_size=16"], "critic.model.fsdp_config.fsdp_size=16 does not divide the 8"),
-        ([*GRPO, f"{REFERENCE}.fsdp_size=4"], f"{REFERENCE}.fsdp_size=4 is not the actor's (-1)"),
+        ([*GRPO, f"{REFERENCE}.fsdp_size=4"], f"{REFERENCE}.fsdp_size=4 differs from the actor's (-1)"),
         ([f"critic.{ULYSSES}=16"], f"critic.{ULYSSES}=16 does not divide the 8 workers that train the critic"),
         ([*GRPO, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf is not available"),
         ([*GRPO, "reward_model.enable=true"], "reward_model.enable=True is not available"),

@@ -220,9 +220,9 @@ def test_missing_column(tmp_path, ten, column):
 @pytest.mark.parametrize(
     ("column", "value", "hint"),
     [
-        ("prompt", "text", "is string, but has to be a list of"),
+        ("prompt", "text", "is string, but must be a list of"),
         ("prompt", [{"role": "user", "text": "x"}], "list of"),
-        ("data_source", 3, "has to be a string"),
+        ("data_source", 3, "must be a string"),
         ("reward_model", {"style": "rule"}, "ground_truth"),
     ],
 )

@@ -108,9 +108,9 @@ def test_a_harmed_file_is_named_and_the_state_before_is_taken(
     HARMS[harm](state / name)
     assert chosen(harmed) == saved_state.state_path(harmed, 1)
     if name == "manifest.json":  # where it can still be read it is at odds with the files
-        assert f"skipped a saved state: {state}/" in caplog.text and "manifest.json" in caplog.text
+        assert f"skipped a checkpoint that cannot be used: {state}/" in caplog.text and "manifest.json" in caplog.text
     else:
-        assert f"skipped a saved state: {state / name} " in caplog.text
+        assert f"skipped a checkpoint that cannot be used: {state / name} " in caplog.text
 
 
 @pytest.mark.parametrize("name", ["extra", "actor/__1_0.distcp", "critic/.hidden", "ref/new/file"])
@@ -119,7 +119,7 @@ def test_a_file_that_was_added_is_named(harmed: Path, name: str, caplog: pytest.
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"x")
     assert chosen(harmed) == saved_state.state_path(harmed, 1)
-    assert f"skipped a saved state: {file} is not listed in manifest.json" in caplog.text
+    assert f"skipped a checkpoint that cannot be used: {file} is not listed in manifest.json" in caplog.text
 
 
 def test_what_has_the_name_of_a_state_and_is_none(harmed: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -127,7 +127,7 @@ def test_what_has_the_name_of_a_state_and_is_none(harmed: Path, caplog: pytest.L
     (harmed / "state" / "global_step_4").write_text("a file")
     shutil.copytree(saved_state.state_path(harmed, 2), harmed / "state" / ".global_step_5.writing")
     assert chosen(harmed) == saved_state.state_path(harmed, 2)
-    assert caplog.text.count("skipped a saved state") == 2
+    assert caplog.text.count("skipped a checkpoint that cannot be used") == 2
     assert "global_step_3/manifest.json cannot be read" in caplog.text
     assert "global_step_4/manifest.json cannot be read" in caplog.text
 

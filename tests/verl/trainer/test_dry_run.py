@@ -490,7 +490,7 @@ def test_nodes_of_gpus(gpus: str, nodes: int, each: int, tmp_path: Path) -> None
 
 def test_gpus_that_are_no_whole_nodes(tmp_path: Path) -> None:
     config = load_config("tinywiki", overrides_of(tmp_path, "trainer.n_gpus_per_node=8"))
-    with pytest.raises(ConfigError, match="12 GPUs are no whole nodes of 8: .* 3x4x80"):
+    with pytest.raises(ConfigError, match="12 GPUs do not fill whole nodes of 8: .* 3x4x80"):
         located(config, parse_gpus("12x80"))
 
 

@@ -64,7 +64,9 @@ def test_the_last_words_of_an_interrupted_run_agree_with_its_folder(
     monkeypatch.setattr(main_ppo, "run", interrupt)
     assert main_ppo.main(own) == 130
     said = capsys.readouterr().err
-    assert said.startswith("interrupted: no state was saved yet") and "intact" not in said and said.count("\n") == 1
+    assert (
+        said.startswith("interrupted: no checkpoint was saved yet") and "intact" not in said and said.count("\n") == 1
+    )
     (tmp_path / "state" / "global_step_7").mkdir(parents=True)
     assert main_ppo.main(own) == 130
-    assert capsys.readouterr().err.endswith(f"goes on from {tmp_path}/state/global_step_7\n")
+    assert capsys.readouterr().err.endswith(f"resumes from {tmp_path}/state/global_step_7\n")

@@ -49,7 +49,9 @@ def test_an_error_of_the_writer_is_told_beside_that_of_the_run(
     ):
         writer.hand_over(lambda: int("no number"))
         raise KeyError
-    assert any("trajectories of the latest steps are lost: invalid literal" in line for line in caplog.messages)
+    assert any(
+        "trajectories of the latest steps could not be saved: invalid literal" in line for line in caplog.messages
+    )
     writer.close()
 
 
@@ -63,6 +65,6 @@ def test_an_interrupted_run_does_not_wait_for_a_disk_that_hangs(
         writer.hand_over(answers.wait)
         raise KeyboardInterrupt
     assert 0.3 <= time.monotonic() - start < 10
-    assert any("are lost: 1 files were not written within" in line for line in caplog.messages)
+    assert any("could not be saved: 1 files were not written within" in line for line in caplog.messages)
     answers.set()
     writer.close()

@@ -50,8 +50,8 @@ def test_only_what_was_watched_is_ended_and_only_after_a_death(stopped: bool, tm
             if process.is_running():
                 process.kill()
     words = driver.stderr.read()  # its end comes with that of the last process
-    assert ("the driver ended without a word" in words) is not stopped
-    assert (f"goes on from {tmp_path / 'state/global_step_10'}\n" in words) is not stopped
+    assert ("the driver ended without a message" in words) is not stopped
+    assert (f"resumes from {tmp_path / 'state/global_step_10'}\n" in words) is not stopped
 
 
 def test_a_dead_janitor_is_no_concern_of_the_driver(tmp_path: Path) -> None:

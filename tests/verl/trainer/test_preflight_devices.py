@@ -55,7 +55,7 @@ def test_the_critic_s_gpus_are_among_those_of_a_node(make_config: Callable[..., 
     two = make_config("trainer.device=cuda", "trainer.n_gpus_per_node=8", "trainer.nnodes=2", *own)
     found = judge_nodes(two, [8, 8], 1, "it")
     assert found.level == "ok"
-    assert "8 GPUs on 2 node(s) are asked for, 2 of each node that trains for the critic alone; it has" in found.found
+    assert "8 GPUs on 2 node(s) are required, 2 of each node that trains for the critic alone; it has" in found.found
 
 
 def test_a_cluster_that_nobody_has_named_yet_is_not_this_machine(make_config: Callable[..., Config]) -> None:

@@ -78,7 +78,7 @@ def test_it_has_gpus_that_no_role_has(ray_session: Any) -> None:
 def test_gpus_that_are_not_left_are_an_error(ray_session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.trainer.reward_server.JOINING_S", 1.0)
     config = config_of(LAUNCH, "reward.n_gpus=5", "trainer.n_gpus_per_node=4", "trainer.device=auto")
-    with pytest.raises(WorkerError, match=r"reward.n_gpus=5 GPUs of one node besides those of the other roles"):
+    with pytest.raises(WorkerError, match=r"reward.n_gpus=5 GPUs of one node in addition to those of the other roles"):
         reserve_pools(config, "cuda")
     pools = reserve_pools(config_of(None, "trainer.n_gpus_per_node=8", url="http://h/v1"), "cuda")  # all are free again
     pools.release()
@@ -113,7 +113,7 @@ def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(tinywiki: 
     ("launch", "url", "more", "message"),
     [
         ("serve", "http://127.0.0.1:8001/v1", (), "no argument of the reward names"),
-        (None, "http://{server}/v1", (), "the server that reward.launch starts"),
+        (None, "http://{server}/v1", (), "the server of reward.launch"),
         (None, "http://h/v1", ("reward.n_gpus=1",), "reward.n_gpus=1 has no effect"),
     ],
 )

@@ -92,7 +92,7 @@ def test_preflight_says_so_too(tmp_path: Path, tiny_model_dir: Path, capsys: pyt
     assert f"FAIL start: {tmp_path} holds a run already" in capsys.readouterr().out
     preflight([*own, RESUME])
     out = capsys.readouterr().out
-    assert "ok   start: goes on with an earlier run" in out
+    assert "ok   start: resumes an earlier run" in out
     assert "warn start: algorithm.gamma: 0.9 -> 1.0 (may change what is learned)" in out
     assert "ok   start: trainer.save_freq: 7 -> -1 (does not change what is learned)" in out
 
@@ -137,7 +137,7 @@ def test_auto_without_a_state_moves_the_first_attempt_aside(tmp_path: Path, capl
     """As a supervisor starts it again: killed before its first state, it must neither be refused nor mix."""
     leave_run(tmp_path, 2, states=False)
     prepare_folder(settings(tmp_path, RESUME).trainer)
-    assert not run_folder.holds_run(tmp_path) and "no state to go on from; it was moved to" in caplog.text
+    assert not run_folder.holds_run(tmp_path) and "without a checkpoint to resume from; it was moved to" in caplog.text
 
 
 def test_auto_with_a_state_moves_nothing(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_a_run_that_starts_from_another_ones_state_needs_a_free_folder(tmp_path:
         check_start(settings(tmp_path / "two", *named).trainer)
     prepare_folder(settings(tmp_path / "two", *named, ARCHIVE).trainer)
     assert not run_folder.holds_run(tmp_path / "two") and run_folder.holds_run(tmp_path / "one")
-    with pytest.raises(ConfigError, match="would move the state away"):
+    with pytest.raises(ConfigError, match="would move away the checkpoint"):
         check_start(settings(tmp_path / "one", *named, ARCHIVE).trainer)
-    with pytest.raises(CheckpointError, match="there is no saved state"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
         check_start(settings(tmp_path / "three", named[0], "trainer.resume_from_path=/gone/global_step_1").trainer)
 
 

@@ -75,7 +75,7 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert state_to_resume(settings(tmp_path, AUTO)) is None and not resumes_here(settings(tmp_path, AUTO))
     assert state_to_resume(settings(tmp_path)) is None
     absent = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'state' / 'global_step_3'}")
-    with pytest.raises(CheckpointError, match="there is no saved state .*global_step_3"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint .*global_step_3"):
         state_to_resume(settings(tmp_path, *absent))
 
 

@@ -24,7 +24,7 @@ def parse(argv: list[str]) -> tuple[Config, Place]:
         config = with_format_reward(config)
     check_supported(config)
     if config.trainer.val_only:
-        raise ConfigError("trainer.val_only=True: nothing is trained, so there is nothing to run dry")
+        raise ConfigError("trainer.val_only=True: nothing is trained, so a dry run has nothing to measure")
     return config, parse_gpus(own.gpus) if own.gpus else here(config)
 
 

@@ -49,8 +49,8 @@ def parse_gpus(text: str) -> Place:
     if not counted or not (found or on_cpu or (what.isdigit() and int(what))):
         names = ", ".join(gpu.name for gpu in GPUS)
         raise ConfigError(
-            f"--gpus {text} is not understood: give a number and a size, 8x80, or one of {names}, CPU: 8xH100; of "
-            "several nodes also how many there are, 4x8xH100"
+            f"--gpus {text} is not understood: give a number and a size (8x80) or a number and a name (8xH100; "
+            f"known: {names}, CPU); for several nodes also their number (4x8xH100)"
         )
     per_node = int(numbers[1]) if len(numbers) == 2 else None
     if on_cpu:
@@ -103,7 +103,7 @@ def located(config: Config, place: Place) -> Config:
         if trainer.nnodes < 1:
             raise ConfigError(
                 f"of {nodes} nodes of {each} GPUs, {apart} only sample "
-                "(actor_rollout_ref.rollout.nnodes): none is left that trains"
+                "(actor_rollout_ref.rollout.nnodes): none is left to train"
             )
     problems = list(placement_problems(moved))
     if problems:
@@ -120,4 +120,4 @@ def _per_node(num_devices: int, wanted: int) -> int:
     for each in (wanted, NODE, num_devices):
         if num_devices % each == 0 and (each <= NODE or each == wanted):
             return each
-    raise ConfigError(f"{num_devices} GPUs are no whole nodes of {NODE}: say how many a node has, as in 3x4x80")
+    raise ConfigError(f"{num_devices} GPUs do not fill whole nodes of {NODE}: give the number per node, as in 3x4x80")

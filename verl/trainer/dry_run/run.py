@@ -64,19 +64,19 @@ def judged(config: Config, roles: list[Role], place: Place, policy: ModelShape) 
 
 def _verdict(place: Place, phases: list[DeviceUse]) -> tuple[Level, str]:
     worst = _worst(phases)
-    found = f"{worst.total / GIB:.1f} of {place.memory / GIB:.1f} GiB in the phase {worst.phase} at the worst"
+    found = f"{worst.total / GIB:.1f} of {place.memory / GIB:.1f} GiB at the peak of the phase {worst.phase}"
     if worst.total <= place.memory * (1 - SPARE):
         return "ok", f"fits: {found}"
     if worst.total <= place.memory:
-        return "warn", f"fits narrowly: {found}; less than {SPARE:.0%} is left"
+        return "warn", f"barely fits: {found}; less than {SPARE:.0%} is left"
     return "FAIL", f"does not fit: {found}"
 
 
 def _advice(config: Config, roles: list[Role], place: Place, phases: list[DeviceUse]) -> str:
     gains = three_settings(config, roles, place, _worst(phases))
     changes = [f"{change} (-{gain / GIB:.1f} GiB)" for change, gain in gains]
-    todo = f"change {', '.join(changes)}" if changes else "there is no setting that gains something"
-    return f"; {todo}, or take more than {place.num_devices} devices"
+    todo = f"change {', '.join(changes)}" if changes else "no setting would gain anything"
+    return f"; {todo}, or use more than {place.num_devices} devices"
 
 
 def _worst(phases: list[DeviceUse]) -> DeviceUse:

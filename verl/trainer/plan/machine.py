@@ -122,9 +122,9 @@ def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
     """By the GPU's data sheet, of which the shares of its kind are reached, or `kept`."""
     kept = kept or KEPT[gpu.name]
     source = (
-        f"of the {gpu.name}'s data sheet {kept.products:.0%} of the arithmetic, {kept.memory:.0%} of the memory, "
-        f"{kept.link:.0%} of the links and {kept.network:.0%} of 400 Gbit/s a GPU between nodes are reached, shares "
-        "that were not measured by this project"
+        f"assumed shares, not measured by this project: {kept.products:.0%} of the arithmetic, "
+        f"{kept.memory:.0%} of the memory and {kept.link:.0%} of the link rates in the {gpu.name}'s data "
+        f"sheet, and {kept.network:.0%} of 400 Gbit/s per GPU between nodes"
     )
     return Machine(
         gpu.name,
@@ -152,8 +152,8 @@ def read_machine(path: Path) -> Machine:
     except (OSError, ValueError, TypeError) as error:
         names = ", ".join(one.name for one in fields(Machine))
         raise ConfigError(
-            f"--machine {path} cannot be read ({error}): it is a file of `python -m verl.trainer.plan.calibrate`, with "
-            f"{names}"
+            f"--machine {path} cannot be read ({error}): it must be a file of `python -m "
+            f"verl.trainer.plan.calibrate`, with {names}"
         ) from error
     rates = ("half_flops", "float_flops", "memory_bytes", "link_bytes", "network_bytes", "object_bytes")
     if wrong := [name for name in rates if not _is_rate(getattr(machine, name))]:

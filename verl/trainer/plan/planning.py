@@ -41,7 +41,7 @@ def _plan(asked: argparse.Namespace) -> int:
     print("\n".join(report.layouts(found, place)), flush=True)
     best = best_of(found)
     if best is None:
-        print(f"FAIL no layout fits; the nearest: {_nearest(found, place).verdict}")
+        print(f"FAIL no layout fits; the closest: {_nearest(found, place).verdict}")
         return 1
     print("\n".join(["", *report.best(best, place, asked.steps, asked.price), ""]), flush=True)
     grown = [] if asked.no_scaling else list(scaled(load, best, place, policy, machine))
@@ -58,11 +58,11 @@ def _machine(asked: argparse.Namespace, place: Place) -> Machine:
         return read_machine(asked.machine)
     if not place.on_gpu:
         raise ConfigError(
-            f"--gpus {asked.gpus}: CPUs have no data sheet here; measure one by `python -m verl.trainer.plan.calibrate "
+            f"--gpus {asked.gpus}: there is no data sheet for CPUs; run `python -m verl.trainer.plan.calibrate "
             "--output machine.json`, and add --machine machine.json"
         )
     if len(place.gpus) != 1:
-        raise ConfigError(f"--gpus {asked.gpus}: time depends on the kind of GPU; name it, as in 4x8xH100")
+        raise ConfigError(f"--gpus {asked.gpus}: the time depends on the kind of GPU; name it, as in 4x8xH100")
     return machine_of(place.gpus[0])
 
 

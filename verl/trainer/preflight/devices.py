@@ -16,13 +16,13 @@ from verl.trainer.preflight.finding import Finding, judge
 def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
     """`ray_address` is the value of RAY_ADDRESS; `here` GPUs and `cores` has this machine."""
     if not ray_address and len(devices_of_nodes(config)) > 1:
-        return Finding("ok", "devices", "on the nodes of the Ray cluster, which is asked when the run starts")
+        return Finding("ok", "devices", "on the nodes of the Ray cluster, which are checked when the run starts")
     if ray_address in (None, "", "local"):
         return judge_nodes(config, [here], cores, "this machine")
     try:
         return judge_nodes(config, gpus_of_cluster(str(ray_address)), cores, f"the Ray cluster {ray_address}")
     except (OSError, RuntimeError, ValueError) as error:
-        return Finding("warn", "devices", f"the Ray cluster {ray_address} could not be asked: {error}")
+        return Finding("warn", "devices", f"the Ray cluster {ray_address} did not answer: {error}")
 
 
 def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
@@ -30,12 +30,12 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
     trainer = config.trainer
     wanted, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
     if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
-        todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core take turns"
+        todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core slow each other down"
         return judge(wanted <= cores, "devices", f"{wanted} workers on {cores} CPU cores", todo, "warn")
     critic = f", {critic_gpus(config)} of each node that trains for the critic alone" if critic_gpus(config) else ""
     server = config.reward.n_gpus
     besides = f", and {server} of one node for the reward's server (reward.n_gpus)" if server else ""
-    found = f"{_counted(needed)} are asked for{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
+    found = f"{_counted(needed)} are required{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
     offered = sorted(gpus, reverse=True)
     left = [has - need for has, need in zip_longest(offered, needed, fillvalue=0)]
     enough = len(offered) >= len(needed) and min(left) >= 0 and max(left) >= server

@@ -35,7 +35,7 @@ def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
     """Whether `free` bytes hold the first checkpoint."""
     needed, _ = checkpoint_bytes(config, models, steps=None)
     found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, one checkpoint takes {_in_words(needed)}"
-    todo = "free some, or point trainer.default_local_dir to a larger disk"
+    todo = "free some space, or set trainer.default_local_dir to a larger disk"
     return judge(free >= needed, "disk", found, todo)
 
 
@@ -43,7 +43,7 @@ def check_all_checkpoints(config: Config, models: Models, steps: int | None, fre
     """Whether `free` bytes hold all that a run of so many steps keeps."""
     needed, count = checkpoint_bytes(config, models, steps)
     found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, {_in_words(needed)} needed"
-    todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or point trainer.default_local_dir to a larger disk"
+    todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or set trainer.default_local_dir to a larger disk"
     return judge(free >= needed, "disk", f"{found} for {count} checkpoints", todo)
 
 

@@ -69,7 +69,7 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
     yield from lengths
     if config.retriever.placement == "per_node":
-        yield Finding("ok", "environment", "the run starts retrievers of its own, and asks them before the first step")
+        yield Finding("ok", "environment", "the run starts its own retrievers, and checks them before the first step")
     else:
         yield check_environment(config, environment)
     if all(finding.level != "FAIL" for finding in lengths):
@@ -78,7 +78,7 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
 
 def _tried_reward(config: Config, sources: Sources) -> Finding:
     if config.reward.launch is not None:
-        return Finding("ok", "reward", "the run starts a server for it, and asks that before the first step")
+        return Finding("ok", "reward", "the run starts a server for it, and checks that before the first step")
     try:
         return Finding("ok", "reward", try_reward(config, sources))
     except VerlError as error:
@@ -110,7 +110,7 @@ def _start(config: Config) -> Iterator[Finding]:
         yield Finding("FAIL", "start", str(error))
         return
     known = resumes_here(config.trainer) or config.trainer.resume_mode == "resume_path"
-    yield Finding("ok", "start", "goes on with an earlier run" if known else "a new run")
+    yield Finding("ok", "start", "resumes an earlier run" if known else "a new run")
     for change in changes:
         yield Finding("ok" if change.harmless else "warn", "start", str(change))
 

@@ -80,4 +80,6 @@ def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int
     sent = models.policy.num_params if models.anchor else models.policy.num_trained
     needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
-    return judge(free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free it")
+    return judge(
+        free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free some space in it"
+    )

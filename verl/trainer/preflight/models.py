@@ -62,8 +62,8 @@ def require_engines_share_heads(config: Config, policy: ModelShape) -> None:
     _require_divisor(key, size, policy)
     if max(size, policy.num_key_heads) % min(size, policy.num_key_heads):
         raise ConfigError(
-            f"{key}={size} is neither a divisor nor a multiple of the {policy.num_key_heads} key and value heads of "
-            "the model, which the GPUs of an engine share equally; set it to one"
+            f"{key}={size} is neither a divisor nor a multiple of the {policy.num_key_heads} key and value heads "
+            "of the model, which are divided equally among the GPUs of an engine; set it to one"
         )
 
 

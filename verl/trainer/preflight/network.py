@@ -22,7 +22,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
     """`ray_address` is the value of RAY_ADDRESS."""
     nnodes = len(devices_of_nodes(config))
-    yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes try each other's at the start")
+    yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes test each other's at the start")
     yield check_ray(ray_address, nnodes)
     if config.do_search and config.retriever.engine is None:
         yield from check_hosts(config.retriever.url)
@@ -42,14 +42,14 @@ def check_port(host: str) -> Finding:
 def check_ray(address: str | None, nnodes: int) -> Finding:
     """Whether the head of the cluster at `address` (host:port or ray://host:port) can be reached."""
     if not address:
-        found = "no RAY_ADDRESS: the cluster that was started on this machine, else a new one of one node"
-        todo = f"for {nnodes} nodes start one by `ray start --head`, or set RAY_ADDRESS=host:port"
+        found = "no RAY_ADDRESS: a cluster that runs on this machine, else a new one of one node"
+        todo = f"for {nnodes} nodes start a cluster with `ray start --head`, or set RAY_ADDRESS=host:port"
         return judge(nnodes == 1, "ray", found, todo, "warn")
     if address == "local":
         todo = f"for {nnodes} nodes set RAY_ADDRESS=host:port"
         return judge(nnodes == 1, "ray", "RAY_ADDRESS=local: a new cluster of one node", todo)
     if address == "auto":
-        return Finding("ok", "ray", "RAY_ADDRESS=auto: a cluster that was started on this machine (not looked for)")
+        return Finding("ok", "ray", "RAY_ADDRESS=auto: a cluster that runs on this machine (not checked)")
     try:
         reach(address)
     except (OSError, ValueError) as error:

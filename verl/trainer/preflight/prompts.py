@@ -36,7 +36,7 @@ def check_templates(config: Config, environment: Environment) -> Iterator[Findin
             metadata = footer(pq.read_schema(path).metadata)
             problem = environment.check_prompt_file(config, metadata, first_prompt(path, config.data.prompt_key))
             if problem is None:
-                yield Finding("ok", "template", f"{path}: nothing in it speaks against the template of this run")
+                yield Finding("ok", "template", f"{path}: consistent with the template of this run")
                 continue
             todo = "make the file again with the run's template, or set agent.template to the one it was made with"
             yield Finding("FAIL" if problem.contradicts else "warn", "template", f"{path}: {problem.found}", todo)
@@ -72,9 +72,9 @@ def require_prompts(config: Config, num_prompts: int) -> None:
         return
     drawn = "" if data.train_data_num is None else f" (data.train_data_num={data.train_data_num})"
     raise ConfigError(
-        f"data.train_batch_size={data.train_batch_size} is more than the {num_prompts} prompts of {data.train_files}"
-        f"{drawn}: a step would hold the same prompt several times, as if it were different ones; set it to "
-        f"{num_prompts} or less, or give more prompts"
+        f"data.train_batch_size={data.train_batch_size} is more than the {num_prompts} prompts of "
+        f"{data.train_files}{drawn}: a step would contain the same prompt several times, as if these were "
+        f"different prompts; set it to {num_prompts} or less, or give more prompts"
     )
 
 
@@ -98,7 +98,7 @@ def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: in
         todo = f"raise data.max_prompt_length (now {data.max_prompt_length}) above it"
         yield judge(longest < data.max_prompt_length, "prompt length", found, todo)
     longest = rollout.prompt_length + rollout.response_length
-    found = f"a sequence has at most {longest} tokens, the model was made for {window or 'any number'}"
+    found = f"a sequence has at most {longest} tokens, but the model was made for {window or 'any number'}"
     todo = "lower data.max_prompt_length or data.max_response_length"
     yield judge(window is None or longest <= window, "window", found, todo)
 
@@ -109,7 +109,7 @@ def check_tags(environment: Environment, tokenizer: PreTrainedTokenizerBase) -> 
         ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         found = f"{tag} is {len(ids)} tokens" + ("" if text == tag else f" and is decoded as {text!r}")
-        yield judge(text == tag, "tag", found, "use a tokenizer or a template whose tags survive")
+        yield judge(text == tag, "tag", found, "use a tokenizer or a template whose tags do not change")
 
 
 def sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:

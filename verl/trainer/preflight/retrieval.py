@@ -60,9 +60,9 @@ async def _check(config: Config, environment: Environment) -> Finding:
     finally:
         await environment.close()
     if titles is None:
-        return Finding("ok", "environment", "answers a turn, and has no tool to try in this run")
+        return Finding("ok", "environment", "answers a turn; it has no tool to try in this run")
     found = f"{len(titles)} passages for {query!r} in {milliseconds:.0f} ms" + _first(titles)
-    return judge(bool(titles), "environment", found, "see that the retriever has the corpus you mean", "warn")
+    return judge(bool(titles), "environment", found, "check that the retriever has the corpus that you want", "warn")
 
 
 def _first(titles: list[str]) -> str:
