@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted: the same command goes on from what is finished in {args.output_dir}", file=sys.stderr)
+        print(f"interrupted: the same command resumes from what is finished in {args.output_dir}", file=sys.stderr)
         return 130
 
 
@@ -151,7 +151,7 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
     if not failures:
         return 0
     print(
-        f"{len(failures)} questions failed and are in no mean; the same command asks them again. "
+        f"{len(failures)} questions failed and are left out of all means; the same command asks them again. "
         f"The first failure: {failures[0]}",
         file=sys.stderr,
     )

@@ -33,7 +33,7 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
         parser.error("the model is at --server: leave --model out")
     for text in args.data:
         if is_known(Config, text.partition("=")[0].lstrip("+")):
-            parser.error(f"{text} stands among the files of --data: put it in front of that, or behind another flag")
+            parser.error(f"{text} is among the files of --data: put it before --data, or after another flag")
     if args.server is not None and (args.served_model is None or args.tokenizer is None):
         parser.error("--server needs --served_model NAME and --tokenizer DIR")
     check_judge_flags(parser, args)

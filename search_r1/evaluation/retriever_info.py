@@ -71,8 +71,8 @@ def check_same_index(settings_file: Path, served: dict[str, Any] | None) -> None
         return
     raise ConfigError(
         f"{settings_file.parent} has an evaluation over another index: it was {_shown(before)}, and the retriever "
-        f"serves {_shown(served)} now. Serve the earlier one again, give another --output_dir, or start anew by "
-        "--restart, which throws away what is there"
+        f"serves {_shown(served)} now. Serve the earlier one again, give another --output_dir, or start over with "
+        "--restart, which deletes what is there"
     )
 
 

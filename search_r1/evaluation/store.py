@@ -87,7 +87,7 @@ class Store:
             changes = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
             raise ConfigError(
                 f"{self.folder} has an evaluation with other settings: {changes}. Give another --output_dir, or start "
-                f"anew by --restart, which throws away what is there"
+                f"over with --restart, which deletes what is there"
             )
 
     def _next_number(self) -> int:
@@ -117,7 +117,7 @@ def _read_records(path: Path) -> list[Record]:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 in a text
         return [Record(**json.loads(line)) for line in lines if line]
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} holds no records of an evaluation: {error}; start anew by --restart") from error
+        raise DataError(f"{path} holds no records of an evaluation: {error}; start over with --restart") from error
 
 
 def _replace(path: Path, text: str) -> None:

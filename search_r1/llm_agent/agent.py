@@ -72,7 +72,7 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
     limits = limits_within(config, window)
     environment = make_environment(config, tokenizer)
     try:
-        with phase("asking the environment whether it answers"):
+        with phase("checking that the environment answers"):
             await environment.check()
         engine = await start_engine(config, limits)
         try:

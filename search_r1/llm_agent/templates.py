@@ -72,7 +72,7 @@ def load_template(name_or_path: str) -> Template:
     header, text = _split(content, path)
     for slot, allowed in (("{question}", (1,)), ("{context}", (0, 1))):
         if text.count(slot) not in allowed:
-            raise ConfigError(f"{path}: {slot} stands in it {text.count(slot)} times, but has to stand once")
+            raise ConfigError(f"{path}: it contains {slot} {text.count(slot)} times, but must contain it once")
     return Template(str(name_or_path), text, _grammar(header, path), header.get("system"))
 
 

@@ -43,7 +43,7 @@ def load_rubric(name_or_path: str) -> Rubric:
     path, text = read_text_file("rubric", name_or_path, _FOLDER)
     for slot in _SLOTS:
         if text.count(slot) != 1:
-            raise ConfigError(f"rubric {path}: {slot} stands in it {text.count(slot)} times, but has to stand once")
+            raise ConfigError(f"rubric {path}: it contains {slot} {text.count(slot)} times, but must contain it once")
     if '"score"' not in text:
         raise ConfigError(f'rubric {path}: it has to ask for a JSON object with the key "score", a number from 0 to 1')
     return Rubric(str(name_or_path), text)

@@ -64,8 +64,8 @@ def _about_passages(gold: Sequence[str], searches: Sequence[Sequence[Passage]], 
             for number, passage in enumerate(passages, start=1)
             if finder.found_in(f"{passage.title}\n{passage.text}")
         ]
-        found = f"A gold answer stands in {', '.join(places)}."
-        yield found if places else f"No gold answer stands in what was retrieved ({_times(count, 'passage')})."
+        found = f"A gold answer is in {', '.join(places)}."
+        yield found if places else f"No gold answer is in what was retrieved ({_times(count, 'passage')})."
 
 
 def _actions(events: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_engines_come_back_and_the_run_ends_as_if_nothing_had_happened(
     if process != worker:
         worker.resume()
     assert running.end() == 0, running.said[-6000:]
-    assert running.said.count("The engines are started anew") == 1
+    assert running.said.count("The engine is restarted") == 1
     assert_same_runs(straight, run, STEPS)
     more = max(metrics_by_step(run.folder)[step]["timing_s/gen"] for step in range(1, STEPS + 1))
     print(f"{victim}: its rollout took {more:.1f} s, one without the fault {gen_seconds(straight):.1f} s")

@@ -60,11 +60,14 @@ def _user_message(tokenizer: PreTrainedTokenizerBase, template: str) -> UserMess
     try:
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
-        log.warning("the chat template takes no second message of the user (%s): replies follow EOS as they are", error)
+        log.warning(
+            "the chat template refuses a second user message (%s): replies are appended after EOS without a template",
+            error,
+        )
         return None
     head, reply, tail = text.partition(_ANSWER)[2].partition(_REPLY)
     if not (head and reply and tail):
-        log.warning("the chat template hides a second message of the user: replies follow EOS as they are")
+        log.warning("the chat template drops a second user message: replies are appended after EOS without a template")
         return None
     return UserMessage(encode_text(tokenizer, head), encode_text(tokenizer, tail))
 

@@ -68,7 +68,10 @@ def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text:
     if decoded != text:
         start = len(commonprefix([decoded, text]))
         here, there = decoded[start : start + 40], text[start : start + 40]
-        raise DataError(f"the tokenizer is another one: at letter {start} it reads {here!r} in the ids, not {there!r}")
+        raise DataError(
+            f"the tokenizer is not the one that wrote these ids: at character {start} they decode to {here!r}, "
+            f"not {there!r}"
+        )
 
 
 def policy_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -53,13 +53,13 @@ class BaseWeights:
         mine = f"{self.checksum():016x}"
         if not (folder / FILE).is_file():
             raise CheckpointError(
-                f"it has no {FILE}, so that run trained all weights: set lora_rank to 0, or start anew"
+                f"it has no {FILE}, so that run trained all weights: set lora_rank to 0, or start a new run"
             )
         saved = json.loads((folder / FILE).read_text())
         if saved["checksum"] != mine:
             raise CheckpointError(
-                f"its adapters belong to the weights of {saved['path']} (checksum {saved['checksum']}), and those of "
-                f"{self._path} are others ({mine}): set the model's path, override_config and "
+                f"its adapters were trained on the weights of {saved['path']} (checksum {saved['checksum']}), but "
+                f"{self._path} has other weights ({mine}): restore the model's path, override_config and "
                 "mixed_precision.param_dtype back"
             )
 

@@ -140,12 +140,12 @@ class Fleet:
         elif self._restarts_left:
             self._restarts_left -= 1
             self._restarts_at[address] += 1
-            log.warning("%s. The engine is started anew, at most %d times more", error, self._restarts_left)
+            log.warning("%s. The engine is restarted, at most %d more times", error, self._restarts_left)
             self._empty.append(engine.seat)
             if not self.takes_turns:
                 self._start(self._empty)
         else:
-            log.warning("%s. It is not started anew (actor_rollout_ref.rollout.max_restarts)", error)
+            log.warning("%s. It is not restarted (actor_rollout_ref.rollout.max_restarts)", error)
 
     def lose_at(self, address: str, error: VerlError) -> None:
         """Go on without the engines of a node that cannot be given weights."""

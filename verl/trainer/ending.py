@@ -41,7 +41,7 @@ def _steps(run: RunData) -> str:
     if not seconds:
         return "validated, nothing trained"
     minutes, rest = divmod(round(sum(seconds.values())), 60)
-    return f"{len(seconds)} step{'s' * (len(seconds) > 1)} in {minutes} min {rest} s, validation and saving apart"
+    return f"{len(seconds)} step{'s' * (len(seconds) > 1)} in {minutes} min {rest} s, without validation and saving"
 
 
 def _scores(run: RunData) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def fetch(remote: RemoteFile, target: Path) -> None:
         arrived = partial.stat().st_size if partial.exists() else 0
         raise HubUnavailable(
             f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)}); "
-            "the same command goes on from there"
+            "the same command resumes there"
         ) from error
     if not is_whole(partial, remote):
         partial.unlink()

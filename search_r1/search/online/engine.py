@@ -187,7 +187,7 @@ class OnlineSource:
 
     def _unfinished(self, state: RequestState) -> OnlineUnavailable:
         if state.sent or self._transport is None:
-            return OnlineUnavailable(f"{self.name} has not answered yet; the answer is kept for who comes again")
+            return OnlineUnavailable(f"{self.name} has not answered yet; its answer is kept for a repeated request")
         return self._transport.busy(state)
 
     async def _find(self, request: _PendingRequest) -> EncodedHits:

@@ -95,7 +95,7 @@ class Transport:
         """The error of a query that waits still, and when to come again: as soon as its turn could be waited for."""
         wait_s, left_s = self._queue.expected_s(), max(0.0, state.until - time.monotonic())
         turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests a second"
-        cause = f"was not asked: the turn of this query comes {turn}, which is later than its client waits"
+        cause = f"was not asked: this query could be sent {turn}, which is later than its client waits"
         if state.failure:
             cause = f"gave no answer in the time that its client waits; last: {state.failure}"
         message = f"the online engine {self._provider.name} {cause}"

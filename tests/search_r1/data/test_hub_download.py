@@ -175,7 +175,7 @@ def test_a_connection_that_breaks_says_how_to_go_on(tmp_path: Path, hub: LocalHu
     del hub.files[E5]["part_ab"]
     hub.listing = lambda repo: listing  # listed, but not there
     status, said = download(tmp_path, hub, "--what", "e5")
-    assert status == 1 and "part_ab stopped at 0 of 120001 bytes" in said and "goes on from there" in said
+    assert status == 1 and "part_ab stopped at 0 of 120001 bytes" in said and "resumes there" in said
     assert "e5_Flat.index" not in saved(tmp_path)
 
 

@@ -324,7 +324,7 @@ def test_another_index_of_the_same_size_is_refused(command, tmp_path, model_serv
         assert main(search) == 1
         told = capsys.readouterr().err
         assert f"an evaluation over another index: it was version {made} (bm25, 3 passages)" in told
-        assert "Serve the earlier one again, give another --output_dir, or start anew by --restart" in told
+        assert "Serve the earlier one again, give another --output_dir, or start over with --restart" in told
         assert main([*search, "--restart"]) == 0
     assert results(tmp_path)["settings"]["retriever"]["serves"]["index_version"] != made
     with serving(other, port), serving(corpus, second := free_port()):

@@ -185,7 +185,7 @@ def test_sampling_that_is_impossible_is_refused_before_anything_is_loaded(
 def test_an_override_behind_the_files_of_an_evaluation_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         of_evaluation("--model", "m", "--data", "nq=nq.jsonl", "retriever.topk=5")
-    assert "retriever.topk=5 stands among the files of --data" in capsys.readouterr().err
+    assert "retriever.topk=5 is among the files of --data" in capsys.readouterr().err
     config = of_evaluation("--model", "m", "retriever.topk=5", "--data", "nq=nq.jsonl")
     assert config.retriever.topk == 5
 

@@ -65,9 +65,9 @@ def test_header_with_tags_a_box_and_a_system_message(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no slot", "question} stands in it 0 times"),
-        ("{question} {question}", "question} stands in it 2 times"),
-        ("{question} {context} {context}", "context} stands in it 2 times"),
+        ("no slot", "it contains {question} 0 times"),
+        ("{question} {question}", "it contains {question} 2 times"),
+        ("{question} {context} {context}", "it contains {context} 2 times"),
         ("---\ntags: {think\n---\n{question}", "no YAML"),
         ("---\ntag: {think: a}\n---\n{question}", "keys tags, boxed, system only"),
         ("---\njust words\n---\n{question}", "keys tags, boxed, system only"),

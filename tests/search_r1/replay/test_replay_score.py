@@ -197,4 +197,7 @@ def test_texts_of_another_tokenizer_are_named(
     command = ["score", str(file), "--output", str(tmp_path / "out.parquet"), "--tokenizer", str(tiny_model_dir)]
     assert main([*command, "--reward", EXACT_MATCH]) == 1
     error = capsys.readouterr().err
-    assert f"{file}: row 1: the tokenizer is another one: at letter 12 it reads 'ich river?" in error
+    assert (
+        f"{file}: row 1: the tokenizer is not the one that wrote these ids: at character 12 they decode to 'ich river?"
+        in error
+    )

@@ -114,10 +114,10 @@ def test_a_rubric_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{question} {targets} "score"', "mine.txt: {answer} stands in it 0 times"),
-        ('{question} {targets} {answer} {answer} "score"', "{answer} stands in it 2 times"),
-        ('{targets} {answer} "score"', "{question} stands in it 0 times"),
-        ('{question} {answer} "score"', "{targets} stands in it 0 times"),
+        ('{question} {targets} "score"', "mine.txt: it contains {answer} 0 times"),
+        ('{question} {targets} {answer} {answer} "score"', "it contains {answer} 2 times"),
+        ('{targets} {answer} "score"', "it contains {question} 0 times"),
+        ('{question} {answer} "score"', "it contains {targets} 0 times"),
         ("{question} {targets} {answer}", 'JSON object with the key "score"'),
     ],
 )

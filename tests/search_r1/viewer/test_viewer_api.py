@@ -132,7 +132,7 @@ def test_why_a_wrong_answer_got_its_reward(ask: Ask) -> None:
     shown = ask("trajectory", file="train_step_1", row=1)
     assert shown["why"] == [
         'The answer is "seine" after normalisation, and not "loire".',
-        "A gold answer stands in passage 1 of search 1.",
+        "A gold answer is in passage 1 of search 1.",
     ]
     assert [(one["name"], one["value"], one["weight"]) for one in shown["components"]] == [
         ("exact_match", 0.0, 1.0),

@@ -115,7 +115,7 @@ def test_a_template_without_a_second_user_message_is_told(template: str, caplog:
     for _ in range(2):
         _, text = play(tokenizer, "Hm.<|im_end|>", ANSWER)
         assert text.endswith(f"Hm.<|im_end|>\nThat was no action.\n{ANSWER}")
-    assert [record.message for record in caplog.records if "second message of the user" in record.message] == [
+    assert [record.message for record in caplog.records if "second user message" in record.message] == [
         next(record.message for record in caplog.records)
     ]
 

@@ -124,7 +124,7 @@ def test_a_state_belongs_to_its_base(model_path: str, other_model_path: str, run
     moved.load_state(folder)
     assert_same(moved, engine)
     wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: make(other_model_path, run_dir), f"belong to the weights of {model_path}.*others"),
+        (lambda: make(other_model_path, run_dir), f"trained on the weights of {model_path}.*has other weights"),
         (lambda: make_engine(model_path, run_dir), "has adapters .base.json.: set lora_rank as it was"),
         (lambda: make_engine(model_path, run_dir, "actor_rollout_ref.model.lora_rank=5"), "cannot be loaded"),
     ]

@@ -31,7 +31,7 @@ def test_what_came_of_a_run_and_where_it_is(tmp_path: Path, monkeypatch: pytest.
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     assert ending(run_dir, run_dir / "report.md").splitlines() == [
-        "done: 2 steps in 1 min 25 s, validation and saving apart",
+        "done: 2 steps in 1 min 25 s, without validation and saving",
         "  reward        0.250 (step 1) -> 0.750 (step 2)",
         "  val           0.500 (step 0) -> 0.625 (step 2)",
         f"  model         {model}",
