@@ -75,7 +75,9 @@ def test_another_tokenizer_is_noticed(byte_tokenizer: Any, tiny_model_dir: Path,
 
     file = store(tmp_path, [trajectory(byte_tokenizer)], Shifted())
     export(tmp_path, [file])
-    with pytest.raises(DataError, match=r"sft.parquet: row 0, .*the tokenizer is another one.*--text_only"):
+    with pytest.raises(
+        DataError, match=r"sft.parquet: row 0, .*the tokenizer is not the one that wrote these ids.*--text_only"
+    ):
         batch_of(tmp_path / "out" / "sft.parquet", tiny_model_dir, tmp_path)
 
 

@@ -113,7 +113,9 @@ def test_ids_are_trained_as_they_are_given(word_model: str, tmp_path: Path) -> N
     assert first.loss_mask_L.tolist() == [False, False, True, True]
     assert second.ids_L.tolist() == [1, 2, 3, 4]
     bad = Row(("policy",), ("a b",), None, "x: row 7", ids=((3, 5),))
-    with pytest.raises(DataError, match="x: row 7, column 'segments': the tokenizer is another one"):
+    with pytest.raises(
+        DataError, match="x: row 7, column 'segments': the tokenizer is not the one that wrote these ids"
+    ):
         tokenise(tokenizer, bad, "policy", 9)
 
 
@@ -197,7 +199,7 @@ def bad_file(path: Path, name: str) -> str:
         ("bad_source", "row 1, column 'segments': source 'user' is not prompt, policy, environment"),
         ("no_text", "is not a struct of the strings"),
         ("some_ids", "row 0, column 'segments': ids must be integers from 0, in all segments or in none"),
-        ("negative_id", "row 1, column 'segments': ids have to be integers from 0"),
+        ("negative_id", "row 1, column 'segments': ids must be integers from 0"),
         ("bad_phase", "row 0, column 'phase': 'sft'"),
     ],
 )

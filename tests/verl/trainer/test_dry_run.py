@@ -314,7 +314,7 @@ def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
     assert critic.idle.allocated == pytest.approx(12 * critic.num_params / 2, rel=0.03)
     assert actor.groups == Groups(6, 1, 6) and critic.groups == Groups(2, 1, 2)
     assert "6 engines of 1 take turns with the ranks; the last 2 of each node are the critic's alone" in found.report
-    with pytest.raises(ConfigError, match="leave the actor none of the 2"):
+    with pytest.raises(ConfigError, match="leave no GPU for the actor out of the 2"):
         dry_run(config, parse_gpus("2x80"))
 
 
@@ -407,7 +407,7 @@ def test_an_engine_that_sleeps_by_hand(eager: str, graphs: dict[str, int], tmp_p
 def test_a_run_that_the_devices_do_not_divide(tmp_path: Path) -> None:
     ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
     config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), ranks, "trainer.device=cpu"))
-    with pytest.raises(ConfigError, match="must divide the GPUs"):
+    with pytest.raises(ConfigError, match="must divide the number of GPUs per node that sample"):
         dry_run(config, parse_gpus("8x80"))
 
 

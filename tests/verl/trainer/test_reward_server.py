@@ -112,7 +112,7 @@ def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(tinywiki: 
 @pytest.mark.parametrize(
     ("launch", "url", "more", "message"),
     [
-        ("serve", "http://127.0.0.1:8001/v1", (), "no argument of the reward names"),
+        ("serve", "http://127.0.0.1:8001/v1", (), "no argument of the reward refers to it"),
         (None, "http://{server}/v1", (), "the server of reward.launch"),
         (None, "http://h/v1", ("reward.n_gpus=1",), "reward.n_gpus=1 has no effect"),
     ],

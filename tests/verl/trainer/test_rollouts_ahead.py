@@ -66,7 +66,9 @@ def test_a_step_says_how_old_its_weights_are(world: Callable[..., World]) -> Non
         {"rollout/staleness/mean": 1.0, "rollout/staleness/max": 1.0},
     ]
     assert {"rollout/idle_s", "rollout/collect_s", "rollout/num_engines"} <= second.metrics.keys()
-    with pytest.raises(WeightSyncError, match=r"step 2: 2 of 2 .* by version 0 .* only 1 to 1 .*max_staleness"):
+    with pytest.raises(
+        WeightSyncError, match=r"step 2: 2 of 2 .* by version 0 .* only versions 1 to 1 .*max_staleness"
+    ):
         staleness_metrics(second.sampled, 2, 0)
 
 
