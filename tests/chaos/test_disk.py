@@ -19,7 +19,7 @@ MIB = 2**20
 GOING_ON = "resuming after step 1"
 SETTINGS = (
     *("trainer.save_freq=1", "trainer.test_freq=-1", "+trainer.val_before_train=false", "data.val_data_num=4"),
-    *("trainer.logger=[tensorboard]", "trainer.resume_mode=auto"),
+    *("trainer.logger=[tensorboard]", "trainer.resume_mode=auto", "trainer.save_timeline=false"),
 )
 TWO_STEPS = (*SETTINGS, "trainer.total_training_steps=2")
 # Nothing but the metrics is written in the second of three steps.
@@ -28,6 +28,13 @@ ONLY_METRICS = (*SETTINGS, "trainer.total_training_steps=3", "trainer.save_freq=
 
 def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def fill_the_last_block(path: Path, block: int = 4096) -> bytes:
+    """By spaces behind the last line, so that another one needs a block that a full disk does not have."""
+    text = path.read_bytes().removesuffix(b"\n")
+    path.write_bytes(text.ljust(-(-(len(text) + 1) // block) * block - 1) + b"\n")
+    return path.read_bytes()
 
 
 def folders(path: Path) -> list[str]:
@@ -45,7 +52,7 @@ def test_a_disk_that_fills_up_again_and_again(tinywiki: Path, policy: Path, tiny
         folder = disk.path / "run"
         shutil.copytree(straight, folder)
         command, log = small_run(*world, folder, *TWO_STEPS), tmp_path / "log"
-        before = (folder / "metrics.jsonl").read_bytes()
+        before = fill_the_last_block(folder / "metrics.jsonl")
         fail(disk, small_run(*world, folder, *ONLY_METRICS), log, 0, "metrics.jsonl")
         assert (folder / "metrics.jsonl").read_bytes() == before
         # what is left, what cannot be written with that, and what of step 2 is there afterwards
