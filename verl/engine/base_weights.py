@@ -60,7 +60,7 @@ class BaseWeights:
             raise CheckpointError(
                 f"its adapters were trained on the weights of {saved['path']} (checksum {saved['checksum']}), but "
                 f"{self._path} has other weights ({mine}): restore the model's path, override_config and "
-                "mixed_precision.param_dtype back"
+                "mixed_precision.param_dtype"
             )
 
     @property

@@ -51,8 +51,9 @@ class Schedule:
 def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
     """Decoupled weight decay (arXiv 1711.05101); one fused kernel per device where PyTorch has it."""
     trainable = [p for p in parameters if p.requires_grad]
-    rest = optim.eps, optim.weight_decay
-    return torch.optim.AdamW(trainable, optim.lr, optim.betas, *rest, fused=True)
+    return torch.optim.AdamW(
+        trainable, optim.lr, optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
