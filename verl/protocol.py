@@ -1,6 +1,6 @@
 """What flows through the trainer: segments, trajectories, and the flat batch that losses are computed on.
 
-Tensor names end in their shape: `T` tokens of all rows one after the other, `B` rows (trajectories).
+Tensor names end in their shape: `B` rows (trajectories), `T` tokens of all rows, concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Source(StrEnum):
-    """Who wrote a segment. Only `POLICY` tokens are ever trained."""
+    """Who wrote a segment. Only `POLICY` tokens are ever trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -28,7 +28,7 @@ class Source(StrEnum):
 
 
 class Status(StrEnum):
-    """How a trajectory ended. `FAILED` means infrastructure: never rewarded, never trained."""
+    """How a trajectory ended. `FAILED` means an infrastructure failure: never rewarded, never trained on."""
 
     ANSWERED = "answered"
     TURN_LIMIT = "turn_limit"
@@ -38,10 +38,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of token ids from one source, for the policy a turn, with the sampler's log-prob of each id.
+    """A run of token ids from one source (for the policy, one turn), with the sampler's log-prob of each id.
 
-    `weight_versions` says which weights sampled a turn, as (version, number of ids) from its beginning: one pair, or
-    several where the turn was interrupted and went on under newer weights. Empty where nobody knows.
+    `weight_versions` says which weights sampled a turn, as (version, number of ids) in order: one pair, or several if
+    the turn was interrupted and resumed under newer weights. Empty if unknown.
     """
 
     source: Source
@@ -58,7 +58,7 @@ class Segment:
             raise ValueError(f"{len(self.ids)} ids but weight versions of {self.weight_versions}")
 
     def extended(self, further: Segment) -> Segment:
-        """This turn and `further`, what was sampled of it later."""
+        """This turn followed by `further`, its continuation that was sampled later."""
         log_probs = (*(self.log_probs or ()), *(further.log_probs or ()))
         versions = (*self.weight_versions, *further.weight_versions)
         return Segment(self.source, (*self.ids, *further.ids), log_probs, versions)
@@ -66,10 +66,10 @@ class Segment:
 
 @dataclass
 class Prompt:
-    """One question drawn from a dataset row, ready to be sampled from.
+    """One question from a dataset row, ready for sampling.
 
     `ids` is the tokenised prompt; `row` is the dataset row (plain Python values) that environment and reward may read.
-    `index` is its number in the `PromptSource` that it was drawn from.
+    `index` is its position in its `PromptSource`.
     """
 
     ids: tuple[int, ...]
@@ -102,7 +102,7 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> list[bool]:
-        """True on policy tokens: the only place where a mask is derived."""
+        """True at policy tokens, False elsewhere."""
         return [segment.source is Source.POLICY for segment in self.segments for _ in segment.ids]
 
     @property
@@ -112,7 +112,7 @@ class Trajectory:
 
     @property
     def weight_versions(self) -> tuple[tuple[int, int], ...]:
-        """(version, number of ids) of all that the policy sampled; see `Segment`."""
+        """(version, number of ids) for all policy segments; see `Segment`."""
         return tuple(pair for segment in self.segments for pair in segment.weight_versions)
 
     @property
@@ -121,7 +121,7 @@ class Trajectory:
 
     @property
     def num_response_tokens(self) -> int:
-        """All tokens after the prompt, whoever wrote them."""
+        """The number of tokens after the prompt, the environment's included."""
         return sum(len(segment.ids) for segment in self.segments if segment.source is not Source.PROMPT)
 
     @property
@@ -130,12 +130,12 @@ class Trajectory:
 
 
 def was_search(event: Mapping[str, Any]) -> bool:
-    """Whether a turn's event is of a search that was executed: it has a `query`, and does not say `executed: False`."""
+    """Whether a turn's event records a search that was executed: it has a `query`, and not `executed: False`."""
     return event.get("query") is not None and event.get("executed") is not False
 
 
 class FlatTokens(NamedTuple):
-    """The tokens of trajectories, all rows one after the other, as `Trajectory` has them one by one."""
+    """The tokens of several trajectories, concatenated; the fields are those of `Trajectory`."""
 
     ids_T: npt.NDArray[np.int64]
     loss_mask_T: npt.NDArray[np.bool_]
@@ -144,7 +144,7 @@ class FlatTokens(NamedTuple):
 
 
 def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
-    """Raises OverflowError for an id that is past 64 bits."""
+    """The tokens of `trajectories`, concatenated. Raises OverflowError for an id that does not fit in 64 bits."""
     import numpy as np
 
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -162,12 +162,12 @@ def flat_tokens(trajectories: Sequence[Trajectory]) -> FlatTokens:
 class TrainBatch:
     """Rows of different lengths, stored without padding.
 
-    `tokens[name]` is [T] (or [T, ...]): all rows' tokens one after the other. `rows[name]` is [B].
-    `verl.columns` says what each column is, and checks one that is set. Always present: `tokens["ids"]` int64 and
-    `tokens["loss_mask"]` bool. A per-token value at position t belongs to token t (its log-prob given the tokens before
-    it in the same row); at a row's first token it is 0 and masked.
+    `tokens[name]` is [T] (or [T, ...]): the tokens of all rows, concatenated. `rows[name]` is [B]. `verl.columns`
+    defines each column and checks it when it is set. Always present: `tokens["ids"]` int64 and `tokens["loss_mask"]`
+    bool. A per-token value at position t belongs to token t (its log-prob given the tokens before it in the same row);
+    at a row's first token it is 0 and masked.
 
-    Its methods import torch themselves: programs that only play episodes start, and refuse, without waiting for it.
+    Its methods import torch when they are called, so programs that only play episodes start without waiting for it.
     """
 
     lengths_B: torch.Tensor
@@ -175,7 +175,7 @@ class TrainBatch:
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a column that is none, or not of its type and length."""
+        """Raises ValueError for an unknown column, or one with a wrong type or length."""
         self.tokens = Columns("tokens", int(self.lengths_B.sum()), self.tokens)
         self.rows = Columns("rows", len(self.lengths_B), self.rows)
 
@@ -240,7 +240,7 @@ class TrainBatch:
 
 
 def flat_positions(lengths_B: torch.Tensor, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """[T'] int64: where the tokens of `rows`, one row after the other, lie in the whole batch's flat order."""
+    """[T'] int64: the positions of the tokens of `rows`, row by row, in the whole concatenated batch."""
     import torch
 
     index_B = torch.as_tensor(rows, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Replies in a chat: what an environment says after a turn that the policy itself brought to an end.
+"""How an environment's reply is written into a chat, after a turn that the policy ended itself.
 
-A turn that ends at a stop string is unfinished: the reply is put into it, and the policy goes on. After EOS the turn is
-over. In a chat the reply then is a message of the user, with the headers of the tokenizer's chat template, and the
-assistant is given the word again; without a template a text has no headers, and the reply simply follows.
+A turn that ends at a stop string is unfinished: the reply is appended to it, and the policy continues the same turn.
+After EOS the turn is over: in a chat, the reply is then a user message with the headers of the tokenizer's chat
+template, and a new assistant turn is opened. Without a template there are no headers, and the reply simply follows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ANSWER, _REPLY = "what-the-assistant-said", "what-the-user-replied"
 
 @dataclass(frozen=True)
 class UserMessage:
-    """The ids around a user's message that follows a turn of the assistant: `head` ends that turn and opens the
-    message, `tail` closes it and opens the assistant's next turn."""
+    """The ids around a user message that follows an assistant turn: `head` ends that turn and opens the message, `tail`
+    closes it and opens the assistant's next turn."""
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
@@ -49,7 +49,7 @@ class UserMessage:
 
 
 def user_message(tokenizer: PreTrainedTokenizerBase) -> UserMessage | None:
-    """By the tokenizer's chat template. None without one, or when it has no place for a second message of the user."""
+    """The `UserMessage` of the chat template. None if there is none, or it does not accept a second user message."""
     return None if tokenizer.chat_template is None else _user_message(tokenizer, str(tokenizer.chat_template))
 
 
@@ -83,6 +83,6 @@ def reply_ids(
 
 
 def unwrapped(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
-    """The reply alone, of what `reply_ids` gave."""
+    """The reply itself, from the ids that `reply_ids` returned."""
     message = user_message(tokenizer)
     return ids if message is None else message.unwrap(turn, ids)

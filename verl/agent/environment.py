@@ -1,4 +1,4 @@
-"""The two sides of an episode: what samples policy turns, and what answers them."""
+"""The two sides of an episode: the sampler of policy turns, and the environment that answers them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Sampling:
     """How one policy turn is sampled. `temperature` 0 means greedy; `max_tokens` is set per turn by the episode.
 
-    `num_begun`: so many ids at the end of the context are of this very turn, which was interrupted.
+    `num_begun`: the number of ids at the end of the context that belong to this turn, if it was interrupted.
     """
 
     temperature: float = 1.0
@@ -36,7 +36,7 @@ class Sampling:
 
 
 INTERRUPTED = "interrupted"
-"""The `finish_reason` of a turn that somebody interrupted: what there is of it may be continued later."""
+"""The `finish_reason` of an interrupted turn, which may be continued later."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,27 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class StreamingSampler(Sampler, Protocol):
-    """A sampler whose turns can be followed while they are sampled."""
+    """A sampler that can stream a turn while it is being sampled."""
 
     @property
     def num_running(self) -> int:
-        """Requests that are being sampled, or wait for it."""
+        """The number of requests that are being sampled or are queued."""
         ...
 
     def stream(self, ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Generation, None]:
-        """What `generate` gives, piece by piece; only the last piece has a `finish_reason` other than "".
+        """Yield the result of `generate` piece by piece; only the last piece has a `finish_reason` other than "".
 
-        Closing it, or cancelling the task that waits for it, ends the sampling.
+        Closing the iterator, or cancelling the task that waits for it, stops the sampling.
         """
         ...
 
     async def check(self) -> None:
-        """Raise `RolloutError` when it cannot sample any more."""
+        """Raise `RolloutError` if it can no longer sample."""
         ...
 
 
 def join_pieces(pieces: Sequence[Generation]) -> Generation:
-    """The turn that a `StreamingSampler` gave in pieces."""
+    """The whole turn, from the pieces of a `StreamingSampler`."""
     ids = tuple(token for piece in pieces for token in piece.ids)
     log_probs = tuple(x for piece in pieces for x in piece.log_probs)
     return Generation(ids, log_probs, pieces[-1].finish_reason, pieces[-1].weight_version)
@@ -100,30 +100,30 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PromptProblem:
-    """What is wrong with a prompt file; with `contradicts` the policy is told something that the run does not read."""
+    """What is wrong with a prompt file; `contradicts`: it tells the policy to write what the run does not parse."""
 
     found: str
     contradicts: bool
 
 
 class Environment(ABC):
-    """What answers the policy. A subclass has to write `step`; all else has a default.
+    """Answers the policy's turns. A subclass must implement `step`; everything else has a default.
 
-    One object serves all concurrent episodes of a process, so it keeps no state of an episode.
+    One object serves all concurrent episodes of a process, so it must not keep the state of an episode.
     """
 
     stop_strings: tuple[str, ...] = ()
-    """Where sampling of a turn ends, if not at EOS before; the string is part of the turn."""
+    """Strings that end a turn, unless EOS comes first; the string is part of the turn."""
 
     tags: tuple[str, ...] = ()
-    """What the policy has to write literally: preflight says whether the tokenizer keeps it."""
+    """Strings that the policy must write literally: preflight checks that the tokenizer preserves them."""
 
     example_turn: str = "I do not know."
     """A turn that ends an episode, if there is one: preflight tries environment and reward on it."""
 
     @classmethod
     def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """How every process makes its own; by default without arguments."""
+        """How each process constructs its environment; by default without arguments."""
         return cls()
 
     @abstractmethod
@@ -135,22 +135,22 @@ class Environment(ABC):
         """
 
     async def check(self) -> None:  # noqa: B027  nothing behind it, nothing to check
-        """Before a run: raise `EnvironmentUnavailable` (naming the address and the command that starts what is behind
-        it) when that is not reachable."""
+        """Called before a run: raise `EnvironmentUnavailable` if the service behind the environment cannot be reached,
+        naming its address and the command that starts it."""
 
     async def close(self) -> None:  # noqa: B027
-        """Free what is held."""
+        """Release resources."""
 
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
-        """What is wrong with a prompt file for this run; None: nothing that is known.
+        """What is wrong with a prompt file for this run; None if no problem is known.
 
-        `metadata` are the file's own, `prompt` is the text of its first prompt, all messages.
+        `metadata` is that of the file; `prompt` is the text of all messages of its first prompt.
         """
         return None
 
     async def probe(self, query: str) -> list[str] | None:
-        """Use the tool once for real; returns the titles of what came back, best first, or None without such a tool.
+        """Call the tool once for real; returns the titles of the results, best first, or None if there is no such tool.
 
         Raises `EnvironmentUnavailable`.
         """
@@ -158,7 +158,7 @@ class Environment(ABC):
 
 
 def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """The environment that `agent.environment` names. Raises `ConfigError`, which says what its class lacks."""
+    """Construct the environment `agent.environment`. Raises `ConfigError`, which says what the class lacks."""
     name = config.agent.environment
     kind = load_by_name(name, "agent.environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):

@@ -1,12 +1,13 @@
 """One episode: policy turns and environment turns in alternation, in token ids only.
 
-The context is append-only. What the policy was shown when it sampled a turn is exactly what a loss sees in front of
-that turn: nothing is cut from the left, nothing goes through text and back.
+The context is append-only. What the policy saw when it sampled a turn is exactly what a loss sees before that turn:
+nothing is truncated on the left, and ids are never decoded and encoded again.
 
-A `Pause` interrupts an episode, also in the middle of a turn; it goes on later from the ids that it has, maybe in
-another process and under other weights. What it has asked the environment is answered meanwhile, for an episode that
-goes on in the same process. `Trajectory.open_turn` says where: INTERRUPTED while the policy has not ended
-its latest turn; how the turn ended (the generation's `finish_reason`) while the environment has not answered it.
+A `Pause` interrupts an episode, even in the middle of a turn; the episode resumes later from its ids, possibly in
+another process and under other weights. A request that is pending in the environment continues meanwhile, for an
+episode that resumes in the same process. `Trajectory.open_turn` says where the episode stopped: INTERRUPTED if the
+policy has not finished its latest turn; the generation's `finish_reason` if the turn is finished but the environment
+has not answered it.
 """
 
 from __future__ import annotations
@@ -69,15 +70,14 @@ async def run_episode(
     begun: Trajectory | None = None,
     pause: Pause | None = None,
 ) -> Trajectory:
-    """Play one episode to its end, or go on with one that was `begun`; what a `pause` interrupts has no `status`.
+    """Play one episode to its end, or resume one that was `begun`; if `pause` interrupts it, it has no `status`.
 
-    A turn that the environment has not answered when the pause comes is put to it again, unless `pause` has the answer
-    from then.
+    A turn that the environment had not answered at the pause is sent to it again, unless `pause` kept the answer.
 
     `sampling` gives the distribution; its `max_tokens`, `stop` and `seed` are set here for each turn. With a `seed`,
-    turn k samples with `turn_seed(seed, k)`; what is left of an interrupted turn is drawn with another seed.
+    turn k samples with `turn_seed(seed, k)`; the rest of an interrupted turn uses another seed.
     `EnvironmentUnavailable` ends the episode `FAILED` with the error's text in `failure`; the sampler's errors
-    propagate. Raises `RolloutError` if a context does not start with the one before.
+    propagate. Raises `RolloutError` if a context does not start with the previous one.
     """
     trajectory = begun or Trajectory(group_id, prompt, [Segment(Source.PROMPT, tuple(prompt.ids))])
     episode = _Episode(trajectory, sampler, environment, tokenizer, sampling, limits, seed, pause or Pause())
@@ -92,8 +92,8 @@ async def run_episode(
 
 
 def turn_seed(seed: int, turn: int, num_begun: int = 0) -> int:
-    """A seed in [0, 2^63) for one turn, or for what is left of it after its first `num_begun` ids: equal for equal
-    arguments on any machine, unrelated for others."""
+    """A seed in [0, 2^63) for one turn, or for the rest of it after its first `num_begun` ids: equal for equal
+    arguments on any machine, unrelated otherwise."""
     name = f"{seed}/{turn}/{num_begun}" if num_begun else f"{seed}/{turn}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 

@@ -1,4 +1,4 @@
-"""How episodes are interrupted, and what becomes of the answers that they were waiting for."""
+"""How episodes are interrupted, and what happens to the answers that they were waiting for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Interrupted(Exception):
 
 
 class OpenAnswers:
-    """Answers of the environment that interrupted episodes have not waited for; used on one event loop.
+    """Pending answers of the environment to interrupted episodes; used on one event loop.
 
-    A question of equal key gets one of them, each once: an environment keeps no state of an episode. What nobody has
-    come for at the second interruption after its own is cancelled.
+    A later request with an equal key takes one of them, and each is taken once: an environment keeps no state of an
+    episode. An answer that nobody has taken by the second interruption after its own is cancelled.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class OpenAnswers:
         return None
 
     def grow_older(self) -> None:
-        """An interruption begins."""
+        """An interruption begins: cancel the answers that were kept before the previous one."""
         self._cancel(self._earlier)
         self._earlier, self._latest = self._latest, {}
 
     def forget(self) -> None:
-        """Nobody comes for any of them."""
+        """Cancel all answers."""
         self._cancel(self._earlier)
         self._cancel(self._latest)
 
@@ -53,10 +53,10 @@ class OpenAnswers:
 
 
 class Pause:
-    """Interrupts all episodes that were given it, once it has `begun`; used on one event loop.
+    """Interrupts all episodes that it was passed to, once it has `begun`; used on one event loop.
 
-    It ends waits for the environment, whose answers are kept in `answers` for the episodes that go on with another
-    pause. Whoever begins it has to end the turns that are being sampled.
+    Episodes stop waiting for the environment; its answers are kept in `answers` for the episodes that resume with
+    another pause. The caller of `begin` must also stop the turns that are being sampled.
     """
 
     def __init__(self, answers: OpenAnswers | None = None) -> None:
@@ -77,7 +77,7 @@ class Pause:
 
     @contextmanager
     def ends(self) -> Iterator[None]:
-        """Inside, the task waits for something that can be asked for again. Raises Interrupted."""
+        """Context in which a pause ends the wait for something that can be requested again. Raises Interrupted."""
         self.check()
         task = asyncio.current_task()
         assert task is not None
@@ -91,7 +91,7 @@ class Pause:
             self._waiting.discard(task)
 
     async def answer(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """What `ask` gives, or gave when an episode that was interrupted had asked for the same. Raises Interrupted."""
+        """The result of `ask`, or of the same request by an episode that was interrupted. Raises Interrupted."""
         self.check()
         asked = self._answers.take(key) or asyncio.ensure_future(ask())
         try:

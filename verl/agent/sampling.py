@@ -1,4 +1,4 @@
-"""From a config to the distribution that turns are sampled from."""
+"""The sampling distribution of a config."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 How = Literal["train", "val", "greedy"]
-"""Which distribution to sample from: that of training, that of validation, or always the most likely token."""
+"""Which distribution to sample from: training, validation, or greedy (always the most likely token)."""
 
 
 def sampling_of(config: Config, how: How) -> Sampling:
-    """The distribution that `how` names; that of validation is greedy unless `val_kwargs.do_sample`."""
+    """The sampling distribution for `how`; validation is greedy unless `val_kwargs.do_sample`."""
     rollout = config.actor_rollout_ref.rollout
     if how == "train":
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)

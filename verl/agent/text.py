@@ -1,4 +1,4 @@
-"""Between token ids and text: ids are what is sampled and trained, text is only for finding tags and for reading."""
+"""Between token ids and text: ids are sampled and trained on, text serves only to find tags and to be read."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class TurnDecoder:
-    """`decode_turn` of a turn that is still being sampled, text by text.
+    """Incremental `decode_turn`, for a turn that is still being sampled.
 
-    All texts together are exactly the text of the turn, and none ends inside a character that several tokens make.
+    The texts put together are exactly the text of the turn, and none ends inside a character that spans several tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,7 +47,7 @@ class TurnDecoder:
         self._given = 0  # characters
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids`, the next ones, complete; "" while a character is not whole."""
+        """The text that the next `ids` complete; "" while a character is incomplete."""
         self._ids += _without_silent(self._tokenizer, ids)
         before = _decode(self._tokenizer, self._ids[self._start : self._read])
         text = _decode(self._tokenizer, self._ids[self._start :])
@@ -58,12 +58,13 @@ class TurnDecoder:
         return text[len(before) :]
 
     def end(self) -> str:
-        """What is left at the end of the turn: bytes that never became a character, as decoding shows them."""
+        """The rest of the turn: bytes that never completed a character, as the tokenizer decodes them."""
         return _decode(self._tokenizer, self._ids)[self._given :]
 
 
 def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> None:
-    """Raises `DataError` unless `ids` are, special tokens kept, the stored `text`: another tokenizer gave it then."""
+    """Raises `DataError` if `ids`, special tokens kept, do not decode to the stored `text` (another tokenizer's
+    ids)."""
     decoded = str(tokenizer.decode(list(ids)))
     if decoded != text:
         start = len(commonprefix([decoded, text]))
@@ -75,7 +76,7 @@ def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text:
 
 
 def policy_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """One text for each policy turn: never the prompt, never what an environment wrote."""
+    """One text for each policy turn; the prompt and the environment's replies are never included."""
     return [decode_turn(tokenizer, segment.ids) for segment in trajectory.segments if segment.source is Source.POLICY]
 
 

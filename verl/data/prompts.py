@@ -23,11 +23,11 @@ _ENCODE_ROWS = 1024  # rows tokenised in one call
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    """The token ids that an episode starts from: the one place where training, validation and `infer.py` make them.
+    """The token ids that an episode starts from, for training, validation and `infer.py` alike.
 
-    By the tokenizer's chat template (with the opening of the assistant's turn) if it has one, else the text of the one
-    message as it is. No BOS or EOS beyond what the template writes. Raises `DataError` for a prompt without content,
-    and for several messages without a chat template.
+    Applies the tokenizer's chat template (with the generation prompt) if it has one; else encodes the text of the
+    single message as it is. No BOS or EOS beyond what the template writes. Raises `DataError` for a prompt without
+    content, and for several messages without a chat template.
     """
     return _encode_texts(tokenizer, [_prompt_text(tokenizer, messages)])[0]
 
@@ -50,11 +50,11 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
 
 
 class PromptSource:
-    """The prompts of some parquet files, endlessly, each once an epoch.
+    """An endless supply of the prompts in parquet files, each once per epoch.
 
-    `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error,
-    or left out and counted in the log with `filter_overlong`. With `shuffle` each epoch has its own order, a function
-    of `seed` and the epoch's number only. Raises `DataError` naming file, row (from 0) and column.
+    `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error;
+    with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
+    which depends only on `seed` and the epoch number. Raises `DataError` naming file, row (from 0) and column.
     """
 
     def __init__(
@@ -85,23 +85,22 @@ class PromptSource:
         return len(self._rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; an epoch's end may lie inside."""
+        """The next `n` prompts; they may span the end of an epoch."""
         return [self._prompt(self._advance()) for _ in range(n)]
 
     def all(self) -> list[Prompt]:
-        """Every prompt in the order of the files; moves nothing."""
+        """Every prompt in file order, without moving the position of `next`."""
         return [self._prompt(index) for index in range(len(self))]
 
     def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """The position of `next`, and what the state belongs to. From the state, prompts that were drawn are drawn
-        `again`, before all others.
-        """
+        """The position of `next`, and which prompts and seed it applies to. After a resume from this state, `next`
+        first returns the prompts `again`."""
         indices = [prompt.index for prompt in again] + self._again
         place = {"epoch": self._epoch, "position": self._position, "again": indices}
         return place | {"seed": self._seed, "num_prompts": len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises `DataError` when it was taken from other prompts or another seed."""
+        """Resume from `state`. Raises `DataError` if it belongs to other prompts or another seed."""
         for name, value in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != value:
                 raise DataError(f"cannot resume the order of prompts: {name} was {state[name]} and is {value}")

@@ -1,8 +1,8 @@
-"""Rows of the supervised warm start: segments of text, or of the very ids that a policy sampled.
+"""Rows of the supervised warm start: segments of text, or of the exact ids that a policy sampled.
 
 Parquet columns: `segments` list<struct<source, text[, ids]>>, and optionally `phase` ("lm" or "policy"). A row without
-ids is tokenised segment by segment, without special tokens, exactly as an episode's context is put together. A row with
-ids is trained on exactly these; the tokenizer has to decode them to the text.
+ids is tokenised segment by segment, without special tokens, exactly as an episode's context is built. A row with ids is
+trained on exactly these ids; the tokenizer must decode them to the text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_rows(files: str | Sequence[str]) -> list[Row]:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_length: int) -> TokenisedRow:
-    """Ids of each segment on its own; the mask is all tokens but the first (lm) or policy segments' (policy).
+    """Tokenise each segment by itself. The mask has all tokens but the first (lm), or policy tokens only (policy).
 
     Raises DataError for a row that is too long, has nothing to train on, or has the ids of another tokenizer.
     """

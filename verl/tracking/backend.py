@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Run:
-    """What a back end knows of the run. `config` has its secrets masked. `total_steps`: None if not known."""
+    """What a back end knows about the run. Secrets in `config` are masked. `total_steps` is None if unknown."""
 
     project: str
     experiment: str
@@ -20,14 +20,14 @@ class Run:
 
 
 class Backend(Protocol):
-    """One place that metrics go to."""
+    """A destination for metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step; several calls for one step add up."""
+        """Record the metrics of a step; several calls for one step are merged."""
         ...
 
     def finish(self, failed: bool = False) -> None:
-        """Flush and close. `failed`: the run was ended by an error."""
+        """Flush and close. `failed`: the run ended with an error."""
         ...
 
 
@@ -36,7 +36,7 @@ class PhaseBackend(Protocol):
     """A back end that shows what the run is doing."""
 
     def now_in(self, phase: str) -> None:
-        """The innermost phase that has begun, by the name that it has in `timing_s/`; "" between them."""
+        """Receive the innermost phase that is running, by its name in `timing_s/`; "" between phases."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Writes files in the background, beside the next step."""
+"""Writes files in the background while the next step runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Runs jobs, each of which writes a file, one after the other on a thread of its own.
+    """Runs jobs that each write a file, one at a time, on a separate thread.
 
-    `max_jobs` are kept at most, the running one among them: what they write stays in memory until they are done. The
-    first error of a job is raised once, by the next `hand_over` or `drain`. Later jobs run all the same.
+    At most `max_jobs` are held, including the running one: what they write stays in memory until they are done. The
+    first error of a job is raised once, by the next `hand_over` or `drain`. Later jobs still run.
     """
 
     def __init__(self, max_jobs: int = 2) -> None:
@@ -32,9 +32,9 @@ class BackgroundWriter:
         self._thread.start()
 
     def hand_over(self, job: Callable[[], object]) -> None:
-        """Waits for a free place, and logs when that took long.
+        """Queue a job; if the queue is full, wait for room, and log a long wait.
 
-        Raises what an earlier job raised; this one is run nevertheless. Raises ValueError after `close`.
+        Raises what an earlier job raised; this job still runs. Raises ValueError after `close`.
         """
         start = time.perf_counter()
         with self._changed:
@@ -51,9 +51,9 @@ class BackgroundWriter:
         self._raise_error()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until every job is done, at most `timeout_s` seconds where that is given.
+        """Wait until every job is done, for at most `timeout_s` seconds if given.
 
-        Raises what a job raised, and StorageError when they take longer.
+        Raises what a job raised, and StorageError on a timeout.
         """
         with self._changed:
             done = self._changed.wait_for(lambda: not self._jobs, timeout_s)
@@ -64,7 +64,7 @@ class BackgroundWriter:
             )
 
     def close(self) -> None:
-        """Take no more jobs; the thread ends after the last. Waits for nothing, as `drain` does; safe to call twice."""
+        """Accept no more jobs; the thread ends after the last one. Does not wait (`drain` does); safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

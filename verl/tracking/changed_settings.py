@@ -23,13 +23,13 @@ HARMLESS = re.compile(
     r"|trainer\.(default_\w+_dir|gather_state|overwrite|resume_\w+|max_ckpt_to_keep|del_local_ckpt_after_load|save_\w+)"
     r"|trainer\.(val_before_train|val_only|eval_ref_policy_freq|layout|rollout_gpus_per_node)|critic\.n_gpus_per_node"
 )
-"""Keys that change where, how fast, or what is reported, and gradients at most by rounding. Any other may change what
-is learned."""
+"""Keys that change where and how fast a run goes, or what it reports, and gradients only by rounding. Any other key may
+change what is learned."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key with another value; a key that only one of the two has is `NOT_SET` in the other."""
+    """A key whose value differs. `NOT_SET` is the value of a key that one side lacks."""
 
     key: str
     old: Any
@@ -45,7 +45,7 @@ class Change:
 
 
 def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Change]:
-    """By key; those that may change what is learned come first. Both as read from YAML."""
+    """The keys that differ, those that may change what is learned first. Both configurations are as read from YAML."""
     old, new = dict(leaves(saved)), dict(leaves(wanted))
     keys = dict.fromkeys([*new, *old])
     changes = [Change(key, old.get(key, NOT_SET), new.get(key, NOT_SET)) for key in keys]
@@ -55,7 +55,8 @@ def changed_settings(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of a tree of settings by dotted key.
 
-    An empty mapping has none, so that `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone."""
+    An empty mapping has no values, so `kwargs: {}` and `kwargs: {k: 1}` differ in `kwargs.k` alone.
+    """
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""The terminal: a progress bar, and one compact line a step with the numbers a person watches."""
+"""The terminal: a progress bar, and one compact line per step with the numbers to watch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ WORTH_TELLING = 0.01  # of a step's time
 
 
 class ConsoleBackend:
-    """Prints a line for every `log`, with the time that is left; on a terminal there is a bar below the lines.
+    """Prints a line for every `log`, with the remaining time; on a terminal, a bar stays below the lines.
 
-    The bar shows the phase that the run is in, and the newest reward, exact match and validation score.
+    The bar shows the current phase of the run, and the latest reward, exact match and validation score.
     """
 
     def __init__(self, run: Run, console: Console | None = None) -> None:

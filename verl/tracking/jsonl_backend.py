@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, readable while the run lasts."""
+"""metrics.jsonl: one JSON object per line, readable while the run is going."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlBackend:
-    """Appends `{"step": int, "time": unix seconds, name: number, ...}`, whole lines only.
+    """Appends `{"step": int, "time": unix seconds, name: number, ...}`, complete lines only.
 
-    NaN and infinities become null, so that every line is valid JSON. A resumed run appends to the same file, behind
-    the last whole line.
+    NaN and infinities become null, so that every line is valid JSON. A resumed run appends to the same file, after the
+    last complete line.
     """
 
     def __init__(self, run: Run) -> None:
@@ -31,4 +31,4 @@ class JsonlBackend:
         append(self._path, json.dumps(record).encode("ascii") + b"\n")
 
     def finish(self, failed: bool = False) -> None:
-        """Nothing is left to be written."""
+        """Does nothing: every line is already written."""

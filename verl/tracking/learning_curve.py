@@ -1,4 +1,4 @@
-"""The picture of a run: training reward and held-out scores against the step."""
+"""The plot of a run: training reward and held-out scores by step."""
 
 from __future__ import annotations
 

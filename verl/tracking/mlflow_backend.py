@@ -32,11 +32,11 @@ IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOU
 class MlflowBackend:
     """Logs to `MLFLOW_TRACKING_URI`; without it to the folder `{run_dir}/mlruns`, which `mlflow ui` shows.
 
-    Metrics keep their names, but for characters that MLflow refuses (`_` in their place), and a metric `a` beside one
-    `a/b` is `a/all`: MLflow's folders cannot have both. The settings of the run are its parameters. A step that a
-    server does not take is a warning, and the run continues: `metrics.jsonl` has it.
+    Metrics keep their names, except that characters which MLflow refuses become `_`, and a metric `a` becomes `a/all`
+    if there is also an `a/b`: MLflow's folders cannot have both. The settings of the run become its parameters. If a
+    server does not accept a step, a warning is logged and the run continues: `metrics.jsonl` has the step.
 
-    Raises ConfigError when the run cannot be made.
+    Raises ConfigError when the run cannot be created.
     """
 
     def __init__(self, run: Run) -> None:

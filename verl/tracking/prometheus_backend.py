@@ -19,7 +19,7 @@ STEP, LOGGED = f"{PREFIX}step", f"{PREFIX}last_logged_seconds"
 
 
 class PrometheusBackend:
-    """Serves `http://{host}:{port}/metrics` until `finish`; port 0 takes a free one, which is `port`.
+    """Serves `http://{host}:{port}/metrics` until `finish`; port 0 picks a free one, see `port`.
 
     Raises ConfigError when the port is not available.
     """
@@ -48,9 +48,9 @@ class PrometheusBackend:
 
 
 class LatestMetrics(Collector):
-    """Keeps the newest value of each metric, that of a validation until the next one.
+    """Keeps the latest value of each metric; those of a validation stay until the next one.
 
-    Two metrics whose names differ in punctuation alone are one family; the label `metric` has the full name.
+    Metrics whose names differ only in punctuation share a family; the label `metric` has the full name.
     """
 
     def __init__(self, run: Run) -> None:

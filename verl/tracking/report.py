@@ -49,9 +49,8 @@ TRAJECTORY_KINDS: tuple[Kind, ...] = ("val", "test", "train")
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write report.md and report.png into `run_dir`; the path of report.md. Raises DataError without metrics, and
-    StorageError.
-    """
+    """Write report.md and report.png into `run_dir` and return the path of report.md. Raises DataError when there are
+    no metrics, and StorageError."""
     run = load_run(run_dir)
     draw_learning_curve(run, run.run_dir / "report.png")
     sections = [_heading(run), "![Learning curve](report.png)"]
@@ -220,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(run_dir: Path | str, split: str) -> str:
-    """One line a data source: its score in the first and in the last evaluation of `split`."""
+    """One line per data source: its score in the first and the last evaluation of `split`."""
     run = load_run(run_dir)
     prefix = f"{split}/test_score/"
     lines = []

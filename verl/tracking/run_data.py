@@ -1,4 +1,4 @@
-"""What a finished (or running) run left on disk, loaded for the report."""
+"""What a run left on disk, finished or not, loaded for the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunData:
         return {step: row[name] for step, row in self.metrics.items() if name in row and math.isfinite(row[name])}
 
     def names(self, prefix: str) -> list[str]:
-        """What follows `prefix` in the metric names that start with it, in order of first use."""
+        """The rest of each metric name that starts with `prefix`, in order of first use."""
         found = (name for row in self.metrics.values() for name in row if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in dict.fromkeys(found)]
 
@@ -46,9 +46,9 @@ class RunData:
 def load_run(run_dir: Path | str, may_be_empty: bool = False) -> RunData:
     """Read metrics.jsonl and config.yaml (which may be absent).
 
-    Lines of one step are merged and a later line wins, so a step repeated after a resume counts once. A last line
-    cut short by a crash is ignored. Raises DataError for any other line that is not the metrics of a step, for a
-    config.yaml that is not YAML, without metrics.jsonl, and unless it `may_be_empty` without a step in it.
+    Lines of one step are merged and a later line wins, so a step repeated after a resume counts once. A last line cut
+    short by a crash is ignored. Raises DataError for any other line that is not the metrics of a step, for a
+    config.yaml that is not YAML, if metrics.jsonl is missing, and if it has no steps (unless `may_be_empty`).
     """
     run_dir = Path(run_dir)
     path = run_dir / FILE_NAME

@@ -14,7 +14,7 @@ from verl.tracking.backend import Sample
 def samples_to_show(
     trainer: TrainerConfig, trajectories: Sequence[Trajectory], step: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Sample]:
-    """`log_trajectories` of a step at most; none in a step between two samples. The first step has some as well.
+    """At most `log_trajectories` trajectories of step 1 and of every `log_trajectories_freq`-th step, else none.
 
     The first of each group, in the order they were sampled, then the second of each, and so on.
     """

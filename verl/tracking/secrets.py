@@ -35,8 +35,7 @@ def mask_secrets(value: Any) -> Any:
 
 def mask_text(text: str) -> str:
     """`text` with `***` for user and password in URLs, their secret parameters, bearer tokens, and the values of
-    environment variables with the name of a secret, such as HF_TOKEN or SERPER_API_KEY.
-    """
+    environment variables whose names suggest a secret, such as HF_TOKEN or SERPER_API_KEY."""
     for secret in _secrets_of_environment():
         text = text.replace(secret, MASK)
     text = URL_PARAMETER.sub(rf"\g<1>{MASK}", URL_CREDENTIALS.sub(MASK, text))

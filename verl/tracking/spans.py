@@ -43,13 +43,13 @@ class SpanRecorder:
             self.spans.append(Span(name, start, now()))
 
     def take(self) -> list[Span]:
-        """Those that have ended since the last call."""
+        """The spans that have ended since the last call."""
         taken, self.spans = self.spans, []
         return taken
 
 
 class OverlapRecorder:
-    """Spans in which at least one of many overlapping tasks is inside: from the first one in to the last one out."""
+    """Records the spans in which at least one of many overlapping tasks runs: from the first start to the last end."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -70,7 +70,7 @@ class OverlapRecorder:
                 self._spans.append(Span(self.name, self._start, now()))
 
     def take(self) -> list[Span]:
-        """Those that have ended since the last call, and the part of a running one that has passed."""
+        """The spans that have ended since the last call, and the part so far of a span that is still open."""
         if self._inside:
             self._spans.append(Span(self.name, self._start, now()))
             self._start = self._spans[-1].end
@@ -79,7 +79,7 @@ class OverlapRecorder:
 
 
 def covered_s(spans: Iterable[Span], windows: Sequence[Span]) -> float:
-    """Seconds of `windows`, which do not overlap each other, in which at least one of `spans` was going on."""
+    """Seconds of `windows`, which do not overlap each other, covered by at least one of `spans`."""
     total, edges = 0.0, sorted((span.start, span.end) for span in spans)
     for window in windows:
         reached = window.start
@@ -91,7 +91,7 @@ def covered_s(spans: Iterable[Span], windows: Sequence[Span]) -> float:
 
 
 def gaps(spans: Iterable[Span], window: Span, name: str) -> list[Span]:
-    """The spans within `window` in which none of `spans` was going on."""
+    """The parts of `window` that none of `spans` covers, as spans called `name`."""
     found, reached = [], window.start
     inside = (span for span in spans if span.start < window.end)
     for span in sorted(inside, key=lambda one: one.start):

@@ -20,9 +20,9 @@ from verl.tracking.backend import Run, Sample
 
 
 class TensorboardBackend:
-    """One event a step, with a scalar per metric name; on the disk after every step, so that a viewer follows the run.
+    """One event per step with a scalar per metric; on disk after every step, so that TensorBoard can follow the run.
 
-    Written here and not by `SummaryWriter`, whose thread prints a traceback when the disk is full.
+    Does not use `SummaryWriter`, whose thread prints a traceback when the disk is full.
     """
 
     def __init__(self, run: Run) -> None:
@@ -37,7 +37,7 @@ class TensorboardBackend:
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """A text `trajectories/train/N` for each one: its facts, and the response word by word."""
+        """A text `trajectories/train/N` for each sample: its facts and its full response."""
         values = [
             Summary.Value(
                 tag=f"trajectories/train/{place}",
@@ -58,7 +58,7 @@ class TensorboardBackend:
         append(self._path, record.getvalue())
 
     def finish(self, failed: bool = False) -> None:
-        """Nothing is left to be written."""
+        """Does nothing: every event is already written."""
 
 
 def _as_markdown(sample: Sample) -> str:

@@ -1,7 +1,7 @@
 """The timeline of a step: `timeline/step_N.json` in the run folder, for chrome://tracing or ui.perfetto.dev.
 
-One row for the driver, each engine, and each rank of a trained role. Times are from the first span on. The clocks of
-several nodes may differ by what their synchronisation leaves; durations do not depend on that.
+The driver, each engine, and each rank of a trained role have a row. Times count from the first span. The clocks of
+different nodes may be slightly out of sync; durations do not depend on that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MICROSECONDS = 1e6
 
 
 def write_timeline(run_dir: Path, step: int, spans: Mapping[str, Sequence[Span]]) -> Path:
-    """Write the spans of each row, by its name. Returns the path. Raises StorageError."""
+    """Write the spans, given by row name, and return the path. Raises StorageError."""
     path = run_dir / FOLDER / f"step_{step}.json"
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")

@@ -11,8 +11,8 @@ from verl.tracking.spans import SpanRecorder
 class Timer(SpanRecorder):
     """Adds up the wall-clock seconds of named phases; a phase entered twice is summed.
 
-    Nested phases each count their own whole duration, so an outer `step` covers the phases inside it.
-    An exception still counts the time until it was raised.
+    Each nested phase counts its full duration, so an outer `step` covers the phases inside it. If a phase ends with an
+    exception, the time until then still counts.
 
         timer = Timer()
         with timer("step"):
@@ -23,7 +23,7 @@ class Timer(SpanRecorder):
     """
 
     def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
-        """`entered` is told the innermost phase whenever that changes; "" outside of all."""
+        """`entered` is called with the innermost phase whenever that changes; "" outside all phases."""
         super().__init__()
         self._entered = entered
         self._inside: list[str] = []
@@ -41,7 +41,7 @@ class Timer(SpanRecorder):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the phases that have ended."""
+        """Seconds by phase, for the phases that have ended."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds

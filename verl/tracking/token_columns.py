@@ -1,11 +1,11 @@
-"""What the trainer knew of each token, as further columns of the store beside those of `SCHEMA`.
+"""What the trainer knew about each token, as optional columns of the store after those of `SCHEMA`.
 
-advantages      of each policy token, as it entered the loss, before tokens were left out of it
-old_log_probs   under the trainer's policy before the update; `log_probs` are the sampler's
-kl              to the anchor, by the estimator of the run, before its weight
+    advantages      of each policy token, as it entered the loss, before any tokens were excluded
+    old_log_probs   under the trainer's policy before the update; `log_probs` are the sampler's
+    kl              to the anchor, by the estimator of the run, before its coefficient
 
-A column is there where the run computed it. A list is null for a trajectory that was not trained on, and a number of it
-where nothing was computed: at tokens of prompt and environment, and at tokens that were left out of the losses.
+A column exists if the run computed it. Its list is null for a trajectory that was not trained on, and a number in the
+list is null where nothing was computed: at prompt and environment tokens, and at tokens excluded from the losses.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _LIST = pa.list_(pa.float32())
 
 @dataclass(frozen=True)
 class TokenValues:
-    """`rows`: the numbers of the trajectories that have values, of `lengths_B` tokens each. `columns`: by name, the
-    value and whether there is one, [T] over these trajectories in this order.
-    """
+    """`rows`: indices of the trajectories that have values; `lengths_B`: their lengths in tokens. `columns`: by name,
+    the values and whether each one is known, both [T] over these trajectories in this order."""
 
     rows: Sequence[int]
     lengths_B: npt.NDArray[np.int64]
@@ -33,7 +32,7 @@ class TokenValues:
 
 
 def with_token_values(table: pa.Table, values: TokenValues) -> pa.Table:
-    """`table` of trajectories with a column more for each of `values`."""
+    """`table` of trajectories with one more column for each of `values`."""
     order = np.argsort(np.array(values.rows, np.int64), kind="stable")
     there_R = np.zeros(len(table), np.bool_)
     there_R[list(values.rows)] = True

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to every place that the configuration names."""
+"""Sends a run's metrics to every back end that the configuration names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CONFIG_FILE = "config.yaml"
 class Tracker:
     """Writes `config.yaml` (secrets masked) into `run_dir` and logs to metrics.jsonl plus the named back ends.
 
-    `loggers`: any of console, mlflow, tensorboard, wandb, jsonl. With `trainer.metrics_port` in `config` Prometheus can
-    ask for the metrics as well. `total_steps` is for the progress bar. Usable in a `with`.
+    `loggers`: any of console, mlflow, tensorboard, wandb, jsonl. With `trainer.metrics_port` in `config`, Prometheus
+    can scrape the metrics, too. `total_steps` is for the progress bar. Usable in a `with` statement.
 
     Raises ConfigError for a name that is not available, and StorageError, as `log` does, for a file that cannot be
     written.
@@ -60,25 +60,25 @@ class Tracker:
             raise
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Send numbers (Python, numpy or one-element tensors) of a step; may be called several times for one step."""
+        """Log numbers (Python, numpy or one-element tensors) of a step; may be called several times for one step."""
         numbers = {name: float(value) for name, value in metrics.items()}
         for backend in self._backends:
             backend.log(numbers, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Show trajectories of a step in the back ends that can; before the `log` of that step."""
+        """Show trajectories of a step in the back ends that support it; call it before the `log` of that step."""
         for backend in self._backends:
             if samples and isinstance(backend, SampleBackend):
                 backend.log_samples(samples, step)
 
     def now_in(self, phase: str) -> None:
-        """Show what the run is doing, in the back ends that can."""
+        """Show the current phase in the back ends that support it."""
         for backend in self._backends:
             if isinstance(backend, PhaseBackend):
                 backend.now_in(phase)
 
     def finish(self, failed: bool = False) -> None:
-        """Close every back end; safe to call twice. `failed`: an error has ended the run."""
+        """Close every back end; safe to call twice. `failed`: the run ended with an error."""
         while self._backends:
             self._backends.pop().finish(failed)
 
@@ -92,12 +92,12 @@ class Tracker:
 
 
 def settings_text(config: Mapping[str, Any]) -> str:
-    """What `config.yaml` of a run has: YAML, secrets masked."""
+    """The contents of a run's `config.yaml`: YAML, secrets masked."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(mask_secrets(config))))
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise ConfigError unless every name is a back end of this installation."""
+    """Raise ConfigError unless every name is a back end that is available here."""
     for name in loggers:
         if name in BACKENDS or name == "jsonl":
             continue

@@ -1,4 +1,4 @@
-"""Trajectories as the columns of the store. Letters: `B` rows, `T` tokens of all rows one after the other."""
+"""Trajectories as the columns of the store. Letters: `B` rows, `T` tokens of all rows, concatenated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMEMBERED = 32  # texts: the prompt of a group is decoded once, and a response
 
 
 def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> pa.Table:
-    """One row a trajectory, with the columns of `SCHEMA`; `decode` turns token ids into text.
+    """One row per trajectory, with the columns of `SCHEMA`; `decode` turns token ids into text.
 
     Raises ValueError or OverflowError for a value that its column cannot hold.
     """

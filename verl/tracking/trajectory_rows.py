@@ -1,4 +1,4 @@
-"""The columns of the store, and one of its rows as a trajectory again."""
+"""The columns of the store, and how to turn one of its rows back into a trajectory."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ NULLABLE = ("question", "ground_truth", "status", "failure", "reward")
 
 
 def from_row(row: dict[str, Any]) -> Trajectory:
-    """The trajectory that `to_table` was given; `row` has gone through `PARSERS`.
+    """The trajectory that `to_table` stored; `row` has been parsed with `PARSERS`.
 
-    Of the dataset row there is what was stored: `data_source`, and `reward_model.ground_truth` and `question` where
-    they are not null. Raises ValueError or TypeError for a row that no trajectory can have.
+    Its dataset row has only what was stored: `data_source`, and `reward_model.ground_truth` and `question` where they
+    are not null. Raises ValueError or TypeError for a row that cannot be a trajectory.
     """
     empty = [name for name in SCHEMA.names if name not in NULLABLE and row[name] is None]
     if empty:
@@ -116,7 +116,7 @@ def _components(pairs: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def question_of(row: dict[str, Any]) -> str | None:
-    """Of a dataset row or its extra_info; None without one."""
+    """The question of a dataset row, from the row or its extra_info; None if there is none."""
     question = row.get("question")
     if question is None:
         question = (row.get("extra_info") or {}).get("question")

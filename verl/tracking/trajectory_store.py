@@ -1,4 +1,4 @@
-"""Every sampled trajectory in Parquet, one file a step, for people and tools to read, and to load again.
+"""Every sampled trajectory in Parquet, one file per step, for people and tools to read, and to be loaded again.
 
 Columns are those of `SCHEMA`. Ids, mask and log-probs are exactly what was trained; text is decoded for reading only.
 """
@@ -56,10 +56,9 @@ def write_trajectories(
 ) -> Path:
     """Write all trajectories of a step, failed ones included; the file appears whole or not at all.
 
-    `decode` turns token ids into text (special tokens kept, so that a reader sees what the model saw). A search is
-    an event with a `query` that was not refused (`executed` false); its `document_ids` and `milliseconds` are kept
-    where the environment gave them. `values` adds the columns of `token_columns`. Appends nothing: a file of the same
-    step is replaced.
+    `decode` turns token ids into text (special tokens kept, so that a reader sees what the model saw). A search is an
+    event with a `query` that was not refused (`executed` false); its `document_ids` and `milliseconds` are kept where
+    the environment gave them. `values` adds the columns of `token_columns`. An existing file of the step is replaced.
     """
     path = trajectories_path(run_dir, kind, step)
     table = to_table(trajectories, step, decode)
@@ -84,14 +83,14 @@ def read_trajectories(path: Path | str, columns: Sequence[str] | None = None) ->
 def load_trajectories(path: Path | str) -> list[Trajectory]:
     """The trajectories that were written to `path`, with the same ids, segments, log-probs, events and numbers.
 
-    Their dataset rows have what is stored of it: `data_source`, `reward_model.ground_truth` and `question`. Raises
+    Their dataset rows have only what was stored: `data_source`, `reward_model.ground_truth` and `question`. Raises
     DataError naming file and row.
     """
     return parse_trajectories(read_trajectory_table(path), path)
 
 
 def read_trajectory_table(path: Path | str) -> pa.Table:
-    """A file with the columns of `SCHEMA` in its types, further columns behind them; a missing `question` is null.
+    """A file as a table: the columns of `SCHEMA` with its types, then any others; a missing `question` is null.
 
     Raises DataError for a file that does not hold trajectories.
     """
@@ -110,7 +109,7 @@ def read_trajectory_table(path: Path | str) -> pa.Table:
 
 
 def parse_trajectories(table: pa.Table, path: Path | str) -> list[Trajectory]:
-    """The trajectories of what `read_trajectory_table` gave for `path`. Raises DataError naming file and row."""
+    """The trajectories of a table that was read from `path`. Raises DataError naming file and row."""
     trajectories = []
     for number, row in enumerate(_parse(table.select(SCHEMA.names), path)):
         try:

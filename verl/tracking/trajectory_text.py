@@ -26,8 +26,8 @@ TURN_TAG = re.compile(r"(?=<(?:think|search|answer)>)")
 def choose_three(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     """Up to three different trajectories with a caption: solved with several searches, not solved, and any other.
 
-    Solved means a positive reward; of several candidates the one of highest reward, then with most searches, is taken.
-    Not solved prefers a wrong answer to an infrastructure failure.
+    Solved means a positive reward; among several, the highest reward wins, then the most searches. As the unsolved one,
+    a wrong answer is preferred to an infrastructure failure.
     """
     left = list(rows)
     chosen: list[tuple[str, Row]] = []

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbBackend:
-    """One W&B run under `{run_dir}/wandb`. `WANDB_MODE` decides the mode; unset and without an API key: offline."""
+    """One W&B run under `{run_dir}/wandb`, in the mode of `WANDB_MODE`; without that and an API key, offline."""
 
     def __init__(self, run: Run) -> None:
         mode: Literal["offline"] | None = None
@@ -39,7 +39,7 @@ class WandbBackend:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """The table `trajectories/train`, a new one a step, with a column for each component of the reward."""
+        """The table `trajectories/train`, a new one per step, with a column for each component of the reward."""
         components = list(dict.fromkeys(name for sample in samples for name in sample.components))
         table = wandb.Table(columns=[*COLUMNS, *components])
         for sample in samples:
