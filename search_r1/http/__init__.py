@@ -1,1 +1,1 @@
-"""What every HTTP server of this project is made of: process, gate, deadlines, metrics; and what its clients need."""
+"""What all HTTP servers of this project share (process, gate, deadlines, metrics), and what their clients share."""

@@ -1,4 +1,4 @@
-"""Addresses of services: checked, and shown without passwords."""
+"""Addresses of services: validated, and shown without passwords."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def without_credentials(text: str) -> str:
 
 
 def check_addresses(urls: Iterable[str]) -> None:
-    """Raise `RetrieverAddressError` when one of `urls` is not http:// or https:// and a host."""
+    """Raise `RetrieverAddressError` unless each of `urls` is http:// or https:// with a host."""
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:

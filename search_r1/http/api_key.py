@@ -1,4 +1,4 @@
-"""The API key of an engine: from the environment or a file, and never in what is shown or stored."""
+"""The API key of an online engine: read from the environment or a file, never shown or stored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MASK = "[api key]"
 
 
 class ApiKey:
-    """A secret that shows itself only to `reveal`."""
+    """A secret that only `reveal` shows."""
 
     def __init__(self, text: str, source: str) -> None:
-        """Raises `OnlineError` for a text that cannot be a key; the message names `source` only."""
+        """Raises `OnlineError` if `text` cannot be a key; the message names `source` only."""
         text = text.strip()
         if len(text) < _SHORTEST or not text.isascii() or not text.isprintable() or " " in text:
             raise OnlineError(
@@ -39,7 +39,7 @@ class ApiKey:
 
 
 def read_key(variable: str, file: str | None) -> ApiKey:
-    """The key in `file`, else in the environment. Raises `OnlineError` when there is none."""
+    """The key in `file`, or else in the environment variable. Raises `OnlineError` if there is none."""
     if file is not None:
         try:
             return ApiKey(Path(file).read_text(encoding="utf-8"), f"the file {file}")

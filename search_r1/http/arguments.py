@@ -1,4 +1,4 @@
-"""The arguments that every server has: its address, the longest time of a request, its token.
+"""The arguments that every server has: its address, the timeout of a request, its token.
 
 Imports no server, so that `--help` answers at once.
 """
@@ -34,7 +34,7 @@ def check_serving_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_token(arguments: argparse.Namespace, variable: str = _TOKEN_VARIABLE) -> str | None:
-    """The token of the command line, else of the environment. Raises `ServerError`, which never shows it."""
+    """The token from the command line, or else from the environment. Raises `ServerError`, which never shows it."""
     token: str | None = arguments.auth_token
     if token is None:
         token = os.environ.get(variable)

@@ -8,5 +8,5 @@ _MOST_DOUBLINGS = 10
 
 
 def backoff_s(attempt: int, first_s: float, longest_s: float) -> float:
-    """Seconds after attempt 1, 2, ...: exponential, capped, with jitter so that requests do not come back in step."""
+    """Seconds to wait after attempt 1, 2, ...: exponential, capped, with jitter against retries in lockstep."""
     return min(longest_s, first_s * 2 ** min(attempt - 1, _MOST_DOUBLINGS)) * random.uniform(0.5, 1.0)

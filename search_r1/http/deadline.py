@@ -1,4 +1,4 @@
-"""The deadline of a request: its work is cancelled when the time is over or the client disconnects."""
+"""The deadline of a request: its work is cancelled when the deadline passes or the client disconnects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ClientGone(Exception):
 
 
 class Bodies:
-    """Counts the bytes of all request bodies in memory, so that many large uploads at once cannot exhaust it."""
+    """Limits the bytes of all request bodies together, so that many large uploads at once cannot exhaust the memory."""
 
     total = 0
 
@@ -41,23 +41,22 @@ class Bodies:
         Bodies.total -= self._own
 
     def add(self, num_bytes: int) -> None:
-        """Hold more of one body. Raises `HTTPException` when it is too large, `ServiceUnavailable` when all are."""
+        """Count more bytes of a body. Raises `HTTPException` if it is too large, `ServiceUnavailable` if all are."""
         self._own += num_bytes
         Bodies.total += num_bytes
         if self._own > self._max_bytes:
             raise HTTPException(413, f"the request is larger than {self._max_bytes} bytes; send less at once")
         if Bodies.total > MAX_BODIES_BYTES:
-            raise ServiceUnavailable(f"the requests held have more than {MAX_BODIES_BYTES} bytes", retry_after_s=1)
+            raise ServiceUnavailable(f"request bodies exceed {MAX_BODIES_BYTES} bytes; retry in 1 s", retry_after_s=1)
 
 
 async def answer_in_time(
     http: Request, timeout_s: float, work: Callable[[bytes], Awaitable[T]], max_body_bytes: int = MAX_BODY_BYTES
 ) -> T:
-    """The result of `work(body)`, cancelled when the client leaves or its time is over.
+    """The result of `work(body)`, which is cancelled when the client disconnects or the deadline passes.
 
-    The time is that of `allowed_s`, counted from here.
-    Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too much is being uploaded, or `HTTPException`
-    when the body is too large or the header no number.
+    The deadline is `allowed_s` seconds from now. Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too
+    much is being uploaded, or `HTTPException` when the body is too large or the header is not a number.
     """
     timeout_s = allowed_s(http, timeout_s)
     clock = asyncio.timeout(timeout_s)
@@ -80,9 +79,9 @@ async def answer_in_time(
 
 
 def allowed_s(http: Request, timeout_s: float) -> float:
-    """`timeout_s`, or the milliseconds of the header X-Deadline-Ms where that is less.
+    """`timeout_s`, or the milliseconds of the header X-Deadline-Ms if that is less.
 
-    Raises `HTTPException` when the header is no number.
+    Raises `HTTPException` if the header is not a number.
     """
     header = next((value for name, value in http.scope["headers"] if name == DEADLINE_HEADER), None)
     if header is None:

@@ -1,4 +1,4 @@
-"""What a client reads of an error reply: the message, and when to come again."""
+"""What a client reads from an error reply: the message, and when to retry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN_CHARS = 300  # of a message
 
 
 def server_message(payload: bytes) -> str:
-    """What the server said in an error answer: its `detail` or the start of its text."""
+    """The server's message in an error reply: its `detail`, or the start of its text."""
     text = payload.decode("utf-8", "replace")
     with suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["detail"])
@@ -20,7 +20,7 @@ def server_message(payload: bytes) -> str:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header (seconds or an HTTP date) asks to wait; 0 without a readable one."""
+    """Seconds to wait by a Retry-After header (seconds or an HTTP date); 0 if there is none, or it cannot be read."""
     if not header:
         return 0.0
     with suppress(ValueError):

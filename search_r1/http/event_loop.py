@@ -6,9 +6,9 @@ import asyncio
 
 
 def entered_loop(current: asyncio.AbstractEventLoop | None, owner: str) -> asyncio.AbstractEventLoop | None:
-    """The running event loop, or None when it is `current`, to which the object belongs.
+    """The running event loop, or None if it is `current`, the loop that the object belongs to.
 
-    A closed loop took its connections with it; while `current` is open, raises `RuntimeError`.
+    On a new loop, connections must be opened again. Raises `RuntimeError` if `current` is another open loop.
     """
     loop = asyncio.get_running_loop()
     if current is loop:

@@ -1,4 +1,4 @@
-"""Middleware around every request: the bearer token, the refusals while the server drains, the metrics."""
+"""Middleware around every request: the bearer token, refusals while the server drains, metrics."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PROBES = OPEN_PATHS | {"/health", "/metrics"}  # answered while the server drai
 
 
 def detail_body(_status: int, message: str) -> dict[str, str]:
-    """The JSON of an error reply, as FastAPI has it."""
+    """The JSON of an error reply, in FastAPI's format."""
     return {"detail": message}
 
 
 @dataclass
 class ServerState:
-    """`not_ready` says why no traffic should come, "" when it should; `running` counts requests but not probes."""
+    """`not_ready`: why the server should get no traffic yet, "" once ready. `running` counts requests, not probes."""
 
     not_ready: str = ""
     draining: bool = False
@@ -37,7 +37,7 @@ class ServerState:
 
 
 class Reply:
-    """A `send` that notes the HTTP status; 500 until there is one."""
+    """A `send` that remembers the HTTP status; 500 until there is one."""
 
     def __init__(self, send: Send) -> None:
         self.status = 500
@@ -60,9 +60,9 @@ class Gate:
         refusal: Callable[[int, str], Any] = detail_body,
         open_paths: Set[str] = OPEN_PATHS,
     ) -> None:
-        """Without a `token` every client is served. It is never logged.
+        """Without a `token`, every client is served. The token is never logged.
 
-        `refusal(status, message)` is the JSON of a refusal. `open_paths` need no token.
+        `refusal(status, message)` is the JSON of a refusal. Requests to `open_paths` need no token.
         """
         self._app = app
         self._state = state

@@ -11,7 +11,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class StageMetrics:
-    """One stage of the work that runs in batches: `stage` begins the names of its metrics, `unit` is what it counts."""
+    """Metrics of one batched stage: `stage` is the prefix of their names, `unit` is what they count."""
 
     def __init__(self, registry: CollectorRegistry, stage: str, unit: str) -> None:
         self.stage, self.unit = stage, unit
@@ -34,7 +34,7 @@ class StageMetrics:
 
 
 class Metrics:
-    """Each instance has its own registry: two servers in one process do not mix. `server` prefixes the names."""
+    """Each instance has its own registry: two servers in one process stay separate. `server` prefixes the names."""
 
     def __init__(self, server: str = "retrieval") -> None:
         registry = self.registry = CollectorRegistry()
@@ -64,12 +64,12 @@ class Metrics:
 
     @cached_property
     def search(self) -> StageMetrics:
-        """Of the search of the index."""
+        """Metrics of the index search."""
         return StageMetrics(self.registry, "retrieval", "queries")
 
     @cached_property
     def rerank(self) -> StageMetrics:
-        """Of the reranker."""
+        """Metrics of the reranker."""
         return StageMetrics(self.registry, "rerank", "pairs")
 
     async def render(self) -> bytes:

@@ -1,4 +1,4 @@
-"""One server process: its address, its token, and the run from the first request to the last."""
+"""One server process: its address, its token, and its life from start to shutdown."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run_server(
 ) -> int:
     """Load, then serve until SIGTERM or Ctrl-C. Returns the exit code: 1 when it cannot start.
 
-    `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads and gives what is served, in words,
-    and its app of `create_app`; its `SearchError` ends the program with one line.
+    `arguments` are those of `add_serving_arguments`; `build(metrics, token)` loads, and returns a description of what
+    is served and its app from `create_app`; a `SearchError` from it ends the program with a one-line message.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -51,7 +51,7 @@ def run_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserve the address before a long load. It refuses connections until `serve`. Raises `ServerError`."""
+    """Reserve the address before a long load. Connections are refused until `serve`. Raises `ServerError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -65,11 +65,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def announce(what: str, listener: socket.socket, token: str | None, route: str = "/retrieve") -> None:
-    """Log where `what` is served, and a warning when anyone may ask from elsewhere."""
+    """Log where `what` is served, and a warning if other machines can use it without a token."""
     host, port = listener.getsockname()[:2]
     _LOG.info("serving %s on http://%s:%d%s", what, host, port, route)
     if token is None and not ipaddress.ip_address(host).is_loopback:
-        _LOG.warning("%s is open to other machines and there is no --auth_token: everyone may search", host)
+        _LOG.warning("%s is reachable from other machines and there is no --auth_token: anyone can search", host)
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
@@ -84,7 +84,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 def draining_server(app: FastAPI) -> DrainingServer:
-    """The server of an app whose `app.state.server` is its `ServerState`."""
+    """The server for an app whose `app.state.server` is its `ServerState`."""
     # not uvloop: it accepts one connection each turn, so on a busy server new clients waited for seconds
     config = uvicorn.Config(
         app,
@@ -99,21 +99,21 @@ def draining_server(app: FastAPI) -> DrainingServer:
 
 
 def settle_process() -> None:
-    """Tune the interpreter for an event loop beside busy threads, once everything is loaded."""
+    """Tune the interpreter for an event loop next to busy threads, once everything is loaded."""
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()  # what is loaded stays: no later collection walks through it
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal it still listens, to say 503, until the requests that run are answered."""
+    """After the first signal it keeps listening, and replies 503, until the running requests are answered."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self._state = state
 
     async def main_loop(self) -> None:
-        """uvicorn's, which ends at the first signal, and then the wait for what runs."""
+        """uvicorn's main loop, which ends at the first signal, then the wait for running requests."""
         await super().main_loop()
         self._state.draining = True
         end = time.monotonic() + DRAIN_S

@@ -1,4 +1,4 @@
-"""Routes whose endpoint reads the body of the request itself, and the direct way to them."""
+"""Routes whose endpoint reads the request body itself, and a shortcut to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from search_r1.http.gate import App, Receive, Scope, Send
 
 
 class RawRoute(APIRoute):
-    """A route whose endpoint takes the request as it came: it reads the body itself, to bound and to watch it."""
+    """A route whose endpoint reads the body itself, to limit its size and to notice a disconnect."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return self.endpoint
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI document says of the body."""
+    """The OpenAPI description of the request body."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
@@ -31,13 +31,13 @@ def json_response(body: bytes, headers: Mapping[str, str] | None = None) -> Resp
 
 
 class ShortCut:
-    """ASGI middleware that calls the endpoints of raw routes itself.
+    """ASGI middleware that calls the endpoints of raw routes directly.
 
-    The layers of the framework between the two take longer than all else that a cached answer needs.
+    The framework's layers in between take longer than everything else that a cached answer needs.
     """
 
     def __init__(self, app: App, routes: Sequence[object], handlers: Mapping[Any, Any]) -> None:
-        """`handlers`: what answers an exception of a class, as `FastAPI.exception_handlers`."""
+        """`handlers`: exception handlers by class, as `FastAPI.exception_handlers`."""
         self._app, self._routes, self._handlers = app, routes, handlers
 
     @cached_property

@@ -1,7 +1,7 @@
 """Answers of online engines in one SQLite file, so that a test or a second run needs no engine.
 
-A key is made of the engine and the request without its API key; what is stored is the body as it was received, with the
-API key masked, so that a better parser can read it again.
+A key consists of the engine and the request without its API key. Stored is the body as received, with the API key
+masked, so that an improved parser can read it again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ResponseCache:
         replay: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`replay` opens the file for reading only and takes answers of every age. Ages are in seconds."""
+        """`replay` opens the file read-only and accepts answers of any age. Ages are in seconds."""
         self._path = path
         self._keep_s, self._keep_empty_s = keep_s, keep_empty_s
         self._replay = replay
@@ -64,7 +64,7 @@ class ResponseCache:
             raise self._unreadable(error) from error
 
     def get(self, key: RequestKey) -> str | None:
-        """The stored body, or None when there is none that is young enough."""
+        """The stored body, or None if there is none that is recent enough."""
         try:
             row = self._file.execute(
                 "SELECT body, is_empty, stored_at FROM answers WHERE key = ?", (key.digest,)
@@ -78,7 +78,7 @@ class ResponseCache:
         return body if self._replay or age_s < (self._keep_empty_s if is_empty else self._keep_s) else None
 
     def put(self, key: RequestKey, body: str, is_empty: bool) -> None:
-        """Store a body in place of an earlier one; `is_empty` when it holds no result."""
+        """Store a body, replacing an earlier one; `is_empty`: it holds no results."""
         row = (key.digest, key.text, body, int(is_empty), self._clock())
         try:
             with self._file:

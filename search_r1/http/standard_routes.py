@@ -1,4 +1,4 @@
-"""What every app here has: the route of its counters, and the replies to a request that ran out of time."""
+"""What every app has: the metrics route, and the replies to requests that ran out of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
 
 
 def add_deadline_handlers(app: FastAPI, metrics: Metrics, error_body: Callable[[int, str], Any] = detail_body) -> None:
-    """Reply to `DeadlineExpired` and `ClientGone`, and count them; `error_body(status, message)` is the JSON."""
+    """Reply to `DeadlineExpired` and `ClientGone`, and count them; `error_body(status, message)` makes the JSON."""
 
     @app.exception_handler(DeadlineExpired)
     async def expired(_: Request, error: DeadlineExpired) -> JSONResponse:

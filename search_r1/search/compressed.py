@@ -1,4 +1,4 @@
-"""Random access needs plain bytes: decompress a `.gz` file once, into a cache file."""
+"""Random access needs uncompressed bytes: decompress a `.gz` file once, into a cache file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 def plain_copy(path: Path) -> Path:
     """The decompressed copy of `path` in the temporary folder (`TMPDIR` moves it).
 
-    The name carries size and modification time, so a changed source gets a new copy. Raises `CorpusError`.
+    Its name includes size and modification time, so a changed source gets a new copy. Raises `CorpusError`.
     """
     info = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {info.st_size} {info.st_mtime_ns}".encode()).hexdigest()[:24]

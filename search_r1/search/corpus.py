@@ -1,4 +1,4 @@
-"""A passage corpus on disk: one JSON object a line, read by row number without holding the text in memory.
+"""A passage corpus on disk: one JSON object per line, read by row number without keeping the text in memory.
 
 Row schema: `{"id": "0", "contents": "\\"Title\\"\\ntext", ...}`. A row without `contents` but with `text` (and perhaps
 `title`) is read as `"title"\\ntext`. Further keys are kept.
@@ -28,14 +28,14 @@ _SAMPLED_ROWS = 1024
 class Corpus:
     """Random access to the passages of a `.jsonl` or `.jsonl.gz` file. Row r is line r + 1 of the file.
 
-    Rows are read, not mapped: the pages of a mapped file would count as this process's memory, one after the other all.
+    Rows are read, not memory-mapped: in time, all pages of a mapped file would count as memory of this process.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Find the lines of the file and parse a sample of them. Raises `CorpusError`.
 
-        Costs 8 bytes of memory a row and one sequential read of the file. `checksum` is the CRC-32 of all of it; the
-        `digest`, by which indexes know their corpus, is of a sample.
+        Takes 8 bytes of memory per row and one sequential read of the file. `checksum` is the CRC-32 of the whole file;
+        `digest`, by which an index identifies its corpus, covers a sample.
         """
         self.path = Path(path)
         if not self.path.is_file():
@@ -89,14 +89,14 @@ def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def passage_contents(row: dict[str, Any]) -> str:
-    """`contents` of a decoded row, or what title and text make, agent tags stripped. Raises `ValueError`."""
+    """`contents` of a decoded row, or title and text joined, agent tags stripped. Raises `ValueError`."""
     contents = strip_agent_tags(_contents(row))
     contents.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
     return contents
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
-    """The parts of `"Title"\\ntext`."""
+    """The two parts of `"Title"\\ntext`."""
     title, _, text = contents.partition("\n")
     return title.strip().strip('"'), text
 

@@ -1,9 +1,9 @@
-"""The retrieval server over Google Programmable Search, by its published arguments.
+"""The retrieval server over Google Programmable Search, with the published arguments.
 
     .venv/bin/python -m search_r1.search.google_search_server --cse_id ENGINE --snippet_only
 
-Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into GOOGLE_API_KEY. Served are the
-snippets that Google sends: a server that fetches whatever address a search finds can be led into its own network.
+Other arguments are those of `search_r1.search.retrieval_server`. Put the key into GOOGLE_API_KEY. Only the snippets
+that Google sends are served: a server that fetched the pages could be tricked into requests to its own network.
 """
 
 from __future__ import annotations

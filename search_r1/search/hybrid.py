@@ -1,7 +1,7 @@
 """Several retrievers as one, by reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009).
 
 score(row) = sum over the retrievers that found it of 1 / (60 + its rank there), ranks from 1. Scores of different
-scales never meet, so nothing has to be tuned.
+scales are never compared, so nothing has to be tuned.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _DEPTH = 100
 
 
 class HybridRetriever:
-    """Fuses the best 100 rows of every part; the first k of an answer do not depend on k up to 100."""
+    """Fuses the best 100 rows of every part; for k up to 100, a smaller k gives a prefix of the same result."""
 
     def __init__(self, parts: Sequence[Retriever]) -> None:
-        """Raises `IndexMismatchError` unless the two or more parts index equally many rows."""
+        """Raises `IndexMismatchError` unless there are two or more parts with equally many rows."""
         sizes = [(part.name, len(part)) for part in parts]
         if len(parts) < 2 or len({size for _, size in sizes}) != 1:
             raise IndexMismatchError(f"fusion needs two or more indexes of the same corpus, not {sizes}")

@@ -5,8 +5,8 @@
 
 writes `{save_dir}/{method}_{faiss_type}.index` and its manifest (`.json`); `--save_embedding` keeps the vectors in
 `{save_dir}/emb_{method}.memmap` (float32, rows x dim, no header). An interrupted run resumes where it stopped when
-started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. An earlier index of the same name
-is replaced; what no builder wrote is refused.
+started again with the same arguments. bm25 writes the folder `{save_dir}/bm25`. An existing index of the same name is
+replaced; anything else in its place is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(arguments: argparse.Namespace) -> str:
-    """Build what the arguments ask for and say where it is. Raises a `SearchError`."""
+    """Build the index and print where it is. Raises a `SearchError`."""
     _check(arguments)
     corpus = Corpus(arguments.corpus_path)
     folder = Path(arguments.save_dir)

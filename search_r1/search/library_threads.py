@@ -1,4 +1,4 @@
-"""Environment variables that numerical libraries read once, when they are loaded."""
+"""Environment variables that numerical libraries read once, when they are imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEPT_SHAPES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def prepare_libraries(num_threads: int) -> None:
-    """Call it before torch, FAISS or numba are imported: `num_threads` for each, and memory that does not grow."""
+    """Call this before importing torch, FAISS or numba: sets `num_threads` for each, and keeps memory from growing."""
     for variable in _THREADS:
         os.environ[variable] = str(num_threads)
     for variable in _KEPT_SHAPES:

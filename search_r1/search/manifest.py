@@ -1,4 +1,4 @@
-"""What an index was built from, kept beside it, so that it is never searched with another corpus or encoder."""
+"""A record next to an index of what it was built from, so that it is never used with another corpus or encoder."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from search_r1.errors import IndexMismatchError
 
 
 def manifest_path(index_path: Path) -> Path:
-    """Where the manifest of an index or embeddings file is kept."""
+    """Where the manifest of an index or embeddings file is stored."""
     return index_path.with_name(index_path.name + ".json")
 
 
 def write_manifest(path: Path, fields: dict[str, Any]) -> None:
-    """Save `fields` as JSON, whole or not at all."""
+    """Save `fields` as JSON, atomically."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     staging.replace(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The saved fields, or None when there is no manifest. Raises `IndexMismatchError` when it is unreadable."""
+    """The saved fields, or None if there is no manifest. Raises `IndexMismatchError` if it is unreadable."""
     if not path.is_file():
         return None
     try:
@@ -41,5 +41,5 @@ def check_manifest(path: Path, found: dict[str, Any], expected: dict[str, Any]) 
     if differing:
         wrong = [f"{key}: index has {found.get(key)!r}, now {expected[key]!r}" for key in differing]
         raise IndexMismatchError(
-            f"the index of {path} does not fit ({'; '.join(wrong)}); use what it was built from or build it again"
+            f"the index of {path} does not match ({'; '.join(wrong)}); use what it was built from or build it again"
         )

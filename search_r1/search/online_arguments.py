@@ -1,4 +1,4 @@
-"""An online engine by the command line. What an engine needs is loaded with it."""
+"""An online engine from the command line. Imports only what the chosen engine needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = ("serper", "serpapi", "google", "brave", "tavily")  # the names in `se
 
 
 def add_online_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--online_*`, what `load_engine` reads."""
+    """Add the `--online_*` arguments, which `load_engine` reads."""
     group = parser.add_argument_group("online engines", f"of --retriever_name {', '.join(ENGINES)}")
     group.add_argument("--online_endpoint", metavar="URL", help="address to use instead of the engine's own")
     group.add_argument(
@@ -83,12 +83,12 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
         engine = load_online(arguments.retriever_name, options)
     except OnlineError as error:
         raise ServerError(f"--retriever_name {arguments.retriever_name}: {error}") from error
-    _LOG.info("%s: at most %g requests a second; %s", engine.name, engine.per_second, _KEPT[mode])
+    _LOG.info("%s: at most %g requests per second; %s", engine.name, engine.per_second, _KEPT[mode])
     return engine
 
 
 def published_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """For a program with a few arguments of its own, which passes all others on to the retrieval server."""
+    """The parser of a program with a few arguments of its own, which passes all others to the retrieval server."""
     return argparse.ArgumentParser(
         prog=f"python -m search_r1.search.{module}",
         description=description,
@@ -98,7 +98,7 @@ def published_parser(module: str, description: str) -> argparse.ArgumentParser:
 
 
 def use_key(variable: str, key: str | None, flag: str) -> None:
-    """Put a key that was passed by `flag` into the environment, where it should have been."""
+    """Put a key that was passed with `flag` into the environment, and warn that it should be set there."""
     if key:
         print(f"warning: {flag} shows the key to everyone who runs ps; set {variable} instead", file=sys.stderr)
         os.environ[variable] = key

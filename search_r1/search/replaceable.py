@@ -1,4 +1,4 @@
-"""What an index builder may replace: an empty folder, or an index that its manifest shows to be a builder's own."""
+"""What an index builder may overwrite: an empty folder, or an index whose manifest shows that a builder wrote it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _EVERY_MANIFEST = {"format", "corpus"}  # fields of all manifests that a builder
 
 
 def check_file(path: Path) -> None:
-    """Raise `TargetTakenError` when `path` or its manifest is there and no builder wrote it."""
+    """Raise `TargetTakenError` if `path` or its manifest exists and no builder wrote it."""
     manifest = manifest_path(path)
     if os.path.lexists(path) or os.path.lexists(manifest):
         _check_manifest(manifest, path if os.path.lexists(path) else manifest)
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raise `TargetTakenError` when `folder`, with a manifest of that name, is there, not empty and no builder's."""
+    """Raise `TargetTakenError` if `folder` exists, is not empty, and has no `manifest` of a builder."""
     empty = folder.is_dir() and not any(folder.iterdir())
     if os.path.lexists(folder) and not empty:
         _check_manifest(folder / manifest, folder)
 
 
 def replace_folder(new: Path, folder: Path, manifest: str) -> None:
-    """Rename `new` to `folder`. Of an earlier `folder` only files that the new one has too are removed.
+    """Rename `new` to `folder`. Only files that the new folder has, too, are removed from an existing `folder`.
 
-    Everything else in it is carried over. Raises `TargetTakenError` as `check_folder`.
+    Everything else in it is kept. Raises `TargetTakenError` like `check_folder`.
     """
     check_folder(folder, manifest)
     if not folder.exists():
@@ -52,10 +52,10 @@ def replace_folder(new: Path, folder: Path, manifest: str) -> None:
 
 
 def check_not_read(option: str, target: Path | None, inputs: Iterable[Path]) -> None:
-    """Raise `CorpusError` when `target`, the file of `option`, is one of the `inputs`."""
+    """Raise `CorpusError` if `target`, the file of `option`, is one of the `inputs`."""
     for path in inputs:
         if target is not None and target.exists() and path.exists() and target.samefile(path):
-            raise CorpusError(f"{target} is read by this command; write to another {option}")
+            raise CorpusError(f"{target} is an input of this command; write to another {option}")
 
 
 def _check_manifest(manifest: Path, taken: Path) -> None:

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m search_r1.search.rerank_server --rerank_model_name_or_path cross-encoder/ms-marco-MiniLM-L12-v2
 
-Everything is loaded before the server listens; `/readyz` says 200 once the first pair is scored.
+Everything is loaded before the server listens; `/readyz` replies 200 once the first pair is scored.
 """
 
 from __future__ import annotations

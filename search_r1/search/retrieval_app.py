@@ -1,4 +1,4 @@
-"""The retrieval server's HTTP app: the search routes over a source, and the MCP tool where it is asked for."""
+"""The retrieval server's HTTP app: the search routes over a source, and the MCP tool if requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from search_r1.search.server.source_interface import Source
 
 
 def create_app(source: Source, options: AppOptions | None = None, metrics: Metrics | None = None) -> FastAPI:
-    """The app serves `source` on the search routes: see `create_app_of`."""
+    """The app that serves `source` on the search routes: see `create_app_of`."""
     options, metrics = options or AppOptions(), metrics or Metrics()
     app = create_app_of(source, search_router(source, options), options, metrics)
     if options.mcp:

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m search_r1.search.retrieval_rerank_server --corpus_path corpus.jsonl --retriever_name bm25
 
-Everything is loaded before the server listens; `/readyz` says 200 once the first query has run.
+Everything is loaded before the server listens; `/readyz` replies 200 once the first query has run.
 """
 
 from __future__ import annotations

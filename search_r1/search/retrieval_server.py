@@ -2,7 +2,7 @@
 
     .venv/bin/python -m search_r1.search.retrieval_server --corpus_path corpus.jsonl --retriever_name bm25
 
-Everything is loaded before the server listens; `/readyz` says 200 once the first query has run.
+Everything is loaded before the server listens; `/readyz` replies 200 once the first query has run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `load_service` reads: the corpus, the index, and the limits of batches, queue and cache."""
+    """Add what `load_service` reads: the corpus, the index, and the limits of batches, queue and cache."""
     parser.add_argument("--index_path", help="FAISS file or BM25 folder; without it, a BM25 index is built in memory")
     parser.add_argument(
         "--corpus_path", help="passages, .jsonl or .jsonl.gz; required for every retriever but online engines"
@@ -114,13 +114,13 @@ def _load(arguments: argparse.Namespace, metrics: Metrics, token: str | None) ->
 
 
 def check_topk(name: str, topk: int) -> None:
-    """Raises `ServerError` when `topk`, the value of the argument `name`, is out of range."""
+    """Raises `ServerError` if `topk`, the value of the argument `name`, is out of range."""
     if not 1 <= topk <= MAX_TOPK:
         raise ServerError(f"{name} is {topk}; it must be between 1 and {MAX_TOPK}")
 
 
 def check_retriever_arguments(arguments: argparse.Namespace) -> None:
-    """Raises `ServerError`."""
+    """Raises `ServerError` for an invalid value."""
     for name in ("num_threads", "max_batch", "max_queue"):
         if getattr(arguments, name) < 1:
             raise ServerError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
@@ -130,16 +130,16 @@ def check_retriever_arguments(arguments: argparse.Namespace) -> None:
 
 
 def load_source(arguments: argparse.Namespace, metrics: Metrics) -> Source:
-    """What `--retriever_name` names: an online engine, or a corpus and its index. Raises a `SearchError`."""
+    """The source for `--retriever_name`: an online engine, or a corpus and its index. Raises a `SearchError`."""
     if arguments.retriever_name in ENGINES:
         return load_engine(arguments)
     return load_service(arguments, metrics)
 
 
 def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalService:
-    """The corpus and the index of `add_retriever_arguments` as a source. Raises a `SearchError`.
+    """A source made from the corpus and the index of `add_retriever_arguments`. Raises a `SearchError`.
 
-    Imports the numerical libraries only now: an online engine needs none.
+    Imports the numerical libraries only here: online engines do not need them.
     """
     if not arguments.corpus_path:
         raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")

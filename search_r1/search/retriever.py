@@ -1,4 +1,4 @@
-"""What every retriever does: rows of a corpus for a query, best first."""
+"""The interface of every retriever: rows of a corpus for a query, best first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class Hit(NamedTuple):
-    """One retrieved row: `row` counts corpus lines from 0; `score` is the backend's own scale, higher is better."""
+    """One retrieved row: `row` counts corpus lines from 0; `score` is on the retriever's scale, higher is better."""
 
     row: int
     score: float
@@ -22,8 +22,8 @@ class Retriever(Protocol):
         ...
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """At most `k` hits a query, in the queries' order, by (score descending, row ascending).
+        """At most `k` hits per query, in the queries' order, by (score descending, row ascending).
 
-        A query that matches nothing has an empty list; rows are always in [0, len(self)).
+        A query without a match has an empty list; rows are always in [0, len(self)).
         """
         ...

@@ -1,4 +1,4 @@
-"""A retriever by its command-line name."""
+"""Load a retriever by its command-line name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCAL = ("bm25", "hybrid")
 
 
 def check_name(name: str) -> None:
-    """Raise `ServerError` when `name` is none of the retrievers, but nearly one of them."""
+    """Raise `ServerError` if `name` looks like a misspelt name of a retriever."""
     known = [*LOCAL, *FAMILIES]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     if name.lower() not in known and near:
@@ -28,7 +28,7 @@ def check_name(name: str) -> None:
 
 
 def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
-    """Open the index (BM25 without an index path: build it in memory). Raises a `SearchError`."""
+    """Open the index (for BM25 without an index path, build it in memory). Raises a `SearchError`."""
     check_name(options.name)
     if options.engine not in ENGINES:
         raise ServerError(f"dense engine {options.engine!r} is not one of {', '.join(ENGINES)}")

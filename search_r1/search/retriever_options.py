@@ -12,7 +12,7 @@ class RetrieverOptions:
     name: str
     """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""
     index_path: str | None = None
-    """BM25 or Lucene folder, FAISS file or embeddings file; of `hybrid` the dense one."""
+    """BM25 or Lucene folder, FAISS file or embeddings file; for `hybrid`, the dense one."""
     model: str | None = None
     """Folder or hub id of the query encoder."""
     gpu: bool = False
@@ -20,15 +20,15 @@ class RetrieverOptions:
     num_threads: int = 1
     """CPU threads of the encoder and the index."""
     engine: str = "auto"
-    """Of a dense index: `faiss`, `matrix` (exact, Flat indexes only), or `auto`: matrix where it can."""
+    """For a dense index: `faiss`, `matrix` (exact, Flat indexes only), or `auto`: matrix if possible."""
     search_parameters: str = ""
-    """Of a FAISS index, such as `nprobe=32` or `efSearch=128`."""
+    """For a FAISS index, such as `nprobe=32` or `efSearch=128`."""
     query_precision: str = "auto"
-    """Of the query encoder: auto, float32, bfloat16 or float16."""
+    """Precision of the query encoder: auto, float32, bfloat16 or float16."""
     dense_name: str | None = None
-    """Of `hybrid`: the encoder family."""
+    """For `hybrid`: the encoder family."""
     bm25_index_path: str | None = None
-    """Of `hybrid`: the BM25 folder; None builds it in memory."""
+    """For `hybrid`: the BM25 folder; None builds it in memory."""
 
     @property
     def encoder_family(self) -> str:

@@ -1,6 +1,6 @@
-"""Keep retrieved text from speaking the agent's grammar.
+"""Remove the agent's tags from retrieved text.
 
-A passage with `<answer>Paris</answer>` in it would otherwise be read as the policy's own answer.
+Otherwise a passage with `<answer>Paris</answer>` in it would be read as the policy's own answer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ AGENT_TAGS = ("answer", "search", "information", "think", "result")
 
 
 def strip_agent_tags(text: str, more: tuple[str, ...] = ()) -> str:
-    """`text` without the agent's tags, nor those that removing a tag would join from two halves.
+    """`text` without the agent's tags, including those that form when a tag between two halves is removed.
 
     The tags are those of the shipped prompt templates, and those of the names in `more`.
 
-    A tag has no angle bracket inside, so it can end only at the latest "<" that is still open: one pass is enough,
-    however deep the tags are nested.
+    A tag contains no angle brackets, so it can only start at the latest open "<": one pass is enough, however deeply
+    tags are nested.
     """
     tag = _tag(more)
     if tag.search(text) is None:

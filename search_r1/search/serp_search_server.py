@@ -1,8 +1,8 @@
-"""The retrieval server over SerpAPI, by its published arguments.
+"""The retrieval server over SerpAPI, with the published arguments.
 
     .venv/bin/python -m search_r1.search.serp_search_server --search_url https://serpapi.com/search --serp_engine google
 
-Further arguments are those of `search_r1.search.retrieval_server`. The key belongs into SERPAPI_API_KEY.
+Other arguments are those of `search_r1.search.retrieval_server`. Put the key into SERPAPI_API_KEY.
 """
 
 from __future__ import annotations

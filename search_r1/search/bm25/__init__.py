@@ -1,1 +1,1 @@
-"""BM25: our index, and Lucene's."""
+"""BM25: our own index, and Lucene's."""

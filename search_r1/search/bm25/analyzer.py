@@ -1,7 +1,7 @@
 """Text to index terms, the same for passages and queries.
 
-The steps of Lucene's English analyzer: words, lower case, no possessive, no stop words, Porter stems. Accents on Latin
-letters are folded in addition, so that "Beyonce" finds the singer.
+The steps of Lucene's English analyzer: words, lower case, no possessive, no stop words, Porter stems. In addition,
+accents on Latin letters are removed, so that "Beyonce" finds the singer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _stem = Stemmer.Stemmer("porter", 0).stemWord  # without a cache of its own: _te
 
 
 def terms(text: str) -> list[str]:
-    """The index terms of `text`, in order, repeats kept; empty when it has only stop words or punctuation."""
+    """The index terms of `text`, in order, with repeats; empty if it has only stop words or punctuation."""
     return [term for word in _WORD.findall(_fold(text).lower()) if (term := _term(word)) is not None]
 
 

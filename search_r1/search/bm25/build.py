@@ -1,4 +1,4 @@
-"""Corpus to BM25 weights: one pass over the text, then two over its words, in the files and arrays of bm25s."""
+"""Corpus to BM25 weights: one pass over the text, then two over its words, in the file format of bm25s."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from search_r1.search.corpus import Corpus
 
 
 def build_index(corpus: Corpus, k1: float, b: float) -> bm25s.BM25:
-    """The index of every row of `corpus`. Raises `CorpusError` on a malformed row or when no row has a term.
+    """Index every row of `corpus`. Raises `CorpusError` for a malformed row or if no row has a term.
 
-    Costs 4 bytes of memory a word and 8 a (row, term) besides the vocabulary: bm25s' own builder holds Python lists of
-    all words and several copies of the matrix.
+    Takes 4 bytes of memory per word and 8 per (row, term), plus the vocabulary; bm25s' own builder holds Python lists
+    of all words and several copies of the matrix.
     """
     vocabulary: dict[str, int] = {}
     tokens, lengths = array("i"), array("i")

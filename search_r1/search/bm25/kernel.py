@@ -3,8 +3,8 @@
 The index is a sparse matrix by columns (CSC): column c, a term, has the weights `data[p]` >= 0 of the rows `indices[p]`
 for p in [indptr[c], indptr[c + 1]), rows ascending. All additions are float32, in the order of the query's terms.
 
-A query goes through the rows a block at a time, so that the sums of a block stay in the cache. In a block with many
-weights the sums are then looked through in order, in one with few only those of their rows.
+A query processes the rows block by block, so that the sums of a block stay in the cache. In a block with many weights
+all sums are then scanned in order; in one with few, only the sums of their rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPARSE = 8  # looking a sum up costs as much as looking through so many
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the machine code where it is found again, unless no folder can be written to."""
+    """Compile at the first call, and cache the machine code on disk unless no folder is writable."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither __pycache__, the user's cache nor NUMBA_CACHE_DIR is writable
@@ -89,7 +89,7 @@ def _keep_best(scores: np.ndarray, rows: np.ndarray, size: int, score: float, ro
 
 @compiled
 def first_bad_column(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, num_rows: int) -> int:
-    """The first column that is not as the module says, -1 when all are."""
+    """The first column that is not as described above, -1 if all are."""
     for column in range(len(indptr) - 1):
         last = -1
         for p in range(indptr[column], indptr[column + 1]):
@@ -157,9 +157,9 @@ def search_columns(
 ) -> None:
     """Write the best hits of Q queries by (score descending, row ascending), only those with a score above 0.
 
-    Query q asks for `columns[bounds[q]:bounds[q + 1]]` (int64, repeats count). `sums` is float32 [rows of a block], all
-    0 before and after; `run_rows`: see `_through_all`. Out: `scores` float32 and `rows` int64 [Q, k], k >= 1, valid up
-    to `counts` int64 [Q].
+    Query q consists of `columns[bounds[q]:bounds[q + 1]]` (int64, repeats count). `sums` is float32 [rows of a block],
+    all 0 before and after; `run_rows`: see `_through_all`. Out: `scores` float32 and `rows` int64 [Q, k], k >= 1, valid
+    up to `counts` int64 [Q].
     """
     for query in range(len(counts)):
         asked = columns[bounds[query] : bounds[query + 1]]

@@ -1,6 +1,6 @@
 """BM25 by Lucene, for indexes in its format such as the published ones. Needs the extra `retrieval-lucene` and Java 21.
 
-The index knows documents by name; their text is taken from the corpus, the row whose `id` is that name.
+The index has only document names; the text comes from the corpus row whose `id` is the name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from search_r1.search.retriever import Hit
 
 
 def is_lucene_index(folder: str | Path) -> bool:
-    """Whether `folder` has a commit of a Lucene index."""
+    """Whether `folder` holds a Lucene index (a commit)."""
     return any(Path(folder).glob("segments_*"))
 
 
 class LuceneRetriever:
-    """BM25 with the analyzer of the index.
+    """BM25 with Lucene's analyzer.
 
-    Scores are pyserini's: rounded to four decimals, then equal ones set apart by 1e-6 in the order of the names.
+    Scores are pyserini's: rounded to four decimals, with ties broken by 1e-6 in the order of the names.
     """
 
     name = "bm25-lucene"
@@ -44,8 +44,8 @@ class LuceneRetriever:
     ) -> LuceneRetriever:
         """Open an index folder.
 
-        Raises `IndexMismatchError` when it is none or not of as many rows as the corpus, and `ServerError` when
-        pyserini or a Java for it is missing.
+        Raises `IndexMismatchError` if it is not an index or has not as many documents as the corpus has rows, and
+        `ServerError` if pyserini or a suitable Java is missing.
         """
         folder = Path(folder)
         if not is_lucene_index(folder):
@@ -66,7 +66,7 @@ class LuceneRetriever:
         return int(self._searcher.num_docs)
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """See `Retriever.search`. Raises `IndexMismatchError` on a document that the corpus does not have."""
+        """See `Retriever.search`. Raises `IndexMismatchError` for a document that is not in the corpus."""
         if not queries or k < 1:
             return [[] for _ in queries]
         names = [str(number) for number in range(len(queries))]
@@ -79,14 +79,14 @@ class LuceneRetriever:
 
 
 class RowsById:
-    """Corpus row of a document name. Costs nothing while names are row numbers, as in the published corpora."""
+    """Corpus rows by document name. Costs nothing as long as names are row numbers, as in the published corpora."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
         self._rows: dict[str, int] | None = None
 
     def __getitem__(self, name: str) -> int:
-        """Raises `IndexMismatchError` for an unknown name, `CorpusError` when two rows have the same one."""
+        """Raises `IndexMismatchError` for an unknown name, `CorpusError` if two rows have the same name."""
         if self._rows is None and self._is_row_number(name):
             return int(name)
         if self._rows is None:

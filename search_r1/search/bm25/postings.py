@@ -1,4 +1,4 @@
-"""The sparse matrix of a BM25 index, weights of (row, term) by columns: checked and searched."""
+"""The sparse matrix of a BM25 index: weights of (row, term) by column, validated and searched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Postings:
     def __init__(
         self, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, num_rows: int, num_threads: int = 1
     ) -> None:
-        """Raises `ValueError` when the arrays do not fit each other: compiled code does not check its bounds."""
+        """Raises `ValueError` if the arrays are inconsistent: compiled code does not check bounds."""
         self.data, self.indices = _read_only(data), _read_only(indices)
         self.indptr = _read_only(indptr.astype(np.int64))
         self.num_rows = num_rows
@@ -32,7 +32,7 @@ class Postings:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bm25") if num_threads > 1 else None
 
     def search(self, queries: Sequence[Sequence[int]], k: int) -> list[list[Hit]]:
-        """At most `k` hits for each query, a list of columns, by (score descending, row ascending); scores are > 0."""
+        """At most `k` hits for each query (a list of columns), by (score descending, row ascending); scores are > 0."""
         k = min(k, self.num_rows)
         if k < 1 or not queries:
             return [[] for _ in queries]

@@ -20,10 +20,10 @@ _RETRIED = frozenset({500, 502, 503, 504})
 
 
 class TemporaryFailure(Exception):
-    """An attempt failed in a way that a retry may cure; `pause_s` is the value of Retry-After.
+    """An attempt failed in a way that a retry may fix; `pause_s` is the value of Retry-After.
 
-    `failed`: the server answered HTTP 500, which may be the fault of one query. `explained`: it said so in JSON, as an
-    application does that works.
+    `failed`: the server answered HTTP 500, which may be the fault of one query. `explained`: the error came as JSON, so
+    the application itself is running.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TemporaryFailure(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of each query, in their order, and what the server says of itself where it does."""
+    """The outcome of each query, in order, and what the server reports about itself, if it does."""
 
     outcomes: list[Passages | QueryFailure]
     index_version: str | None
@@ -50,7 +50,7 @@ async def post(
     timeout_s: float,
     headers: Mapping[str, str],
 ) -> Reply:
-    """One POST. Raises `TemporaryFailure` where a retry may help, else a `RetrieverError`."""
+    """One POST request. Raises `TemporaryFailure` if a retry may help, else a `RetrieverError`."""
     body = {"queries": list(queries), "topk": topk, "return_scores": True}
     # the server may drop a request that nobody waits for any more, and tell the errors of single queries apart
     own = {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s))), "X-Query-Errors": "each"}

@@ -16,10 +16,10 @@ _MOST_FAILURES = 5  # of one query in a request of its own, while other queries 
 
 
 class PendingQuery:
-    """A query and the future of its callers: `deadline` (monotonic seconds) is the latest of theirs."""
+    """A query and the future that its callers await; `deadline` (monotonic seconds) is the latest of the callers'."""
 
     def __init__(self, query: str, loop: asyncio.AbstractEventLoop, num_answered: int) -> None:
-        """`num_answered` counts the queries that the client has seen answered so far."""
+        """`num_answered` is how many queries the client has had answered so far."""
         self.query = query
         self.deadline = 0.0
         self.answer: asyncio.Future[Passages] = loop.create_future()
@@ -41,7 +41,7 @@ class PendingQuery:
             self.answer.set_result(outcome)
 
     def accuses(self, server: Replica) -> bool:
-        """Whether its failure at `server` is a sign that the server is sick: the first one may be."""
+        """Whether its failure at `server` counts against the server's health: only the first one does."""
         is_first = server not in self._accused
         self._accused.add(server)
         return is_first
@@ -49,19 +49,19 @@ class PendingQuery:
     def failed_alone(self, num_answered: int, message: str) -> None:
         """The server answered HTTP 500 to a request with this query alone.
 
-        Raises `RetrieverQueryFailed` when that happened several times while others were answered: the server works,
-        but not for this query.
+        Raises `RetrieverQueryFailed` if that happened several times while other queries were answered: the server
+        works, but not for this query.
         """
         self._num_failures += 1
         if self._num_failures >= _MOST_FAILURES and num_answered > self._num_answered_before:
-            times = f"the retriever answers others, but failed at this query {self._num_failures} times"
+            times = f"the retriever answers other queries, but failed on this one {self._num_failures} times"
             raise RetrieverQueryFailed(f"{times}; last: {message}")
 
     def pause_after(self, failure: QueryFailure, num_answered: int, retriever: str) -> float:
-        """Seconds until the next attempt. Raises a `RetrieverError` when there is none."""
+        """Seconds until the next attempt. Raises a `RetrieverError` if there is no further attempt."""
         message = f"retriever {retriever}: HTTP {failure.status}: {failure.detail}"
         if failure.status < FAILED:
-            rejected = RetrieverRejected(f"{message}; the query is refused")
+            rejected = RetrieverRejected(f"{message}; the server rejects this query")
             rejected.status = failure.status
             raise rejected
         if failure.status == FAILED:
@@ -69,5 +69,5 @@ class PendingQuery:
         self._num_pauses += 1
         pause_s = max(failure.retry_after_s, backoff_s(self._num_pauses, FIRST_PAUSE_S, LONGEST_PAUSE_S))
         if pause_s >= self.left_s():
-            raise RetrieverUnavailable(f"{message}; there is no time to ask again before retriever.deadline_s")
+            raise RetrieverUnavailable(f"{message}; no time is left for a retry within retriever.deadline_s")
         return pause_s

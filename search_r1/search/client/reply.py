@@ -1,4 +1,4 @@
-"""The client's reading of HTTP answers. Anything that is not a retrieval reply is an error, never an empty result."""
+"""How the client parses HTTP replies. Anything that is not a retrieval reply is an error, never an empty result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Passages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class QueryFailure:
-    """Why one query of several has no passages: the status and message that it would have had alone."""
+    """Why one query of several has no passages: the status and message that a request for it alone would have had."""
 
     status: int
     detail: str
@@ -25,7 +25,7 @@ class QueryFailure:
 def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | QueryFailure]:
     """The passages of each query, or why it has none. Raises `RetrieverReplyError`.
 
-    Read are `{"document": {...}, "score": x}`, a document that is a string (the published reranking server), and bare
+    Accepts `{"document": {...}, "score": x}`, a document that is a string (the published reranking server), and bare
     documents. Each passage has `contents`; a missing `id` or `score` becomes None.
     """
     try:

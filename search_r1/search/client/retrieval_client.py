@@ -1,8 +1,8 @@
 """The asynchronous client of the retrieval server.
 
-Searches made at about the same time travel in one request, a query in flight is sent once however many callers wait for
-it, and temporary failures are retried, on another server when there are several. What comes back is passages or a typed
-error, never an error in the shape of a result.
+Searches made at about the same time share one request, a query in flight is sent once however many callers wait for it,
+and temporary failures are retried, on another server if there are several. The result is passages or a typed error,
+never an error disguised as a result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would
 
 
 class RetrievalClient:
-    """Search by HTTP, from one event loop at a time; `close` it before another loop uses it."""
+    """Searches over HTTP, from one event loop at a time; `close` it before another loop uses it."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class RetrievalClient:
         max_batch: int = 64,
         token: str | None = None,
     ) -> None:
-        """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries a request.
+        """`timeout_s` bounds one HTTP attempt, `deadline_s` all attempts of a search, `max_batch` queries per request.
 
-        `url` is one address, a list, or several with commas between; the servers must hold the same index. `token` is
-        sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` asks by
-        that name instead; messages and logs leave it out. Raises `RetrieverAddressError` for what is no address.
+        `url` is one address, a list, or several separated by commas; the servers must hold the same index. `token` is
+        sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` uses
+        basic authentication instead; messages and logs omit it. Raises `RetrieverAddressError` for an invalid address.
         """
         addresses = url.split(",") if isinstance(url, str) else url
         self.urls = tuple(address.strip() for address in addresses if address.strip())
@@ -77,11 +77,11 @@ class RetrievalClient:
         self._forget()
 
     async def search(self, query: str) -> Passages:
-        """The passages for `query`, best first: dicts with `id`, `contents`, `score` and the row's further keys.
+        """The passages for `query`, best first: dicts with `id`, `contents`, `score` and the row's other keys.
 
         `id` and `score` are None when the server does not send them. Raises `RetrieverUnavailable` (no answer within
-        the deadline), `RetrieverQueryFailed` (the server fails at this query), `RetrieverRejected` (HTTP 4xx) or
-        `RetrieverReplyError` (an answer that is none).
+        the deadline), `RetrieverQueryFailed` (the server fails on this query), `RetrieverRejected` (HTTP 4xx) or
+        `RetrieverReplyError` (not a retrieval reply).
         """
         self._attach()
         pending = self._pending_query(query.encode("utf-8", "replace").decode())
@@ -94,7 +94,7 @@ class RetrievalClient:
         return [dict(passage) for passage in passages]
 
     async def check(self) -> None:
-        """Ask one real query within 5 seconds.
+        """Run one real query within 5 seconds.
 
         Raises `RetrieverUnavailable`, which names the URL and what to do, for any failure.
         """
@@ -105,7 +105,7 @@ class RetrievalClient:
             outcomes = await self._ask([pending])
         except (RetrieverRejected, RetrieverReplyError, RetrieverQueryFailed) as error:
             if isinstance(error, RetrieverRejected) and error.status == 404:
-                what = "a server answers there, but not at this path; the address ends in /retrieve"
+                what = "a server answers there, but not at this path; the address must end in /retrieve"
                 raise RetrieverUnavailable(f"{error}: {what}") from error
             raise self._unavailable(str(error)) from error
         for outcome in outcomes:
@@ -113,7 +113,7 @@ class RetrievalClient:
                 raise self._unavailable(f"HTTP {outcome.status}: {outcome.detail}")
 
     async def close(self) -> None:
-        """Close the connections; searches that wait raise `RetrieverUnavailable`. The client may be used again."""
+        """Close the connections; pending searches raise `RetrieverUnavailable`. The client may be used again."""
         session, batches, pending_queries = self._session, list(self._batches), list(self._open.values())
         if self._timer is not None:
             self._timer.cancel()
@@ -288,7 +288,7 @@ class RetrievalClient:
             return
         if self.index_versions:
             _LOG.warning(
-                "retrieval server %s has the index version %s; answers came from %s before: the index was changed, or "
+                "retrieval server %s has the index version %s; earlier answers came from %s: the index was changed, or "
                 "the servers hold different ones",
                 *(server.name, version, ", ".join(self.index_versions)),
             )

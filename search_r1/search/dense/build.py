@@ -1,4 +1,4 @@
-"""The vectors of a corpus into a FAISS index."""
+"""Encode a corpus and build a FAISS index of the vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search_r1.search.replaceable import check_file
 
 
 def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> str:
-    """Encode `corpus` as `index_builder` was asked to, and say where the index is. Raises a `SearchError`."""
+    """Encode `corpus` with the arguments of `index_builder`, and print where the index is. Raises a `SearchError`."""
     if not arguments.model_path:
         raise ServerError(f"--retrieval_method {arguments.retrieval_method} needs --model_path")
     # fail before the corpus is encoded when a target is taken
@@ -82,7 +82,7 @@ def _encoder_options(arguments: argparse.Namespace, model: str) -> EncoderOption
 def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> dict[str, Any]:
     """What the vectors depend on."""
     if encoder.side == "query":
-        raise EncoderError(f"{arguments.model_path} encodes questions; pass it by --query_model_path")
+        raise EncoderError(f"{arguments.model_path} is a question encoder; pass it with --query_model_path")
     made = {"corpus": corpus.digest, "precision": encoder.precision, "max_length": arguments.max_length}
     return encoder_fields(encoder) | made | _question_encoder(arguments)
 

@@ -1,6 +1,6 @@
 """The vectors of a corpus, streamed to a file that an interrupted run can continue.
 
-The file holds float32 values, rows x dim, no header. Its manifest says what the vectors are of, and `rows_done`.
+The file holds float32 values, rows x dim, no header. Its manifest has their source, and `rows_done`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class EmbeddingJob:
 
 
 def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> VectorFile:
-    """Write what is still missing and return the vectors.
+    """Encode the missing rows and return all vectors.
 
-    Progress is saved every 16 batches. With several processes each loads an encoder of its own, on the GPUs in turn.
-    Raises `IndexMismatchError` when the file is of another corpus, encoder, precision or length, and
-    `TargetTakenError` when it has no manifest: then it is somebody else's.
+    Progress is saved every 16 batches. With several processes, each loads its own encoder, assigned to the GPUs in
+    turn. Raises `IndexMismatchError` if the file belongs to another corpus, encoder, precision or length, and
+    `TargetTakenError` if it has no manifest: this program did not write it.
     """
     check_file(job.path)
     done = rows_done(job.path, job.fields)
@@ -65,7 +65,7 @@ def encode_corpus(job: EmbeddingJob, encoder: Encoder, corpus: Corpus) -> Vector
 
 
 def rows_done(path: Path, fields: dict[str, Any]) -> int:
-    """Rows already in the file; 0 when there is none. Raises `IndexMismatchError` when it is of something else."""
+    """Rows already in the file; 0 if there is none. Raises `IndexMismatchError` if its manifest has other `fields`."""
     found = read_manifest(manifest_path(path))
     if not path.is_file() or found is None:
         return 0
@@ -74,7 +74,7 @@ def rows_done(path: Path, fields: dict[str, Any]) -> int:
 
 
 def discard(path: Path) -> None:
-    """Remove the vectors, then their manifest: without it they would count as not written by this program."""
+    """Remove the vectors, then their manifest: in the other order, a crash would leave vectors that look foreign."""
     path.unlink(missing_ok=True)
     manifest_path(path).unlink(missing_ok=True)
 
@@ -122,7 +122,7 @@ def _in_processes(job: EmbeddingJob, blocks: list[Block]) -> Iterator[int]:
             yield from pool.map(_write_block, blocks)
         except BrokenProcessPool as error:
             raise EncoderError(
-                "an encoding process ended early (killed, or out of memory); run again to go on"
+                "an encoding process ended early (killed, or out of memory); run the same command again to resume"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The encoder of the queries, and whether it is the one that an index was built with."""
+"""The query encoder, and the check that it fits the index."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def encoder_fields(encoder: Encoder) -> dict[str, Any]:
-    """What an index manifest keeps of the encoder; a question encoder has its digest under a name of its own."""
+    """The encoder's fields in an index manifest; the digest of a question encoder has its own key."""
     weights = "query_weights" if encoder.side == "query" else "weights"
     return {"format": 1, weights: encoder.fingerprint, "dim": encoder.dim} | encoder.spec.index_fields()
 
 
 def query_encoder(options: RetrieverOptions, pooling: str | None) -> Encoder:
-    """The encoder that `options` name. Raises `ServerError` or `EncoderError`."""
+    """The query encoder that `options` select. Raises `ServerError` or `EncoderError`."""
     if not options.model:
         raise ServerError(f"dense retriever {options.name!r} needs --retriever_model")
     return Encoder(
@@ -37,7 +37,7 @@ def query_encoder(options: RetrieverOptions, pooling: str | None) -> Encoder:
 
 
 def check_fit(path: Path, found: dict[str, Any], encoder: Encoder, corpus: Corpus, sizes: dict[str, int]) -> None:
-    """Raise `IndexMismatchError` when the manifest `found` at `path` is of another corpus, encoder or size."""
+    """Raise `IndexMismatchError` if the manifest `found` at `path` is for another corpus, encoder or size."""
     expected = encoder_fields(encoder) | {"corpus": corpus.digest}
     if "query_weights" in expected and "query_weights" not in found:
         _LOG.warning("%s does not name its question encoder, so it cannot be checked", path)

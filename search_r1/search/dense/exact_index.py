@@ -1,18 +1,18 @@
 """Exact inner-product search as a matrix product.
 
 The product runs in bfloat16 over a copy of the vectors: half the bytes of float32 and several times the speed. Every
-row that could belong to the best k is then scored again from its float32 values. Which rows could is a bound, not a
-guess. The copy is of y = x - m, where m is the mean of a sample of the rows: the vectors of an encoder such as e5 lie
-close together, all scores are about q.m, and rounding x instead would blur more than rows differ. The order of q.x is
-that of q.y. With q the query, x a row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the
-result of the product is bfloat16), e the rounding of a sum of d float32 products, and f that of a float32 score:
+row that could be among the best k, by a proven bound, is then scored again from its float32 values. The copy holds y =
+x - m, where m is the mean of a sample of the rows: the vectors of an encoder such as e5 lie close together, all scores
+are about q.m, and rounding x would lose more than rows differ. q.x and q.y order the rows alike. With q the query, x a
+row, ~ for rounded to bfloat16, c the coarse score, u its rounding (2^-8 where the result of the product is bfloat16), e
+the rounding of a sum of d float32 products, and f that of a float32 score:
 
     |c - q.y| <= a + u |c|,   a = |q - q~| max|y| + |q~| max|y - y~| + e |q| max|y| + f |q| max|x|     (Cauchy-Schwarz)
 
 If k rows have c >= t, the k-th best exact score s (less q.m) is at least t - u |t| - a, and a row of the best k has a
-coarse score of at least (s - a) - u |s - a|. So the answer is that of float32 vectors and float64 sums, whatever the
-batch. The first two terms of a and u are reached by some vectors, and the tests have such; e and f are worst cases of
-float32 sums, far above what any sum is seen to do, and small beside the others.
+coarse score of at least (s - a) - u |s - a|. So the result is that of float32 vectors and float64 sums, whatever the
+batch. The first two terms of a, and u, are attained by some vectors, which the tests include; e and f are worst cases
+of float32 sums, far above the errors seen in practice, and small compared with the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SAMPLED_BLOCKS, _SAMPLED_ROWS = 16, 4096  # for the mean
 
 @dataclass(frozen=True)
 class Part:
-    """Rows from `start` on, on one device."""
+    """The rows from `start` on that one device holds."""
 
     start: int
     matrix_RD: torch.Tensor
@@ -54,9 +54,9 @@ class Part:
 
 
 class ExactIndex:
-    """All vectors in bfloat16, their rows shared out over devices; their float32 values stay in the file.
+    """All vectors in bfloat16, their rows split over devices; their float32 values stay in the file.
 
-    A row of the best k is among the best k of its device, so each device is asked as if it were alone.
+    A row of the best k is among the best k of its device, so each device is searched separately.
 
     Legend: B queries, R rows, G groups of J rows, D = dim; M, N lists of candidates.
     """
@@ -69,11 +69,11 @@ class ExactIndex:
         max_scores: int | None = None,
         num_threads: int = 1,
     ) -> None:
-        """Read all vectors once. `dtype` defaults to bfloat16, to float32 on a CPU without it.
+        """Read all vectors once. `dtype` defaults to bfloat16, or to float32 on a CPU without it.
 
-        `max_scores` bounds the memory of a search: coarse scores (2 bytes each, 4 on a GPU) held at once on a device,
-        on a CPU by each of `num_threads`. Raises `IndexMismatchError` on a vector with NaN or Inf and `ServerError`
-        when a device cannot hold its rows.
+        `max_scores` bounds the memory of a search: the coarse scores (2 bytes each, 4 on a GPU) held at once on a
+        device, on a CPU per thread. Raises `IndexMismatchError` for a vector with NaN or Inf, and `ServerError` if a
+        device cannot hold its rows.
         """
         self.dim = vectors.dim
         self._vectors = vectors
@@ -137,8 +137,8 @@ class ExactIndex:
         except RuntimeError as error:
             needed = rows * self.dim * self._dtype.itemsize / 2**30
             raise ServerError(
-                f"{rows} of {len(self)} vectors of {self.dim} values need {needed:.1f} GiB on {device}, which has not "
-                "so much free; show the server more GPUs or use a compressed FAISS index (docs/retrieval.md)"
+                f"{rows} of {len(self)} vectors of {self.dim} values need {needed:.1f} GiB on {device}, more than "
+                "is free; give the server more GPUs or use a compressed FAISS index (docs/retrieval.md)"
             ) from error
 
     def _check_finite(self, start: int, block_RD: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A FAISS index file from vectors on disk, none of which has to fit into memory beyond what the index itself keeps."""
+"""Build a FAISS index file from vectors on disk. Only what the index itself keeps must fit into memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def build_index(
 ) -> None:
     """Write an inner-product index of `faiss_type` (any `faiss.index_factory` string) over all vectors.
 
-    `train_rows`: random rows (always the same) to train on; by default 64 for each inverted list, at least 65,536.
-    Raises `ServerError` when FAISS cannot build it.
+    `train_rows`: the number of random rows (always the same) to train on; by default 64 per inverted list, at least
+    65,536. Raises `ServerError` if FAISS cannot build it.
     """
     with _staged(target) as staging:
         if faiss_type == "Flat":
@@ -67,7 +67,7 @@ def _default_train_rows(index: faiss.Index) -> int:
 
 
 def sample_rows(num_rows: int, wanted: int) -> np.ndarray:
-    """`wanted` different rows (all when there are fewer), ascending, the same every time."""
+    """`wanted` different rows (all if there are fewer), ascending, the same every time."""
     return np.sort(np.random.default_rng(0).choice(num_rows, min(wanted, num_rows), replace=False, shuffle=False))
 
 

@@ -1,4 +1,4 @@
-"""Search in a FAISS index of any type, and how its file is opened."""
+"""Search in a FAISS index of any type, and the opening of its file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _FLAT = b"IxFI"
 
 
 class FaissIndex:
-    """Inner-product search, exact or approximate as the index is.
+    """Inner-product search, exact or approximate depending on the index.
 
-    An exact index scores a query alone and a batch of them by different sums: equal up to float32 rounding.
+    An exact index sums in another order for one query than for a batch: the scores agree up to float32 rounding.
     """
 
     def __init__(self, index: faiss.Index, parameters: str = "") -> None:
         """`parameters` as in `nprobe=32` or `efSearch=128,k_factor_rf=4`.
 
-        Raises `IndexMismatchError` for another metric and `ServerError` for parameters that the index does not have.
+        Raises `IndexMismatchError` for another metric and `ServerError` for parameters that the index does not accept.
         """
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise IndexMismatchError("the index was not built for the inner product; build it by index_builder")
+            raise IndexMismatchError("the index was not built for the inner product; build it with index_builder")
         self.dim = int(index.d)
         self._index = index
         if parameters:
@@ -58,11 +58,11 @@ def _set_parameters(index: faiss.Index, parameters: str) -> None:
     try:
         faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
     except RuntimeError as error:
-        raise ServerError(f"this index does not take the search parameters {parameters!r}: {error}") from error
+        raise ServerError(f"this index does not accept the search parameters {parameters!r}: {error}") from error
 
 
 def read_index(path: Path) -> faiss.Index:
-    """Open a FAISS file, mapped where FAISS can map it. Raises `IndexMismatchError` when it is not one."""
+    """Open a FAISS file, memory-mapped if FAISS supports that. Raises `IndexMismatchError` if it is not one."""
     with path.open("rb") as file:
         kind = file.read(4)
     inverted = kind.startswith(_INVERTED_LISTS)
@@ -84,7 +84,7 @@ def _without_prefetch(index: faiss.Index) -> None:
 
 
 def flat_vectors(path: Path) -> VectorFile | None:
-    """The vectors inside the file of an inner-product Flat index, without reading them; None for any other index."""
+    """The vectors in the file of an inner-product Flat index, not read yet; None for any other index."""
     with path.open("rb") as file:
         if file.read(4) != _FLAT:
             return None
@@ -94,11 +94,11 @@ def flat_vectors(path: Path) -> VectorFile | None:
 
 
 def to_gpus(index: faiss.Index) -> faiss.Index:
-    """Shard the index over all GPUs in half precision. Raises `ServerError` when this FAISS sees no GPU."""
+    """Shard the index over all GPUs in half precision. Raises `ServerError` if this build of FAISS sees no GPU."""
     if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
         raise ServerError(
-            "--faiss_gpu: this FAISS sees no GPU; serve a Flat index or an embeddings file by --dense_engine matrix, "
-            "which needs no FAISS there, install a GPU build of FAISS, or drop the flag"
+            "--faiss_gpu: this build of FAISS sees no GPU; serve a Flat index or an embeddings file with "
+            "--dense_engine matrix, which does not need FAISS, install a GPU build of FAISS, or drop the flag"
         )
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = True

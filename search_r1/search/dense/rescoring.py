@@ -1,7 +1,7 @@
 """The second scoring of an exact search: the best rows of each query by float32 vectors and float64 sums.
 
-The score of a row is a sum of its own, in a fixed order: the same bits whatever else is scored. Where many rows have to
-be scored, a float32 product, whose error is bounded, first tells which of them matter.
+Each row's score is summed on its own, in a fixed order: the same bits whatever else is scored. If many rows have to be
+scored, a float32 product with a bounded error first selects those that matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCREEN_FROM = 1 / 32  # share of (row, query) pairs from which one product is c
 class BestRows:
     """The best k rows of each query so far, by (score descending, row ascending).
 
-    Legend: B queries, R rows of a block, D = dim; N, P pairs of a row and a query; F pairs that were found.
+    Legend: B queries, R rows of a block, D = dim; N, P pairs of a row and a query; F pairs found.
     """
 
     def __init__(self, queries_BD: np.ndarray, k: int, vectors: VectorFile, max_norm: float) -> None:
@@ -34,7 +34,7 @@ class BestRows:
 
     @property
     def kth_B(self) -> np.ndarray:
-        """The lowest of k scores, float32 [B]; -inf as long as there are fewer."""
+        """The lowest of the k scores, float32 [B]; -inf while there are fewer than k."""
         ends_B = np.cumsum(np.bincount(self._queries_F, minlength=len(self._exact_BD)))
         counts_B = np.diff(ends_B, prepend=0)
         kth_B = np.full(len(ends_B), -np.inf, dtype=np.float32)
@@ -43,7 +43,7 @@ class BestRows:
         return kth_B
 
     def add(self, rows_N: np.ndarray, queries_N: np.ndarray) -> None:
-        """Score these pairs, each of which comes once in all calls. Every row is read once."""
+        """Score these pairs, each of which must be added only once. Every row is read once."""
         order = np.argsort(rows_N, kind="stable")
         rows_N, queries_N = rows_N[order], queries_N[order]
         unique, first_of = np.unique(rows_N, return_index=True)
@@ -55,7 +55,7 @@ class BestRows:
             self._add_block(self._vectors.take(rows_R), rows_R, places_P, queries_N[pairs])
 
     def hits(self) -> list[list[Hit]]:
-        """One list a query, best first."""
+        """One list per query, best first."""
         ends = np.cumsum(np.bincount(self._queries_F, minlength=len(self._exact_BD)))[:-1]
         pairs = zip(np.split(self._rows_F, ends), np.split(self._scores_F, ends), strict=True)
         return [list(map(Hit, rows.tolist(), scores.tolist())) for rows, scores in pairs]

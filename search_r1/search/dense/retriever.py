@@ -28,7 +28,7 @@ _SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 4096
 
 
 class VectorIndex(Protocol):
-    """Rows by inner product with a query vector; see `Retriever` for order and ties."""
+    """Finds rows by inner product with a query vector; see `Retriever` for order and ties."""
 
     dim: int
 
@@ -38,10 +38,10 @@ class VectorIndex(Protocol):
 
 
 class DenseRetriever:
-    """Encodes queries and searches an index; `fingerprint` is a digest of everything that the result depends on."""
+    """Encodes queries and searches an index; `fingerprint` is a digest of everything that results depend on."""
 
     def __init__(self, name: str, index: VectorIndex, encoder: Encoder, fingerprint: str = "") -> None:
-        """Raises `IndexMismatchError` when index and encoder do not fit each other."""
+        """Raises `IndexMismatchError` if index and encoder do not match."""
         if index.dim != encoder.dim:
             raise IndexMismatchError(f"the index has vectors of {index.dim} values, the encoder of {encoder.dim}")
         self.name = name
@@ -53,8 +53,8 @@ class DenseRetriever:
     def load(cls, path: Path, corpus: Corpus, options: RetrieverOptions) -> DenseRetriever:
         """Open a FAISS file or an embeddings file (`.memmap`).
 
-        A manifest beside it gives the pooling, and corpus, encoder, rows and size are checked against it. Raises
-        `IndexMismatchError`, `EncoderError`, or `ServerError` when a GPU is asked for and there is none.
+        If there is a manifest, it gives the pooling, and corpus, encoder, rows and size are checked against it. Raises
+        `IndexMismatchError`, `EncoderError`, or `ServerError` if a GPU is requested and there is none.
         """
         found = read_manifest(manifest_path(path))
         encoder = query_encoder(options, None if found is None else found.get("pooling"))

@@ -1,4 +1,4 @@
-"""float32 vectors in a file, read by row: an embeddings file, or the codes of a FAISS Flat index."""
+"""float32 vectors in a file, read by row: an embeddings file, or the vectors inside a FAISS Flat index."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DENSE = 4  # reading this many times as much at once is cheaper than reading ro
 class VectorFile:
     """`num_rows` x `dim` float32 values, row after row, from byte `offset` of `path` on.
 
-    Rows are read, not mapped: mapped pages would count as this process's memory, and a file that someone cuts short
-    would end the process instead of raising.
+    Rows are read, not memory-mapped: mapped pages would count as memory of this process, and if the file were
+    truncated, the process would crash instead of raising an error.
     """
 
     def __init__(self, path: Path, num_rows: int, dim: int, offset: int = 0) -> None:
-        """Raises `IndexMismatchError` when the file's size says otherwise."""
+        """Raises `IndexMismatchError` if the file has another size."""
         size = path.stat().st_size if path.is_file() else 0
         expected = offset + num_rows * dim * 4
         if size != expected:
             raise IndexMismatchError(
-                f"{path} has {size} bytes, not the {expected} of {num_rows} float32 vectors of {dim}; "
-                "it is of another corpus or encoder"
+                f"{path} has {size} bytes, not the {expected} of {num_rows} float32 vectors of {dim} values; "
+                "use the corpus and the encoder that it was made with"
             )
         self.path, self.dim = path, dim
         self._num_rows, self._offset = num_rows, offset
@@ -50,7 +50,7 @@ class VectorFile:
             yield start, self.block(start, min(start + num_rows, len(self)))
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """float32 [len(rows), dim]. Rows close together are read with what lies between, others one by one."""
+        """float32 [len(rows), dim]. Rows close together are read in one go, others one by one."""
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]
         vectors = np.empty((len(rows), self.dim), dtype=np.float32)

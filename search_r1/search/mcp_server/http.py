@@ -26,8 +26,8 @@ _OWN_PAGES = frozenset({"localhost", "127.0.0.1", "::1"})
 def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIRouter:
     """`POST /mcp`; include it in the app of `create_app`. Raises `ServerError` without the package `mcp`.
 
-    Every request stands alone and is answered by JSON: no stream is left open when the server stops, and any of
-    several servers may answer. A request whose client leaves is cancelled as on the other routes.
+    Every request is independent and answered with JSON: no stream is open when the server stops, and any of several
+    servers can answer. A request whose client disconnects is cancelled, as on the other routes.
     """
     # Host is not checked: the server may be reached by any name. Origin is checked below.
     manager = sdk_module("mcp.server.streamable_http_manager").StreamableHTTPSessionManager(

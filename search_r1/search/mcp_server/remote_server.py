@@ -1,4 +1,4 @@
-"""A running retrieval server as a source."""
+"""A running retrieval server as a `Source`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from search_r1.search.server.source_interface import ScoredPassage
 
 
 class HttpSource:
-    """A running server as a `Source`. Score and id are None when it sends none."""
+    """A running server as a `Source`. Score and id are None if it sends none."""
 
     num_passages: int | None = None
     version = ""  # that of the server, which may change
     batch_size: int | None = None
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """`timeout_s` bounds a search with its retries. Raises `ValueError` when `url` is no address."""
+        """`timeout_s` bounds a search with its retries. Raises `ValueError` if `url` is not an address."""
         check_addresses(part.strip() for part in url.split(",") if part.strip())
         self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
         self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of

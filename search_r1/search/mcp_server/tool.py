@@ -2,10 +2,10 @@
 
     .venv/bin/python -m search_r1.search.mcp_tool --url http://127.0.0.1:8000/retrieve
 
-speaks MCP on stdin and stdout and passes the queries on to a running server; `retrieval_server --mcp` offers the same
-tool by HTTP (`http.py`). Needs the extra `retrieval-mcp`.
+speaks MCP on stdin and stdout and forwards the queries to a running server; `retrieval_server --mcp` offers the same
+tool over HTTP (`http.py`). Needs the extra `retrieval-mcp`.
 
-On the SDK's `Server`, not its `MCPServer`: that one hides why a search failed and repeats what was sent.
+Uses the SDK's `Server`, not its `MCPServer`, which hides why a search failed and echoes the request.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NOTHING = "No passages were found."
 
 
 class SearchArguments(BaseModel):
-    """The queries, and how many passages each; unknown arguments are ignored."""
+    """The queries, and the number of passages for each; unknown arguments are ignored."""
 
     query_list: Queries = Field(min_length=1, description="the queries, each a question or keywords")
     topk: int | None = Field(default=None, ge=1, le=MAX_TOPK, description="passages per query; null: the default")
 
 
 class FoundPassage(BaseModel):
-    """`contents` is the corpus row's, whose first line is `title`, there without its quotes."""
+    """`contents` is that of the corpus row; its first line, without quotes, is `title`."""
 
     id: str | None = Field(description="null when the server sends none")
     title: str
@@ -82,7 +82,7 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
 
     async def call_tool(_context: Any, params: Any) -> Any:
         if params.name != tool.name:
-            raise sdk_module("mcp").MCPError(types.INVALID_PARAMS, f"no tool {params.name!r}; there is {tool.name!r}")
+            raise sdk_module("mcp").MCPError(types.INVALID_PARAMS, f"no tool {params.name!r}; use {tool.name!r}")
         try:
             result = await _search(source, options, metrics, params.arguments or {})
         except SearchError as error:
@@ -124,7 +124,7 @@ def _passage(found: ScoredPassage) -> FoundPassage:
 
 
 def format_result(result: SearchResult) -> str:
-    """The text for a model: documents as the search agent of this project sees them, a line `---` between queries."""
+    """The result as text: documents as this project's search agent sees them, a line `---` between queries."""
     return "\n---\n".join(_format(found.passages) or _NOTHING for found in result.results)
 
 
@@ -134,7 +134,7 @@ def _format(passages: list[FoundPassage]) -> str:
 
 
 def sdk_module(name: str) -> Any:
-    """A module of the MCP SDK. Raises `ServerError` when it is not installed."""
+    """A module of the MCP SDK. Raises `ServerError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -144,7 +144,7 @@ def sdk_module(name: str) -> Any:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Those of the program on stdin and stdout."""
+    """The arguments of the program on stdin and stdout."""
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.mcp_tool",
         description="Offer the search of a running retrieval server as an MCP tool on stdin and stdout.",

@@ -1,4 +1,4 @@
-"""Pages that are never served: those that hold a benchmark's own questions and answers."""
+"""Pages that are never served: those that publish the questions and answers of benchmarks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _SCHEME = re.compile(r"https?:/{1,2}")
 
 
 class DenyList:
-    """Domains (`example.org`, with everything below it) and URL patterns (`example.org/data*`, `*.example`).
+    """Domains (`example.org`, including subdomains and all pages) and URL patterns (`example.org/data*`, `*.example`).
 
-    A `*` stands for any text; a pattern without a `/` is about the host. Compared are whole addresses in lower case
-    without scheme, user, port, `www.` and the slash at the end. An address inside another one (an archived copy, a
-    redirect) counts too.
+    A `*` matches any text; a pattern without a `/` applies to the host. Addresses are compared in full, in lower case,
+    without scheme, user, port, `www.` and a trailing slash. An address inside another one (an archived copy, a
+    redirect) counts, too.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
-        """Raises `OnlineError` for an entry that is neither."""
+        """Raises `OnlineError` for an entry that is neither a domain nor a pattern."""
         plain = [_plain(entry) for entry in entries]
         self._domains = frozenset(entry for entry in plain if not {"/", "*"} & set(entry))
         self._hosts = _any_of(entry for entry in plain if "*" in entry and "/" not in entry)
         self._pages = _any_of(entry for entry in plain if "/" in entry)
 
     def denies(self, url: str) -> bool:
-        """Whether a result at `url` must be left out. What is no URL is denied."""
+        """Whether a result at `url` must be left out. Anything that is not a URL is denied."""
         try:
             return any(self._denies(host, path) for host, path in _addresses(url))
         except ValueError:
@@ -60,7 +60,7 @@ class DenyList:
 
 
 def read_deny_file(path: str) -> list[str]:
-    """One entry a line; blank lines and what follows a `#` are left out. Raises `OnlineError`."""
+    """One entry per line; blank lines and text after a `#` are ignored. Raises `OnlineError`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Web results to the documents that the retrieval protocol carries."""
+"""Convert web results to the documents of the retrieval protocol."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from search_r1.search.server.source_interface import ScoredPassage
 
 
 def to_documents(results: list[Result], source: str, deny: DenyList) -> list[ScoredPassage]:
-    """(document, score) of the results that may be shown, by falling score; a page that comes twice counts once.
+    """(document, score) of the results that `deny` allows, by descending score; a repeated page counts once.
 
-    The score is the engine's own when each result has one, else 1 / rank in the engine's answer.
+    The score is the engine's own if every result has one, else 1 / rank in the engine's answer.
     """
     scored = bool(results) and all(result.score is not None for result in results)
     kept: dict[str, ScoredPassage] = {}

@@ -1,6 +1,6 @@
-"""An online engine as a source of passages: cache, one request for equal queries, deny-list, costs.
+"""An online engine as a source of passages: cache, one request for equal queries, deny list, costs.
 
-Every query has its own outcome, and a reply that is paid for is stored even when its client has left.
+Every query has its own outcome, and a reply that was paid for is stored even if its client has disconnected.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class _PendingRequest:
 
 
 class OnlineSource:
-    """See `Source`. Made by `load_online`; used from one event loop at a time.
+    """A `Source`, created by `load_online`; used from one event loop at a time.
 
-    At most `Provider.max_results` documents a query. `usage` counts what was asked.
+    At most `Provider.max_results` documents per query. `usage` counts requests and costs.
     """
 
     num_passages: int | None = None
 
     def __init__(self, provider: Provider, options: OnlineOptions, key: ApiKey | None) -> None:
-        """Without a `key` only stored answers are replayed. Raises `OnlineError` for an unusable file."""
+        """Without a `key`, only stored answers are replayed. Raises `OnlineError` for an unusable file."""
         self.name = provider.name
         self.usage = Usage(price_per_1000=options.price_per_1000)
         self._provider = provider
@@ -84,14 +84,14 @@ class OnlineSource:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
-        """See `Source.search`. Raises an `OnlineError` when one of the queries has no answer.
+        """See `Source.search`. Raises an `OnlineError` if one of the queries has no answer.
 
-        The others are awaited first: what was paid for is stored.
+        It waits for the other queries first, so that their answers, which were paid for, are stored.
         """
         return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
-        """See `EncodedSearch`. A query that has no answer in `wait_s` has an error that says when to come again."""
+        """See `EncodedSearch`. A query without an answer within `wait_s` gets an error that says when to retry."""
         self._attach()
         wait_s = max(0.0, wait_s - min(_REPLY_S, wait_s / 4))
         num_results = min(max(k, _LEAST_RESULTS), self._provider.max_results)
@@ -108,7 +108,7 @@ class OnlineSource:
 
     @property
     def per_second(self) -> float:
-        """The rate that is kept."""
+        """The request rate that is not exceeded."""
         return self._limit.per_second
 
     async def close(self) -> None:
@@ -187,7 +187,7 @@ class OnlineSource:
 
     def _unfinished(self, state: RequestState) -> OnlineUnavailable:
         if state.sent or self._transport is None:
-            return OnlineUnavailable(f"{self.name} has not answered yet; its answer is kept for a repeated request")
+            return OnlineUnavailable(f"{self.name} has not answered yet; its answer will be cached, so ask again")
         return self._transport.busy(state)
 
     async def _find(self, request: _PendingRequest) -> EncodedHits:
@@ -208,7 +208,7 @@ class OnlineSource:
         key = request.key
         if self._transport is None:
             raise ReplayMissError(
-                f"{self._options.cache_path} has no answer of {self.name} to {key.text}; "
+                f"{self._options.cache_path} has no answer from {self.name} to {key.text}; "
                 "run once with the cache mode record"
             )
         body = await self._transport.ask(request.fields, request.state)

@@ -1,4 +1,4 @@
-"""An online engine by its name."""
+"""Load an online engine by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load_online(name: str, options: OnlineOptions | None = None) -> OnlineSource
     """
     options = options or OnlineOptions()
     if name not in PROVIDERS:
-        raise OnlineError(f"there is no online engine {name!r}; known are {', '.join(PROVIDERS)}")
+        raise OnlineError(f"there is no online engine {name!r}; choose one of {', '.join(PROVIDERS)}")
     provider = PROVIDERS[name]
     options.check()
     _check_fields(provider, options)
@@ -32,4 +32,4 @@ def _check_fields(provider: Provider, options: OnlineOptions) -> None:
     if missing:
         raise OnlineError(f"{provider.name} needs the request field {missing[0]!r}")
     if {"api_key", provider.key_name} & set(options.fields):
-        raise OnlineError(f"the API key does not belong into the request fields; set {provider.key_variable}")
+        raise OnlineError(f"the API key must not be in the request fields; set {provider.key_variable} instead")

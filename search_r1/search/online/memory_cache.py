@@ -14,7 +14,7 @@ _ENTRY_BYTES = 300  # the digest, the tuple and their bookkeeping
 
 
 class MemoryCache:
-    """As `ResponseCache` in the mode record, without a file; the least recently used answers go first."""
+    """Like `ResponseCache` in the mode record, without a file; the least recently used answers are evicted first."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class MemoryCache:
         self._answers: LRUCache[str, tuple[str, float]] = LRUCache(max_bytes, getsizeof=_size)
 
     def get(self, key: RequestKey) -> str | None:
-        """The stored body, or None when there is none that is young enough."""
+        """The stored body, or None if there is none that is recent enough."""
         body, expires = self._answers.get(key.digest, ("", 0.0))
         return body if self._clock() < expires else None
 
     def put(self, key: RequestKey, body: str, is_empty: bool) -> None:
-        """Store a body in place of an earlier one; `is_empty` when it holds no result."""
+        """Store a body, replacing an earlier one; `is_empty`: it holds no results."""
         entry = body, self._clock() + (self._keep_empty_s if is_empty else self._keep_s)
         if _size(entry) <= self._answers.maxsize:
             self._answers[key.digest] = entry

@@ -19,39 +19,39 @@ class OnlineOptions:
     """Every setting has a default; only Google needs one (`fields={"cx": ...}`)."""
 
     endpoint: str | None = None
-    """The address to ask instead of the engine's own, for example that of a proxy."""
+    """The address to use instead of the engine's own, for example that of a proxy."""
     api_key_file: str | None = None
     """A file that holds only the API key; None: the engine's environment variable."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the request, as the engine documents them, for example {"gl": "us", "hl": "en"}."""
     cache_mode: CacheMode = "memory"
-    """memory: answers are kept while the process lives. record: in a file. replay: never ask; a query that is not in
-    the file is an error. off: asked again, and paid again, each time."""
+    """memory: answers are kept while the process runs. record: they are kept in a file. replay: no requests; a query
+    that is not in the file is an error. off: every query is sent, and paid, again."""
     cache_path: str | None = None
-    """The SQLite file of the response cache, of `record` and `replay`."""
+    """The SQLite file of the response cache, for `record` and `replay`."""
     keep_s: float = math.inf
-    """Seconds for which `memory` and `record` take a stored answer. `replay` takes every age."""
+    """Seconds for which `memory` and `record` reuse a stored answer. `replay` accepts any age."""
     keep_empty_s: float = 3600.0
     """The same for an answer without results."""
     per_second: float | None = None
-    """Requests a second; None: what a small plan of the engine allows."""
+    """Requests per second; None: what a small plan of the engine allows."""
     concurrency: int | None = None
     """Requests at the same time; None: the engine's default."""
     timeout_s: float = 10.0
     """Seconds for one HTTP attempt."""
     deadline_s: float = 30.0
-    """Seconds for one query with its retries, from its first attempt. How long it waits for its turn is the asker's."""
+    """Seconds for one query with its retries, from its first attempt. The caller limits the wait for its turn."""
     max_attempts: int = 4
     """HTTP attempts for one query."""
     deny: tuple[str, ...] = BENCHMARK_PAGES
     """Domains and URL patterns whose pages are never served."""
     deny_file: str | None = None
-    """More of them, one a line."""
+    """A file with more of them, one per line."""
     price_per_1000: float = 0.0
-    """Money for 1,000 answered requests, in any currency, for the cost counter."""
+    """Price of 1,000 answered requests, in any currency, for the cost counter."""
 
     def check(self) -> None:
-        """Raises `OnlineError` for a value out of range."""
+        """Raises `OnlineError` for an invalid value."""
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:

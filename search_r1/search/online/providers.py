@@ -1,4 +1,4 @@
-"""The online engines: how each takes a query, and how its reply is read. Both are pure functions."""
+"""The online engines: how a request is built, and how a reply is parsed. Both are pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """One web result. `score` is the engine's own (higher is better), None when it gives only an order."""
+    """One web result. `score` is the engine's own (higher is better), None if it gives only a ranking."""
 
     title: str
     url: str
@@ -25,9 +25,9 @@ class Result:
 class Provider:
     """One engine.
 
-    `build(query, num_results)` gives the fields of a request without its API key: URL parameters of a GET, the JSON
-    body of a POST. `parse(answer)` reads the decoded JSON of an HTTP 200, best first, and raises `ValueError` when it
-    does not have the documented shape. `per_second` and `concurrency` are what a small plan allows.
+    `build(query, num_results)` returns the fields of a request without its API key: URL parameters of a GET, the JSON
+    body of a POST. `parse(answer)` returns the results in the decoded JSON of an HTTP 200, best first, and raises
+    `ValueError` if it is not as documented. `per_second` and `concurrency` are what a small plan allows.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Provider:
 
 
 def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[Result]:
-    """The results in a list of objects; `url` and `score` name their keys. One without an address is left out.
+    """The results in a list of objects; `url` and `score` name their keys. Results without an address are skipped.
 
     Raises `ValueError` for anything but a list of objects with text in their fields.
     """
@@ -60,7 +60,7 @@ def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str
 
 
 def text_of(item: Fields, name: str) -> str:
-    """A text field; "" when it is absent or null. Raises `ValueError` when it is something else."""
+    """A text field; "" if it is absent or null. Raises `ValueError` if it is anything else."""
     value = item.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name!r} of a result is a {type(value).__name__}, not a string")
@@ -68,7 +68,7 @@ def text_of(item: Fields, name: str) -> str:
 
 
 def object_of(answer: Any) -> Fields:
-    """`answer`, when it is a JSON object. Raises `ValueError`."""
+    """`answer`, if it is a JSON object. Raises `ValueError` otherwise."""
     if not isinstance(answer, dict):
         raise ValueError(f"the answer is a {type(answer).__name__}, not an object")
     return answer
@@ -82,9 +82,9 @@ def _number(value: Any) -> float | None:
 def list_reader(
     name: str, url: str, text: str, score: str | None = None, found_nothing: Callable[[Fields], bool] = lambda _: False
 ) -> Callable[[Any], list[Result]]:
-    """Reads the list `name` of a reply, whose keys are `url`, `text` and `score`.
+    """A function that reads the list `name` of a reply; `url`, `text` and `score` are the keys of its items.
 
-    A reply without the list is empty where `found_nothing` holds, else the reader raises `ValueError`.
+    A reply without the list is empty if `found_nothing` holds, else the function raises `ValueError`.
     """
 
     def parse(answer: Any) -> list[Result]:

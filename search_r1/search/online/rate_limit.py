@@ -1,7 +1,7 @@
 """The rate limit of an online engine: a token bucket, and the queue of the requests that wait for a token.
 
-Not aiolimiter: a query whose turn comes later than its client waits is refused at once, with the time of its turn, and
-the engine's Retry-After moves all turns. A limiter that can only be waited for knows neither.
+Why not aiolimiter: a query whose turn would come after its client's timeout is refused at once, with the time of its
+turn, and the engine's Retry-After delays all turns. A limiter that can only be awaited supports neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WEIGHT = 0.2  # of the latest reply in the mean
 
 
 class RateLimit:
-    """`per_second` tokens a second, at most one second's worth (at least one token) saved up. It never sleeps."""
+    """`per_second` tokens per second; at most one second's worth (at least one token) accumulates. It never sleeps."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_second = per_second
@@ -31,11 +31,11 @@ class RateLimit:
         return max(0.0, max(self._next, now - self._saved_s) + num_before * self._interval_s - now)
 
     def take(self) -> None:
-        """Take the token that is due."""
+        """Consume the token that is due."""
         self._next = max(self._next, self._clock() - self._saved_s) + self._interval_s
 
     def pause(self, seconds: float) -> None:
-        """No token is due for `seconds` from now, as the engine's Retry-After says."""
+        """Make no token due for `seconds` from now, as the engine's Retry-After demands."""
         self._next = max(self._next, self._clock() + seconds)
 
 
@@ -59,7 +59,7 @@ class RequestQueue:
         return max(self._rate.due_s(self._waiting), rounds_before * self._answer_s)
 
     def paused_s(self) -> float:
-        """Seconds until the next request may be sent, by the rate alone."""
+        """Seconds until the next request may be sent, as far as the rate limit is concerned."""
         return self._rate.due_s()
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Requests to an online engine: rate-limited, with retries, and none that no client awaits."""
+"""Requests to an online engine: rate-limited, with retries, and only while a client waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _TemporaryFailure(Exception):
 class RequestState:
     """`until`: the latest deadline of the clients (monotonic seconds); `sent`: the request was sent, and costs money.
 
-    `settled` is done with the reply, or once the first attempt failed: other queries need not wait for the next one.
+    `settled` is done on the reply, or once the first attempt failed: other queries need not wait for its retries.
     """
 
     until: float = -math.inf
@@ -52,7 +52,7 @@ class RequestState:
 
 
 class Transport:
-    """Asks one engine, from one event loop. Whatever it raises or returns has the API key masked."""
+    """Sends requests to one engine, from one event loop. The API key is masked in all that it raises or returns."""
 
     def __init__(self, provider: Provider, options: OnlineOptions, key: ApiKey, limit: RateLimit, usage: Usage) -> None:
         self._provider = provider
@@ -71,8 +71,8 @@ class Transport:
     async def ask(self, fields: Fields, state: RequestState) -> str:
         """The body of the engine's HTTP 200.
 
-        Raises `OnlineBusy` (its turn comes later than `state` lasts), `OnlineUnavailable` (no answer within the
-        deadline or the attempts allowed), `OnlineRejected` or `OnlineReplyError` (a body without end).
+        Raises `OnlineBusy` (its turn would come after its clients' deadline), `OnlineUnavailable` (no answer within the
+        deadline or the attempts allowed), `OnlineRejected` or `OnlineReplyError` (a body that is too large).
         """
         deadline = math.inf  # known when the first attempt begins
         for attempt in range(1, self._options.max_attempts + 1):
@@ -92,12 +92,12 @@ class Transport:
         raise AssertionError("max_attempts is at least 1")
 
     def busy(self, state: RequestState) -> OnlineBusy:
-        """The error of a query that waits still, and when to come again: as soon as its turn could be waited for."""
+        """The error for a query that is still waiting, and when to retry: when its turn is near enough to wait for."""
         wait_s, left_s = self._queue.expected_s(), max(0.0, state.until - time.monotonic())
-        turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests a second"
-        cause = f"was not asked: this query could be sent {turn}, which is later than its client waits"
+        turn = f"in about {wait_s:.1f} s, at {self._limit.per_second:g} requests per second"
+        cause = f"got no request: this query could be sent {turn}, which is after its client's timeout"
         if state.failure:
-            cause = f"gave no answer in the time that its client waits; last: {state.failure}"
+            cause = f"gave no answer within its client's timeout; last: {state.failure}"
         message = f"the online engine {self._provider.name} {cause}"
         return OnlineBusy(message, retry_after_s=max(_SOON_S, wait_s - left_s / 2))
 
@@ -127,7 +127,7 @@ class Transport:
         except TimeoutError:
             raise _TemporaryFailure(f"no answer to one request in {timeout_s:.1f} s") from None
         except (aiohttp.InvalidURL, UnicodeError) as error:
-            raise OnlineError(self._key.mask(f"{self._provider.name} cannot be asked: {error}")) from None
+            raise OnlineError(self._key.mask(f"{self._provider.name} cannot be reached: {error}")) from None
         except aiohttp.ClientError as error:
             raise _TemporaryFailure(self._key.mask(f"{type(error).__name__}: {error}")) from None
         self._check_status(response, text)
@@ -181,5 +181,5 @@ def _parameters(fields: Fields) -> list[tuple[str, str]]:
 
 
 def shown(text: str) -> str:
-    """The start of `text` on one line, for an error message."""
+    """The start of `text`, on one line, for an error message."""
     return " ".join(text[:_SHOWN_CHARS].split()) or "no message"

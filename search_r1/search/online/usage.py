@@ -1,4 +1,4 @@
-"""How many requests an online engine got, and what they cost."""
+"""How many requests an online engine received, and what they cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Usage:
-    """Counts since the start. `answered` are the HTTP 200 of the engine, which are what it charges for."""
+    """Counts since the start. `answered` counts the engine's HTTP 200 replies, which are what it charges for."""
 
     queries: int = 0
     cache_hits: int = 0

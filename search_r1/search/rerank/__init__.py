@@ -1,1 +1,1 @@
-"""Reranking of passages by a cross-encoder."""
+"""Reranking of passages with a cross-encoder."""

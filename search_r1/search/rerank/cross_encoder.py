@@ -24,7 +24,7 @@ _PASSAGE_SHARE = 4  # of the length: a fourth is the passage's, however long the
 
 
 class Pair(NamedTuple):
-    """What is scored."""
+    """A query and a passage to score."""
 
     query: str
     passage: str
@@ -32,9 +32,9 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEncoderOptions:
-    """`model` is a folder or a hub id; `max_length`: tokens of a pair; `batch_size`: most pairs of a forward pass.
+    """`model` is a folder or a hub id; `max_length`: most tokens of a pair; `batch_size`: most pairs of a forward pass.
 
-    `precision` and `device` as in `EncoderOptions`; the last layers are always float32, so that close pairs differ.
+    `precision` and `device` as in `EncoderOptions`; the last layers are always float32, so that close scores differ.
     """
 
     model: str
@@ -48,8 +48,8 @@ class CrossEncoderOptions:
 class CrossEncoder:
     """Scores pairs: higher is better. Legend: B pairs, L tokens.
 
-    A score is the model's logit, or its sigmoid where the model's files ask for that. Which pairs share a call moves a
-    score by rounding only: the tests allow 3e-5 in float32 and 0.1 in bfloat16, for scores that spread by 1.5.
+    A score is the model's logit, or its sigmoid if the model's files say so. The other pairs of a call change a score
+    only by rounding: the tests allow 3e-5 in float32 and 0.1 in bfloat16, for scores that spread by 1.5.
     """
 
     def __init__(self, options: CrossEncoderOptions) -> None:
@@ -65,7 +65,7 @@ class CrossEncoder:
         config: Any = model.config
         if config.num_labels != 1:
             raise EncoderError(
-                f"{options.model} gives {config.num_labels} scores a pair; pass a cross-encoder that gives one"
+                f"{options.model} gives {config.num_labels} scores per pair; pass a cross-encoder that gives one"
             )
         self._activation = _activation(config, json_reader(options.model)("config_sentence_transformers.json") or {})
         longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", options.max_length))
@@ -80,9 +80,9 @@ class CrossEncoder:
         _LOG.info("cross-encoder %s on %s in %s, %d tokens", self.name, self.device, self.precision, self.max_length)
 
     def score(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """float64 [B]; a score that is not finite is the caller's to judge.
+        """float64 [B]; the caller must check that scores are finite.
 
-        Of a pair longer than `max_length` the passage is cut; the query only where it would leave the passage less
+        In a pair longer than `max_length`, the passage is truncated; the query, too, if it would leave the passage less
         than a fourth of the tokens.
         """
         scores_B = np.empty(len(pairs))

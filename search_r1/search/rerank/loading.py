@@ -1,4 +1,4 @@
-"""The arguments that the two reranking programs share, and what they load from them."""
+"""The arguments that the two reranking programs share, and the reranker built from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PASSES_A_BATCH = 4  # forward passes of one batch: enough pairs to sort by leng
 def add_reranker_arguments(
     parser: argparse.ArgumentParser, topk: str, model: str, batch_size: str, max_length: str
 ) -> None:
-    """The flags that have other names in the two programs, and limits of the reranker's queue and cache."""
+    """Add the flags whose names differ between the two programs, and the limits of the reranker's queue and cache."""
     parser.add_argument(topk, type=int, default=3, help="passages per query when the request does not say")
     parser.add_argument(model, default=MODEL, help="folder or hub id of the cross-encoder")
     parser.add_argument(batch_size, type=int, default=32, help="maximum number of pairs in one forward pass")
@@ -37,7 +37,7 @@ def add_reranker_arguments(
 def load_reranker(
     arguments: argparse.Namespace, model: str, max_length: int, batch_size: int, metrics: Metrics
 ) -> Reranker:
-    """The model with the limits of `add_reranker_arguments`, `--num_threads` and `--max_wait_ms`.
+    """The reranker with the limits of `add_reranker_arguments`, `--num_threads` and `--max_wait_ms`.
 
     Raises `ServerError` or `EncoderError`.
     """

@@ -1,4 +1,4 @@
-"""Orders the documents of queries by a cross-encoder: pairs of all requests share batches, a cache answers repeats."""
+"""Ranks the documents of queries with a cross-encoder: all requests share batches, a cache answers repeated pairs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCORES_A_PAIR = 1  # in place of the k of a search: all pairs may share a batch
 
 @dataclass(frozen=True)
 class RerankLimits(BatchLimits):
-    """The limits of batches in pairs, and `cache_mib`: MiB of scores kept for repeated pairs, 0 for none."""
+    """Batch limits, in pairs, and `cache_mib`: MiB of cached scores for repeated pairs, 0 for none."""
 
     max_queue: int = 65_536
     cache_mib: float = 32.0
@@ -57,11 +57,11 @@ class Reranker:
         self._batcher: Batcher[Pair, float] = Batcher(self._run, self._keep, limits, self._counts)
 
     async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Outcome]:
-        """The best `k` documents of each query among its own, best first; equal scores keep the order given.
+        """The best `k` documents of each query among its own, best first; ties keep the given order.
 
-        A document is JSON with `contents`; equal contents have equal scores. A query of which a pair fails has the
-        error in place of an answer. Raises `ServiceUnavailable` when the queue is full. One who is cancelled gives the
-        place in the queue back.
+        A document is JSON with `contents`; equal contents have equal scores. If a pair of a query fails, the query gets
+        the error instead of an answer. Raises `ServiceUnavailable` if the queue is full. A cancelled call gives up its
+        place in the queue.
         """
         pairs = [
             [Pair(query, passage_text(json.loads(document)["contents"])) for document in own]
@@ -77,7 +77,7 @@ class Reranker:
             raise score
 
     def close(self) -> None:
-        """Let the running batch finish; requests that wait fail."""
+        """Let the running batch finish; waiting requests fail."""
         self._batcher.close()
 
     async def _scores(self, pairs: list[Pair]) -> dict[Pair, float | SearchError]:
@@ -109,7 +109,7 @@ class Reranker:
 
 
 def passage_text(contents: str) -> str:
-    """What the model reads of a passage; the first line of `contents` is its title and keeps its quotes."""
+    """A passage as the model reads it; the first line of `contents` is its title and keeps its quotes."""
     title, _, text = contents.partition("\n")
     return f"(Title: {title}) {text}"
 
@@ -124,10 +124,10 @@ def _best(documents: Sequence[bytes], scores: Sequence[float | SearchError], k: 
 
 
 class RerankedSource:
-    """A `Source` whose scores are those of the reranker; documents stay as the source gives them."""
+    """A `Source` with the reranker's scores and ranking; documents are those of `source`, unchanged."""
 
     def __init__(self, source: Source, reranker: Reranker, num_candidates: int) -> None:
-        """`num_candidates`: passages a query that the reranker reads, where nothing else is said."""
+        """`num_candidates`: passages per query that the reranker reads, unless a request says otherwise."""
         self.name = f"{source.name}, reranked by {reranker.name}"
         self.num_passages, self.batch_size = source.num_passages, source.batch_size
         self.version = version_of(source.version, reranker.version, num_candidates)
@@ -145,13 +145,13 @@ class RerankedSource:
         return await self.search_among(self._num_candidates, queries, k, wait_s)
 
     def among(self, num_candidates: int | None) -> EncodedSearch:
-        """The search with another number of candidates; None: the usual one."""
+        """The search with another number of candidates; None: the default."""
         return partial(self.search_among, num_candidates or self._num_candidates)
 
     async def search_among(
         self, num_candidates: int, queries: list[str], k: int, wait_s: float = math.inf
     ) -> list[Outcome]:
-        """The best `k` of `num_candidates` passages a query, or of `k` where that is more. See `EncodedSearch`."""
+        """The best `k` of `num_candidates` passages per query, or of `k` if that is more. See `EncodedSearch`."""
         found = await self._find(queries, max(k, num_candidates), wait_s)
         documents = [[] if isinstance(hits, SearchError) else [hit.document for hit in hits] for hits in found]
         best = await self._reranker.rerank(queries, documents, k)
@@ -164,7 +164,7 @@ class RerankedSource:
         await self._reranker.warm_up()
 
     async def close(self) -> None:
-        """Let both finish their running batch; requests that wait fail."""
+        """Let both finish their running batch; waiting requests fail."""
         closing = self._source.close()
         if inspect.isawaitable(closing):
             await closing

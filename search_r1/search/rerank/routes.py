@@ -1,4 +1,4 @@
-"""The HTTP side of the reranking servers: their requests, `/rerank`, and the search routes before a reranker."""
+"""The HTTP side of the reranking servers: their requests, `/rerank`, and the search routes with a reranker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Document = Annotated[bytes, BeforeValidator(_encoded), WithJsonSchema(_SCHEMA)]
 
 
 class RerankRequest(KnownFields):
-    """`POST /rerank`: each query with documents of its own."""
+    """`POST /rerank`: each query with its own documents."""
 
     queries: Queries
     documents: list[Annotated[list[Document], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
@@ -74,7 +74,7 @@ class RerankRequest(KnownFields):
         return self
 
     def limit(self, default: int) -> int:
-        """Documents a query; `default` when the request does not say."""
+        """Documents per query; `default` if the request does not say."""
         return self.rerank_topk or self.topk or default
 
     def reply(self, answers: list[EncodedHits]) -> bytes:
@@ -83,7 +83,7 @@ class RerankRequest(KnownFields):
 
 
 class Reranking(KnownFields):
-    """What a request may say of the reranker."""
+    """What a request may say about the reranker."""
 
     candidates: Choice = None
     model: str | None = Field(default=None, description="not available: the model is fixed by the server")
@@ -96,7 +96,7 @@ class Reranking(KnownFields):
 
 
 class RerankedRetrieveRequest(RetrieveRequest):
-    """`POST /retrieve` before a reranker: also the published fields `topk_retrieval` and `topk_rerank`."""
+    """`POST /retrieve` with a reranker: also accepts the published fields `topk_retrieval` and `topk_rerank`."""
 
     topk_retrieval: Choice = None
     topk_rerank: Choice = Field(default=None, description="takes precedence over topk")
@@ -107,13 +107,13 @@ class RerankedRetrieveRequest(RetrieveRequest):
         return self.topk_rerank or self.topk or default
 
     def num_candidates(self) -> int | None:
-        """Passages a query that the reranker reads; None: the server's default."""
+        """Passages per query that the reranker reads; None: the server's default."""
         requested = self.rerank.candidates if self.rerank else None
         return requested or self.topk_retrieval or None
 
 
 def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
-    """`/rerank` alone."""
+    """The route `/rerank` alone."""
     router, headers = APIRouter(route_class=RawRoute), reply_headers(reranker)
 
     @router.post("/rerank", openapi_extra=schema_of(RerankRequest), responses=RESPONSES)
@@ -131,7 +131,7 @@ def rerank_router(reranker: Reranker, options: SearchOptions) -> APIRouter:
 
 
 def reranked_router(source: RerankedSource, reranker: Reranker, options: SearchOptions) -> APIRouter:
-    """The search routes over `source`, where `/retrieve` may choose the number of candidates, and `/rerank`."""
+    """The search routes over `source`, in which `/retrieve` may set the number of candidates, and `/rerank`."""
 
     def search_of(request: SearchRequest) -> EncodedSearch:
         return source.among(request.num_candidates() if isinstance(request, RerankedRetrieveRequest) else None)

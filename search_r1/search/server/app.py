@@ -1,4 +1,4 @@
-"""The HTTP side of what is served: its routes, probes and metrics behind one gate."""
+"""The HTTP app of a server: its routes, probes and metrics behind one gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AppOptions(SearchOptions):
-    """`auth_token`: the bearer token that every request but /healthz and /readyz must carry, None for none.
+    """`auth_token`: the bearer token that every request except /healthz and /readyz must carry; None: no token.
 
     `mcp`: offer the search as an MCP tool as well.
     """
@@ -38,9 +38,9 @@ class AppOptions(SearchOptions):
 
 
 def create_app_of(served: Served, router: APIRouter, options: AppOptions, metrics: Metrics) -> FastAPI:
-    """The app has the routes of `router` and closes `served` at the end. `app.state.server` is its `ServerState`.
+    """An app with the routes of `router` that closes `served` on shutdown. `app.state.server` is its `ServerState`.
 
-    Further routes may be included in it: they stand behind the same gate and may raise the same errors.
+    More routes can be included in it: they are behind the same gate and may raise the same errors.
     """
     state = ServerState(not_ready="the warm-up query has not run yet")
     app = FastAPI(title="retrieval", lifespan=_lifespan(served, state))
@@ -91,7 +91,7 @@ def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> No
         """What the answers depend on: equal for servers that answer alike. And what a request may hold."""
         return what | {"topk": topk, "batch_size": served.batch_size, "limits": LIMITS}
 
-    @app.get("/readyz", responses={503: {"description": "Not yet, or not any more."}})
+    @app.get("/readyz", responses={503: {"description": "Not ready yet, or stopping."}})
     async def readyz() -> JSONResponse:
         """Whether traffic should come."""
         reason = "the server is stopping" if state.draining else state.not_ready

@@ -20,7 +20,7 @@ _LONGEST_RETRY_S = 30
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Sizes count queries. `max_wait_ms`: how long the first query of an idle server waits for others."""
+    """Sizes are in queries. `max_wait_ms`: how long the first query of an idle server waits for others."""
 
     max_batch: int = 256
     max_wait_ms: float = 1.0
@@ -28,7 +28,7 @@ class BatchLimits:
 
 
 class Batcher(Generic[Query, Result]):
-    """Answers distinct queries once. `ask` and `close` belong to one event loop, `run` to the owner thread."""
+    """Answers each distinct query once. Call `ask` and `close` from one event loop; `run` runs in the owner thread."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Batcher(Generic[Query, Result]):
         limits: BatchLimits,
         metrics: StageMetrics,
     ) -> None:
-        """`run(queries, k)` gives a result or an error for each; `keep(query, k, result)` gets every result."""
+        """`run(queries, k)` returns a result or an error for each; `keep(query, k, result)` gets every result."""
         self._run = run
         self._keep = keep
         self._limits = limits
@@ -55,9 +55,9 @@ class Batcher(Generic[Query, Result]):
         self._owner.start()
 
     async def ask(self, queries: list[Query], k: int) -> list[Result | SearchError]:
-        """The result or the error of each of the distinct `queries`. Raises `ServiceUnavailable` at once.
+        """The result or the error of each of the distinct `queries`. Raises `ServiceUnavailable` if the queue is full.
 
-        One who is cancelled leaves the queue; a query that others wait for too stays.
+        A cancelled call leaves the queue; a query that others also wait for stays.
         """
         self._loop = asyncio.get_running_loop()
         request: Request[Query, Result] = Request(k, self._loop.create_future())
@@ -70,7 +70,7 @@ class Batcher(Generic[Query, Result]):
         return [cast(Result | SearchError, ticket.outcome) for ticket in request.tickets]
 
     def close(self) -> None:
-        """Let the running batch finish; requests that wait fail."""
+        """Let the running batch finish; waiting requests fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()

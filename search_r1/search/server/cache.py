@@ -1,4 +1,4 @@
-"""What is kept for repeated queries, bounded by its bytes."""
+"""Caches for repeated queries, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HIT_BYTES = 150  # a named tuple, a float and the header of a bytes object
 
 
 class HitsCache:
-    """The least recently used answers go first. The key holds all that an answer depends on."""
+    """The least recently used answers are evicted first. The key includes everything that an answer depends on."""
 
     def __init__(self, max_bytes: int, fingerprint: str) -> None:
         """`fingerprint` identifies the index, the encoder and their parameters. 0 bytes: no cache."""
@@ -30,13 +30,13 @@ class HitsCache:
         return self._answers.get((query, k, self._fingerprint))
 
     def put(self, query: str, k: int, answer: EncodedHits) -> None:
-        """An answer larger than the whole cache is not kept."""
+        """Store an answer, unless it is larger than the whole cache."""
         if _size(answer) + 4 * len(query) <= self._answers.maxsize:
             self._answers[query, k, self._fingerprint] = answer
 
 
 class ScoreCache:
-    """Scores of pairs of a query and a passage by one model. The least recently used go first."""
+    """One model's scores of pairs of a query and a passage. The least recently used are evicted first."""
 
     def __init__(self, max_bytes: int) -> None:
         """0 bytes: nothing is kept."""

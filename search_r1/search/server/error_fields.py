@@ -1,4 +1,4 @@
-"""What a failed search is over HTTP: of a whole request a status and a body, of one query of several a few fields."""
+"""How a failed search is reported over HTTP: a status and a body for a request, a few fields for one of its queries."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FINAL = (OnlineRejected, OnlineReplyError, ReplayMissError)
 
 
 def status_of(error: SearchError) -> int:
-    """503: it may pass. 424: what this server depends on failed, and would cost the same again. 500: all else."""
+    """503: temporary. 424: a service behind this server failed, and a retry would cost the same. 500: all else."""
     if isinstance(error, _PASSING):
         return 503
     return 424 if isinstance(error, _FINAL) else 500
 
 
 def retry_after_s(error: SearchError) -> float | None:
-    """Seconds until a retry may help; None where that is not known."""
+    """Seconds until a retry may help; None if unknown."""
     return error.retry_after_s if isinstance(error, _PASSING) else None
 
 
 def retry_header(error: SearchError) -> dict[str, str]:
-    """Whole seconds, as HTTP has them."""
+    """The same in whole seconds, for the HTTP header."""
     seconds = retry_after_s(error)
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def failure(error: SearchError) -> dict[str, Any]:
-    """What a reply says of one query that failed."""
+    """The fields that report one failed query in a reply."""
     seconds = retry_after_s(error)
     retry = {} if seconds is None else {"retry_after_s": round(seconds, 3)}
     return {"status": status_of(error), "detail": str(error)} | retry

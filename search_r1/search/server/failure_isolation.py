@@ -1,4 +1,4 @@
-"""Batched work in which one bad item must not fail the others."""
+"""Batched work in which one bad item does not fail the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def attempt(work: Callable[[], T], who: str) -> T | SearchError:
-    """The result or the error of `work`: no exception may end the thread that runs it."""
+    """The result or the error of `work`; exceptions are caught, so that they do not end the thread."""
     try:
         return work()
     except SearchError as error:
@@ -26,7 +26,7 @@ def attempt(work: Callable[[], T], who: str) -> T | SearchError:
 
 
 def attempt_each(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
-    """The result or the error of each item. A batch that fails is split in halves until the failing items are alone."""
+    """The result or the error of each item. A failing batch is halved until the failing items are isolated."""
     found = attempt(partial(_complete, work, items, who), who)
     if isinstance(found, list):
         return found
@@ -39,5 +39,5 @@ def attempt_each(work: Callable[[list[Item]], Sequence[T]], items: list[Item], w
 def _complete(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
     found = work(items)
     if len(found) != len(items):
-        raise SearchFailed(f"{who} gave {len(found)} answers to {len(items)} questions")
+        raise SearchFailed(f"{who} returned {len(found)} results for {len(items)} items")
     return list(found)

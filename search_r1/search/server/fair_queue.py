@@ -1,10 +1,10 @@
-"""The queries that wait for a batch, and the rule by which requests share its places.
+"""The queries that wait for a batch, and the rule by which requests share a batch.
 
 A batch first takes one query of every request in turn, so that a list of thousands cannot starve a single query. The
-places left go to the requests that have waited longest, so that lists end one after the other rather than all at the
-end. A batch has one k: results for a smaller k need not be a prefix of those for a larger one.
+remaining places go to the requests that have waited longest, so that lists finish one after another instead of all at
+the end. A batch has one k: results for a smaller k need not be a prefix of those for a larger one.
 
-A query is whatever can be a key: a text to search, or a text and a document to score.
+A query is any hashable value: a text to search, or a text and a document to score.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class Request(Generic[Query, Result]):
-    """One caller. `waiting` are its tickets in the queue, `missing` counts the ones that are not settled."""
+    """One caller. `waiting` are its tickets in the queue; `missing` counts those that are not settled."""
 
     k: int
     done: asyncio.Future[None]
@@ -54,7 +54,7 @@ class Ticket(Generic[Query, Result]):
 
 
 class FairQueue(Generic[Query, Result]):
-    """Tickets in the order in which batches take them. Its length counts tickets. It takes no lock."""
+    """Tickets in the order in which batches take them. Its length is the number of tickets. It is not locked."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -65,7 +65,7 @@ class FairQueue(Generic[Query, Result]):
         return self._size
 
     def put(self, request: Request[Query, Result], ticket: Ticket[Query, Result]) -> None:
-        """Let `request` wait for `ticket`, which is new or queued already: then it is taken at the earlier turn."""
+        """Let `request` wait for `ticket`, new or already queued; then it is taken at the earlier of its turns."""
         self._size += not ticket.requests
         ticket.requests[request] = None
         request.waiting[ticket] = None
@@ -73,7 +73,7 @@ class FairQueue(Generic[Query, Result]):
         self._turns.setdefault(request)
 
     def drop(self, request: Request[Query, Result]) -> list[Ticket[Query, Result]]:
-        """Remove `request`. Returns the tickets that no request waits for any more, which leave the queue too."""
+        """Remove `request`. Returns the tickets that no request waits for any more; they leave the queue as well."""
         orphans = []
         for ticket in request.waiting:
             del ticket.requests[request]

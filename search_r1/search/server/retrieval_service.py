@@ -1,4 +1,4 @@
-"""The local index as a source: one thread owns the retriever, batches gather all requests, a cache answers repeats."""
+"""The local index as a source: one thread owns the retriever, all requests share batches, a cache answers repeats."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _WARM_UP_WORDS = 8
 
 @dataclass(frozen=True)
 class ServiceOptions(BatchLimits):
-    """The limits of batches, and `cache_mib`: MiB of answers kept for repeated (query, k), 0 for none."""
+    """Batch limits, and `cache_mib`: MiB of cached answers for repeated (query, k), 0 for none."""
 
     cache_mib: float = 128.0
 
 
 class RetrievalService:
-    """Joins a retriever to its corpus; a `Source`. Call it from one event loop.
+    """A `Source` made of a retriever and its corpus. Call it from one event loop.
 
-    The owner thread keeps the event loop free and the index from concurrent calls, which neither FAISS on a GPU nor
-    the stemmer allows. Runs of white space in a query count as one space.
+    The owner thread keeps the event loop responsive, and protects the index from concurrent calls, which neither FAISS
+    on a GPU nor the stemmer allows. Runs of white space in a query count as one space.
     """
 
     batch_size: int | None = None
@@ -50,7 +50,7 @@ class RetrievalService:
         options: ServiceOptions | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """Raises `IndexMismatchError`."""
+        """Raises `IndexMismatchError` if the index does not have as many rows as the corpus."""
         if len(retriever) != len(corpus):
             raise IndexMismatchError(
                 f"the {retriever.name} index has {len(retriever)} rows, corpus {corpus.path} has {len(corpus)}; "
@@ -84,12 +84,12 @@ class RetrievalService:
         return [found[query] or () for query in plain]
 
     async def warm_up(self) -> None:
-        """Run one query through the index: words of the first row, which find something. Raises `SearchError`."""
+        """Run one query through the index: words of the first row, so that it finds something. Raises `SearchError`."""
         words = str(self.corpus[0]["contents"]).split()[:_WARM_UP_WORDS]
         hits_or_raise(await self._batcher.ask([" ".join(words)], 1))
 
     def close(self) -> None:
-        """Let the running batch finish; requests that wait fail."""
+        """Let the running batch finish; waiting requests fail."""
         self._batcher.close()
 
     def _known(self, query: str, k: int) -> EncodedHits | None:

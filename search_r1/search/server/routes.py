@@ -36,27 +36,27 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     422: {"description": "The request is not valid; `detail` says what is wrong."},
     424: {"description": "An online engine refused a query, or its answer cannot be used."},
     500: {"description": "The search failed."},
-    503: {"description": "The queue is full, the server stops, or an online engine fails; see Retry-After."},
+    503: {"description": "The queue is full, the server is stopping, or an online engine fails; see Retry-After."},
     504: {"description": "Not answered within the deadline."},
 }
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """`topk`: passages a query when the request does not say; `timeout_s`: the longest a request may take."""
+    """`topk`: passages per query if the request does not say; `timeout_s`: the maximum time of a request."""
 
     topk: int = 3
     timeout_s: float = 120.0
 
 
 def search_router(source: Source, options: SearchOptions) -> APIRouter:
-    """The three routes over one source."""
+    """The three search routes over one source."""
     search = encoded_search(source)
     return search_routes(RetrieveRequest, lambda _: search, options, reply_headers(source))
 
 
 def reply_headers(served: Served) -> dict[str, str]:
-    """What a client learns from any reply: the version of the index, and how many queries a request should have."""
+    """The headers of every reply: the version of the index, and the number of queries to put into a request."""
     hint = {} if served.batch_size is None else {"X-Batch-Size": str(served.batch_size)}
     return {"X-Index-Version": served.version} | hint
 
@@ -67,9 +67,9 @@ def search_routes(
     options: SearchOptions,
     headers: Mapping[str, str],
 ) -> APIRouter:
-    """The three routes; `/retrieve` reads a `retrieve_model`, and `search_of(request)` answers a request.
+    """The three routes; `/retrieve` parses a `retrieve_model`, and `search_of(request)` returns the search to use.
 
-    `headers` are those of every reply.
+    `headers` are sent with every reply.
     """
     router = APIRouter(route_class=RawRoute)
 
@@ -108,7 +108,7 @@ def search_routes(
 
 
 def parse(model: type[Model], body: bytes) -> Model:
-    """The request in `body`. Raises `HTTPException` 422."""
+    """The request in `body`. Raises `HTTPException` 422 if it is invalid."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The interface that the HTTP side searches: a local index, an online engine, or either behind a reranker.
+"""The interface of what the HTTP routes search: a local index, an online engine, or either with a reranker.
 
-A source that keeps its documents as JSON offers them as such, so that a reply is put together without encoding them
-again; `encoded_search` asks every source in the same way.
+A source that stores its documents as JSON returns them as such, so that a reply is built without encoding them again;
+`encoded_search` gives every source the same interface.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class EncodedSearch(Protocol):
     """The search of a source whose documents are already JSON."""
 
     async def __call__(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
-        """What became of each query, in their order; answers as `Source.search` gives them.
+        """The outcome of each query, in order; answers are ordered as in `Source.search`.
 
-        Nobody waits longer than `wait_s` seconds: a source that costs money asks nothing that comes later. Raises
-        `ServiceUnavailable` when the queue is full, or another `SearchError` that is the fault of no single query.
+        The caller waits at most `wait_s` seconds: a paid source sends no request that would be answered later. Raises
+        `ServiceUnavailable` if the queue is full, or another `SearchError` that no single query caused.
         """
         ...
 
@@ -53,24 +53,24 @@ class Served(Protocol):
     batch_size: int | None  # queries that a request should have at most, None for any number
 
     def close(self) -> Awaitable[None] | None:
-        """Let what runs end and fail the ones that wait."""
+        """Let running requests finish; waiting ones fail."""
         ...
 
 
 class Source(Served, Protocol):
-    """Answers queries. A call that is cancelled gives its place in a queue back."""
+    """Answers queries. A cancelled call gives up its place in the queue."""
 
     async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
-        """At most `k` passages a query, in the queries' order, best first. A blank query finds nothing.
+        """At most `k` passages per query, in the queries' order, best first. A blank query finds nothing.
 
-        Raises `ServiceUnavailable` when the queue is full, or another `SearchError`; the first one of a query.
+        Raises `ServiceUnavailable` if the queue is full, or the first `SearchError` of a query.
         """
         ...
 
 
 @runtime_checkable
 class EncodedSource(Protocol):
-    """A source that also gives its documents as JSON."""
+    """A source that can also return its documents as JSON."""
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
         """See `EncodedSearch`."""
@@ -79,10 +79,10 @@ class EncodedSource(Protocol):
 
 @runtime_checkable
 class NeedsWarmUp(Protocol):
-    """One whose first answer is slow (kernels are compiled, files are mapped)."""
+    """A source whose first answer is slow (kernels are compiled, files are mapped)."""
 
     async def warm_up(self) -> None:
-        """Find one real answer. Raises `SearchError`."""
+        """Answer one real query. Raises `SearchError`."""
         ...
 
 
@@ -119,7 +119,7 @@ def encode_hits(passages: Sequence[ScoredPassage]) -> EncodedHits:
 
 
 def version_of(*parts: object) -> str:
-    """A short name of all that the answers depend on."""
+    """A short identifier of everything that the answers depend on."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

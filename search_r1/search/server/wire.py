@@ -1,4 +1,4 @@
-"""The requests that the server understands: what is accepted, within which limits, and the shape of the reply."""
+"""The requests that the server understands: what is accepted, within which limits, and the format of the reply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SearchRequest(Protocol):
         ...
 
     def limit(self, default: int) -> int:
-        """Passages a query; `default` when the request does not say."""
+        """Passages per query; `default` if the request does not say."""
         ...
 
     def reply(self, answers: list[EncodedHits]) -> bytes:
@@ -41,7 +41,7 @@ class SearchRequest(Protocol):
 
 
 class KnownFields(BaseModel):
-    """A request without unknown fields: a misspelt one, such as "top_k", would otherwise be ignored silently."""
+    """A request that rejects unknown fields: a misspelt one, such as "top_k", would otherwise be ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -111,7 +111,7 @@ class FlashRagBatchRequest(KnownFields):
 def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
     """`{"result": [...]}` with a list for each query: documents, or `{"document": ..., "score": ...}`.
 
-    A query that failed has null, and its `failure` under its number in `"errors"`, which is there only then.
+    A query that failed has null, and its `failure` under its index in `"errors"`, which is present only then.
     """
     shown = _scored if return_scores else _documents
     lists = _array(b"null" if isinstance(outcome, SearchError) else shown(outcome) for outcome in outcomes)
@@ -121,7 +121,7 @@ def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
 
 
 def explain(error: ValidationError, known: Collection[str] = ()) -> str:
-    """One line a problem, without repeating the request's content; `known` are the valid fields."""
+    """One line per problem, without quoting the request's content; `known` are the valid fields."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(_problem(item["loc"], item["type"], item["msg"], known) for item in problems[:5])
 

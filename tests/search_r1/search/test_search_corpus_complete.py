@@ -216,7 +216,7 @@ def test_the_corpus_itself_is_not_overwritten(corpus: Path, tmp_path: Path, caps
     (tmp_path / "link.jsonl").symlink_to(corpus)
     arguments = ["complete", "--corpus_path", str(corpus), "--add", str(gold)]
     assert main([*arguments, "--output", str(tmp_path / "link.jsonl")]) == 1
-    assert "link.jsonl is read by this command; write to another --output" in capsys.readouterr().err
+    assert "link.jsonl is an input of this command; write to another --output" in capsys.readouterr().err
     assert corpus.read_bytes() == before
     with pytest.raises(SystemExit):
         main(["complete", "--corpus_path", str(corpus), "--output", "o.jsonl"])

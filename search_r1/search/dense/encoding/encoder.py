@@ -27,10 +27,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """`family` names a row of the table of encoders; `model` is a folder or a hub id; `pooling` overrides.
+    """`family`: a key of the table of encoder families; `model`: a folder or hub id; `pooling` overrides both.
 
     `precision`: float32, bfloat16, float16, `auto` or `half` (see `resolve_precision`); `device`: cpu, cuda, cuda:1 or
-    auto (a GPU where there is one).
+    auto (a GPU if there is one).
     """
 
     family: str
@@ -44,7 +44,7 @@ class EncoderOptions:
 class Encoder:
     """Text to float32 vectors of `dim` values. Legend: B texts, L tokens, D = dim.
 
-    Which texts share a call moves a vector by rounding only: the tests allow 1e-5 a value in float32 and 0.02 in
+    The other texts of a call change a vector only by rounding: the tests allow 1e-5 per value in float32 and 0.02 in
     bfloat16, for vectors of length 1.
     """
 
@@ -70,12 +70,12 @@ class Encoder:
         _LOG.info("encoder %s on %s in %s: %s", options.model, self.device, self.precision, self.spec)
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [B, D]. Raises `EncoderError` on a non-finite vector, or when the model encodes passages only."""
+        """float32 [B, D]. Raises `EncoderError` on a non-finite vector, or if the model encodes only passages."""
         self._refuse("passage", "queries")
         return self._encode(self._tokens([self.spec.query_prefix + text for text in texts], self.spec.max_query_tokens))
 
     def encode_passages(self, texts: Sequence[str], max_tokens: int | None = None) -> np.ndarray:
-        """float32 [B, D]; each passage cut to `max_tokens`. Raises as `encode_queries`."""
+        """float32 [B, D]; each passage is truncated to `max_tokens`. Raises as `encode_queries`."""
         self._refuse("query", "passages")
         limit = min(max_tokens or self.spec.max_passage_tokens, self.spec.max_passage_tokens)
         if not self.spec.title_pair:
@@ -118,7 +118,7 @@ class Encoder:
         if self.spec.normalize:
             vectors_BD = normalize(vectors_BD, dim=-1)
         if not torch.isfinite(vectors_BD).all():
-            raise EncoderError("the encoder gave a vector with NaN or Inf; its weights or its precision are unfit")
+            raise EncoderError("the encoder returned a vector with NaN or Inf; check its weights and its precision")
         return vectors_BD.cpu().numpy()
 
 

@@ -12,16 +12,16 @@ _CPU_OVERHEAD, _GPU_OVERHEAD = 64, 2048
 
 
 def batch_cost(device: torch.device) -> tuple[int, int]:
-    """The most useful tokens of a forward pass on `device`, and the fixed cost of a pass, in tokens."""
+    """The best number of tokens for a forward pass on `device`, and the fixed cost of a pass, in tokens."""
     return (_GPU_TOKENS, _GPU_OVERHEAD) if device.type == "cuda" else (_CPU_TOKENS, _CPU_OVERHEAD)
 
 
 def length_batches(
     lengths: list[int], max_tokens: int, overhead_tokens: int = 0, max_texts: int = sys.maxsize
 ) -> list[list[int]]:
-    """Indices of `lengths`, shortest first, in the batches of at most `max_texts` that cost least.
+    """Indices of `lengths`, shortest first, in the cheapest batches of at most `max_texts`.
 
-    A batch costs its tokens when padded and `overhead_tokens`; it has at most `max_tokens` (a longer text is alone).
+    A batch costs its padded tokens plus `overhead_tokens`; it has at most `max_tokens` (a longer text is alone).
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     costs = np.zeros(len(order) + 1, dtype=np.int64)  # of the cheapest batches of the first texts

@@ -22,7 +22,7 @@ _SIDES = {"DPRQuestionEncoder": "query", "DPRContextEncoder": "passage"}
 
 
 def load_tokenizer(model: str) -> Any:
-    """A tokenizer that pads. Raises `EncoderError`."""
+    """A tokenizer with a padding token. Raises `EncoderError`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -33,7 +33,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_weights(model: str, pooling: str) -> torch.nn.Module:
-    """The float32 encoder, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    """The float32 encoder; the checkpoint must have all its weights. Raises `EncoderError`."""
     loaded, missing = _load(model, _architecture)
     if pooling != "pooler":
         missing = [name for name in missing if not name.startswith("pooler.")]
@@ -42,14 +42,14 @@ def load_weights(model: str, pooling: str) -> torch.nn.Module:
 
 
 def load_cross_encoder(model: str) -> torch.nn.Module:
-    """The float32 model with its classifier, all of whose weights the checkpoint has. Raises `EncoderError`."""
+    """The float32 model with its classifier; the checkpoint must have all its weights. Raises `EncoderError`."""
     loaded, missing = _load(model, lambda _: AutoModelForSequenceClassification)
     _refuse_missing(model, loaded, missing, "pass a cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2")
     return loaded
 
 
 def side(model: torch.nn.Module) -> str | None:
-    """`query` or `passage` for a model that encodes only those (DPR), else None."""
+    """`query` or `passage` if the model encodes only those (DPR), else None."""
     return _SIDES.get(type(model).__name__)
 
 
@@ -63,7 +63,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def json_reader(model: str) -> Callable[[str], Any]:
-    """Reads a JSON file of the model, in its folder or from the hub's cache; None when the model has no such file."""
+    """A function that reads a JSON file of the model, from its folder or the hub's cache; None if there is none."""
 
     def read(name: str) -> Any:
         subfolder, _, filename = name.rpartition("/")
@@ -93,7 +93,7 @@ def _load(model: str, choose: Callable[[Any], Any]) -> tuple[torch.nn.Module, li
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _cannot_load(model, error) from error
     if config.is_encoder_decoder:
-        raise EncoderError(f"{model} is an encoder with a decoder ({config.model_type}), which is not supported")
+        raise EncoderError(f"{model} is an encoder-decoder model ({config.model_type}), which is not supported")
     return loaded, sorted(report["missing_keys"])
 
 

@@ -1,8 +1,8 @@
-"""Linear layers in oneDNN's own layout: bfloat16 encoders on a CPU.
+"""Linear layers with weights packed for oneDNN: bfloat16 encoders on a CPU.
 
-`torch.nn.Linear` brings its weight into that layout in every call, which for the few hundred tokens of a batch of
-queries costs as much as the product. Here it is done once; and the GELU after a layer is applied while the product is
-still in the cache, before it is rounded.
+`torch.nn.Linear` repacks its weight in every call, which for the few hundred tokens of a batch of queries costs as much
+as the product. Here it is packed once, and the GELU after a layer is applied while the product is still in the cache,
+before it is rounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.activations import GELUActivation
 
 
 class PackedLinear(torch.nn.Module):
-    """x W^T + b, then GELU if asked, for bfloat16 [..., in_features] on a CPU. For inference only."""
+    """x W^T + b, then GELU if requested, for bfloat16 [..., in_features] on a CPU. For inference only."""
 
     def __init__(self, linear: torch.nn.Linear, activation: Literal["none", "gelu"] = "none") -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class PackedLinear(torch.nn.Module):
 def pack_linear_layers(model: torch.nn.Module) -> bool:
     """Replace every bfloat16 linear layer on a CPU, and the exact GELU that follows one in the blocks of BERT.
 
-    Returns whether there was one.
+    Returns whether any layer was replaced.
     """
     found = False
     for name, child in list(model.named_children()):

@@ -1,4 +1,4 @@
-"""One vector a text from the hidden states of its tokens. Legend: B texts, L tokens, D values."""
+"""One vector per text from the hidden states of its tokens. Legend: B texts, L tokens, D values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def pool(output: Any, mask_BL: torch.Tensor, pooling: str) -> torch.Tensor:
-    """float32 [B, D] from a model's output; padding is on the right and never counts."""
+    """float32 [B, D] from a model's output; padding is on the right and is ignored."""
     if pooling == "pooler":
         return output.pooler_output.float()
     return _POOLERS[pooling](output.last_hidden_state.float(), mask_BL)

@@ -1,4 +1,4 @@
-"""Which device computes, and in which number format it is fast."""
+"""The device to compute on, and a number format that is fast there."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware; emulated it is slower than float32."""
+    """Whether this CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _CPU_BF16)
 
 
 def resolve_device(requested: str) -> torch.device:
-    """`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU where there is one."""
+    """`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU if there is one."""
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(requested)
 
 
 def resolve_precision(requested: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 where the hardware has it, else float16 on a GPU and float32 on a CPU.
+    """`auto`: bfloat16 if the hardware supports it, else float16 on a GPU and float32 on a CPU.
 
-    `half` is the published `--use_fp16`: float16 on a GPU, as `auto` on a CPU. Raises `EncoderError` on an unknown
-    name and on float16 on a CPU, which no CPU computes fast.
+    `half` is the published `--use_fp16`: float16 on a GPU, as `auto` on a CPU. Raises `EncoderError` for an unknown
+    name, and for float16 on a CPU, which no CPU computes fast.
     """
     if requested not in PRECISIONS:
         raise EncoderError(f"precision {requested!r} is not one of {', '.join(PRECISIONS)}")

@@ -1,7 +1,7 @@
 """How a dense encoder turns text into a vector: prefixes, pooling, normalisation, lengths.
 
-Read from the files that sentence-transformers models carry; what they leave open comes from a table of encoder
-families, looked up by the family's name (`--retriever_name`), never by a piece of a path.
+Read from the files that sentence-transformers models carry; what they do not say comes from a table of encoder
+families, looked up by family name (`--retriever_name`), never by part of a path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _QUERY_PROMPTS, _PASSAGE_PROMPTS = ("query", "s2p_query"), ("document", "passage
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """`max_query_tokens` and `max_passage_tokens` count special tokens and prefix too.
+    """`max_query_tokens` and `max_passage_tokens` include special tokens and prefix.
 
-    `end_token` closes every text whose tokenizer does not; `title_pair`: a passage is its title, a separator, its text.
+    `end_token` ends every text whose tokenizer adds none; `title_pair`: a passage is its title, a separator, its text.
     """
 
     pooling: str = "mean"
@@ -35,7 +35,7 @@ class EncoderSpec:
     title_pair: bool = False
 
     def index_fields(self) -> dict[str, Any]:
-        """What passages and queries must agree on, as kept in an index manifest."""
+        """The fields on which passages and queries must agree, as stored in an index manifest."""
         fields = asdict(self)
         del fields["max_query_tokens"], fields["max_passage_tokens"]
         return fields
@@ -58,7 +58,7 @@ FAMILIES = {
 
 
 def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -> EncoderSpec:
-    """The model's own files over the table of families; `pooling` overrides both. Raises `EncoderError`."""
+    """The model's own files override the table of families; `pooling` overrides both. Raises `EncoderError`."""
     modules = read_json("modules.json")
     known = FAMILIES.get(family.lower())
     if known is None and modules is None:

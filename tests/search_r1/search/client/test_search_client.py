@@ -308,7 +308,7 @@ def test_a_change_of_the_index_is_told_once(run_app, caplog: pytest.LogCaptureFi
 
     _with_client(run_app(peer.app), act)
     [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("search_r1")]
-    assert "has the index version two; answers came from one before" in warning
+    assert "has the index version two; earlier answers came from one" in warning
 
 
 def test_check_names_the_url_and_the_command(run_app) -> None:

@@ -216,8 +216,8 @@ def test_a_query_whose_turn_comes_too_late_is_not_asked(online) -> None:
     assert result[0] and result[1:] == [None, None] and engine.asked == ["first"]
     assert [errors[number]["status"] for number in ("1", "2")] == [503, 503]
     assert all(3.0 < errors[number]["retry_after_s"] < 10.0 for number in ("1", "2"))
-    assert "was not asked: this query could be sent in about " in errors["1"]["detail"]
-    assert ", at 0.2 requests a second" in errors["1"]["detail"]
+    assert "got no request: this query could be sent in about " in errors["1"]["detail"]
+    assert ", at 0.2 requests per second" in errors["1"]["detail"]
 
 
 def test_the_answer_to_a_client_that_has_gone_is_kept_for_its_retry(online) -> None:

@@ -90,7 +90,7 @@ def test_search_parameters_reach_the_index() -> None:
     few = [hits[0].row for hits in FaissIndex(index, "nprobe=1").search(queries, 1)]
     every = [hits[0].row for hits in FaissIndex(index, "nprobe=20").search(queries, 1)]
     assert every == best.tolist() and few != every
-    with pytest.raises(ServerError, match="does not take the search parameters 'efSearch=9'"):
+    with pytest.raises(ServerError, match="does not accept the search parameters 'efSearch=9'"):
         FaissIndex(index, "efSearch=9")
 
 
@@ -217,7 +217,7 @@ def test_a_gpu_that_is_not_there_is_a_clear_error(model_dir: Path, corpus_file: 
     index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
     with pytest.raises(ServerError, match="--faiss_gpu: torch sees no GPU"):
         _load(index, corpus, model_dir, gpu=True)
-    with pytest.raises(ServerError, match="--faiss_gpu: this FAISS sees no GPU"):
+    with pytest.raises(ServerError, match="--faiss_gpu: this build of FAISS sees no GPU"):
         _load(index, corpus, model_dir, gpu=True, engine="faiss")
 
 

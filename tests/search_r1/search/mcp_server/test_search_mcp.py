@@ -205,7 +205,7 @@ def test_an_unknown_tool_is_a_protocol_error(words: str) -> None:
 
     with pytest.raises(ExceptionGroup) as refused:
         over_http(words, lambda client: client.call_tool("find", {}))
-    assert refused.group_contains(MCPError, match="no tool 'find'; there is 'search'")
+    assert refused.group_contains(MCPError, match="no tool 'find'; use 'search'")
 
 
 @needs_mcp

@@ -80,7 +80,7 @@ def test_replay_needs_neither_engine_nor_key_and_never_asks(recorded, monkeypatc
         "keep_empty_s": 1e-9,
     }
     assert _search(["nothing", "lune"], **without_endpoint) == [[], ['"lune"\nanswer 1']]
-    with pytest.raises(ReplayMissError, match=r"cache.sqlite has no answer of tavily to .*unheard.*record"):
+    with pytest.raises(ReplayMissError, match=r"cache.sqlite has no answer from tavily to .*unheard.*record"):
         _search(["lune", "unheard"], cache_mode="replay", **options)
     assert engine.asked == ["lune", "nothing"]
     Path(options["cache_path"]).parent.chmod(0o755)

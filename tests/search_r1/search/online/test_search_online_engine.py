@@ -332,10 +332,10 @@ def test_a_key_from_a_file(run_app, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("bing", {}, "no online engine 'bing'; known are serper, serpapi, google, brave, tavily"),
+        ("bing", {}, "no online engine 'bing'; choose one of serper, serpapi, google, brave, tavily"),
         ("google", {}, "google needs the request field 'cx'"),
-        ("serpapi", {"fields": {"api_key": KEY}}, "does not belong into the request fields"),
-        ("google", {"fields": {"cx": "1", "key": KEY}}, "does not belong into the request fields"),
+        ("serpapi", {"fields": {"api_key": KEY}}, "must not be in the request fields"),
+        ("google", {"fields": {"cx": "1", "key": KEY}}, "must not be in the request fields"),
         ("serper", {"timeout_s": 0.0}, "timeout_s is 0.0"),
         ("serper", {"per_second": -1.0}, "per_second is -1.0"),
         ("serper", {"deadline_s": float("nan")}, "deadline_s is nan"),

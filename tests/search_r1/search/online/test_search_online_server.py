@@ -100,7 +100,7 @@ def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, t
     replaying = serve(*cache, "--online_cache_mode", "replay", "--online_endpoint", nowhere, TAVILY_API_KEY="")
     assert _post(replaying, "lune").json() == found
     miss = _post(replaying, "lune", "morn")
-    assert miss.status_code == 424 and "has no answer of tavily" in miss.json()["detail"]
+    assert miss.status_code == 424 and "has no answer from tavily" in miss.json()["detail"]
     assert engine.asked == ["lune"]
 
 

@@ -229,7 +229,7 @@ def test_the_models_files_say_whether_a_score_is_a_sigmoid(
 
 def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, model_dir: Path) -> None:
     two = save_cross_encoder(tmp_path / "two", num_labels=2)
-    with pytest.raises(EncoderError, match="gives 2 scores a pair"):
+    with pytest.raises(EncoderError, match="gives 2 scores per pair"):
         CrossEncoder(_options(two))
     with pytest.raises(EncoderError, match=r"lacks 2 weights .*would be random; pass a cross-encoder"):
         CrossEncoder(_options(save_bert(tmp_path / "encoder")))
