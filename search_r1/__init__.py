@@ -1,1 +1,1 @@
-"""The search agent: tag grammar, environment, retrieval service, rewards, data. Plugs into `verl` by dotted names."""
+"""The search agent: tag grammar, environment, retrieval service, rewards, data. `verl` loads it by dotted names."""

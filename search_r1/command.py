@@ -1,4 +1,4 @@
-"""`search-r1 COMMAND ...`: every program of the project under one name.
+"""`search-r1 COMMAND ...`: every program of the project behind one command.
 
 Each command starts a program, which you can also start directly with the same arguments. This file lists the programs
 without importing them, so that `search-r1 --help` answers at once.
@@ -41,7 +41,7 @@ class Program:
         return self.target.startswith("scripts/bench/")
 
     def words(self, arguments: Sequence[str]) -> list[str]:
-        """The whole command. Raises ClickException for a script where there is no clone of the repository."""
+        """The whole command line. Raises ClickException for a script without a clone of the repository."""
         if not self.is_script:
             return [sys.executable, "-m", self.target, *arguments]
         script = CLONE / self.target
@@ -105,14 +105,14 @@ DATA = (
 
 
 class Group(click.Group):
-    """Lists its commands in the order in which they were added."""
+    """Lists its commands in the order they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
 def benchmarks() -> tuple[Program, ...]:
-    """Those of the repository, if this is one."""
+    """The benchmark programs, if this is a clone of the repository."""
     scripts = sorted((CLONE / "scripts" / "bench").glob("*.py"))
     texts = {path: path.read_text() for path in scripts}
     return tuple(
@@ -123,13 +123,13 @@ def benchmarks() -> tuple[Program, ...]:
 
 
 def programs() -> dict[tuple[str, ...], Program]:
-    """Every program, by the words of its command: `("data", "tinywiki")`."""
+    """Every program, keyed by the words of its command: `("data", "tinywiki")`."""
     groups: dict[tuple[str, ...], tuple[Program, ...]] = {(): PROGRAMS, ("data",): DATA, ("bench",): benchmarks()}
     return {(*group, one.name): one for group, found in groups.items() for one in found}
 
 
 def group_of(name: str, summary: str, programs: Sequence[Program]) -> click.Group:
-    """A command for each of the programs."""
+    """A command group with one command for each of the programs."""
     group = Group(name, help=summary, no_args_is_help=True, context_settings={"max_content_width": 120})
     for program in programs:
         group.add_command(_command(program))
@@ -167,7 +167,7 @@ def _first_line(text: str) -> str:
 
 
 def make() -> click.Group:
-    """The whole tree."""
+    """The whole command tree."""
     summary = "Train language models to search while they reason, by reinforcement learning."
     group = group_of("search-r1", f"{summary}\n\n\b\n{COMPLETION}", PROGRAMS)
     group.add_command(group_of("data", "Make or download data.", DATA))

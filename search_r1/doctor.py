@@ -1,7 +1,7 @@
 """`.venv/bin/python -m search_r1.doctor`: check that this installation is complete. Leaves nothing running.
 
-Every library is imported in a process of its own, so that one that crashes is reported, too.
-`verl.trainer.preflight` checks whether a particular run would start, and fit.
+Every library is imported in a separate process, so that a crash is reported as well. `verl.trainer.preflight` checks
+whether a particular run would start and fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IMPORT_S = 300
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: all is well (warnings count as that); 1: not."""
+    """Returns the exit status: 0 if all is well (or only warnings), else 1."""
     parser = argparse.ArgumentParser(prog="python -m search_r1.doctor", description=(__doc__ or "").partition("\n")[0])
     parser.parse_args(argv)
     failed = False
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def findings() -> Iterator[Finding]:
-    """What takes longest last."""
+    """All findings; the slowest checks come last."""
     yield from machine.check_versions(machine.declared(), platform.python_version(), machine.installed())
     yield from _machine()
     yield from torch_and_gpus()
@@ -65,13 +65,13 @@ def findings() -> Iterator[Finding]:
 
 
 def imported(name: str, code: str) -> Finding:
-    """Whether a library can be imported, and what `code` then says of it."""
+    """Whether a library can be imported, and what `code` then prints about it."""
     ran = _run(f"import {name}\n{code}")
     return judge(ran.returncode == 0, f"import {name}", _last_words(ran), SET_UP)
 
 
 def torch_and_gpus(code: str = TORCH) -> Iterator[Finding]:
-    """Both from one process, since torch takes seconds to import. `code` prints a line on torch, then one a GPU."""
+    """Both from one process, since torch takes seconds to import. `code` prints a line on torch, then one per GPU."""
     ran = _run(code)
     version, *gpus = ran.stdout.splitlines() or [""]
     yield judge(version != "", "import torch", version or _last_words(ran), SET_UP)

@@ -10,7 +10,7 @@ class CorpusError(SearchError):
 
 
 class IndexMismatchError(SearchError):
-    """An index that is missing, unreadable, or was built from another corpus, encoder or analyzer."""
+    """An index that is missing, unreadable, or built from another corpus, encoder or analyzer."""
 
 
 class TargetTakenError(SearchError):
@@ -18,7 +18,7 @@ class TargetTakenError(SearchError):
 
 
 class EncoderError(SearchError):
-    """An encoder or a cross-encoder that cannot be loaded, is not supported, or gives non-finite values."""
+    """An encoder or a cross-encoder that cannot be loaded, is not supported, or returns non-finite values."""
 
 
 class ServerError(SearchError):
@@ -26,7 +26,7 @@ class ServerError(SearchError):
 
 
 class RetrieverError(SearchError):
-    """Base of what a client raises: the query has no result, which is not the same as an empty result."""
+    """Base of the client's errors: the query has no result, which is not the same as an empty result."""
 
 
 class RetrieverAddressError(RetrieverError, ValueError):
@@ -56,7 +56,7 @@ class OnlineError(SearchError):
 
 
 class OnlineUnavailable(OnlineError):
-    """The online engine gave no answer within the deadline or the attempts allowed; it may after `retry_after_s`."""
+    """The online engine did not answer within the deadline or the allowed attempts; retry after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class OnlineRejected(OnlineError):
 
 
 class OnlineReplyError(OnlineError):
-    """The online engine answered 200 with something else than search results."""
+    """The online engine answered 200 with something other than search results."""
 
 
 class ReplayMissError(OnlineError):
@@ -84,7 +84,7 @@ class SearchFailed(SearchError):
 
 
 class ServiceUnavailable(SearchError):
-    """The queue is full or the server stops; the request may come back after `retry_after_s` seconds."""
+    """The queue is full or the server is stopping; retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""The help of a script, read from its source: a benchmark imports torch first, and its own help takes seconds.
+"""The help of a script, read from its source: a benchmark's own `--help` imports torch first, which takes seconds.
 
-What is shown is its docstring and the options that it adds to its parser.
+It consists of the script's docstring and the options that it adds to its parser.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def help_of(script: Path) -> str:
-    """Raises SyntaxError for what is no Python."""
+    """The help text. Raises SyntaxError if `script` is not Python."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     options = "\n".join(_lines(tree))
     return f"{ast.get_docstring(tree) or ''}\n\noptions:\n{options}\n"

@@ -4,8 +4,8 @@
         --output_dir results/mine
     .venv/bin/python -m search_r1.evaluation --server URL --served_model NAME --tokenizer DIR ...   # vLLM, SGLang
 
-Writes results.json, results.md, wrong_answers.md, records.jsonl (a line a question) and trajectories.parquet. A run
-that was cut short goes on where it stopped; one with other settings in the same folder is refused.
+Writes results.json, results.md, wrong_answers.md, records.jsonl (one line per question) and trajectories.parquet. An
+interrupted run resumes where it stopped; one with other settings in the same folder is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error or with failed questions, 130 when interrupted."""
+    """Returns the exit status: 0, 1 after an error or if questions failed, 130 if interrupted."""
     args = parse_arguments(__doc__, arguments)
     log_to_stderr(PLAIN)
     try:
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
 
 
 async def run(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
-    """Ask what is left of the model, then of the judge. A judge that refuses its key is known before the model is."""
+    """Ask the model the remaining questions, then the judge. The judge's API key is checked first."""
     from search_r1.evaluation.judge_flags import make_judge
     from search_r1.evaluation.judging import judge_answers, unjudged
     from search_r1.evaluation.runner import unfinished
@@ -94,7 +94,7 @@ async def run(args: argparse.Namespace, config: Config, questions: Sequence[Ques
 
 
 async def play(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
-    """Ask the model what is left."""
+    """Ask the model the remaining questions."""
     from search_r1.evaluation.methods.registry import METHODS, make_method
     from search_r1.evaluation.records import Measurer
     from search_r1.evaluation.runner import Pace, Runner

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with status 2 for arguments that are wrong by themselves."""
+    """Exits with status 2 for invalid arguments."""
     parser = parser_of(description, "python -m search_r1.evaluation")
     add_agent_flags(parser)
     _add_flags(parser)
@@ -92,7 +92,7 @@ def server_of(args: argparse.Namespace) -> Server | None:
 
 
 def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dict[str, Any]:
-    """What the answers depend on besides the questions, without secrets; `retriever` says what the service serves."""
+    """What the answers depend on besides the questions, without secrets; `retriever` describes the service's index."""
     template, rollout = load_template(config.agent.template), config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
         "method": args.method,

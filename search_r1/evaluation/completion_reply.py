@@ -1,4 +1,4 @@
-"""A sampled turn from the answer of a completions server."""
+"""Turn the reply of a completions server into a sampled turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOSING = re.compile(r"</([^<>/]+)>")
 def generation_of(
     reply: dict[str, Any], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generation, bool]:
-    """(turn, whether its ids are those that were sampled). Raises KeyError, IndexError, TypeError or ValueError."""
+    """(turn, whether its ids are exactly the sampled ones). Raises KeyError, IndexError, TypeError or ValueError."""
     choice = reply["choices"][0]
     finish, text = choice["finish_reason"], choice["text"]
     if finish not in ("stop", "length") or not isinstance(text, str):
@@ -36,10 +36,10 @@ def generation_of(
 
 
 def missing_stop(text: str, stop: Sequence[str], choice: dict[str, Any]) -> str:
-    """The stop string that ended `text` and that the server cut off; "" when it is there, or the model ended it.
+    """The stop string that ended `text` and that the server removed; "" if it is there, or if the model ended the turn.
 
-    A server that says what it stopped at is believed (`stop_reason` of vLLM, `matched_stop` of SGLang). Else a closing
-    tag is taken to be cut off when its opening tag stands open; of several the one that was opened last.
+    A server's own statement is used if there is one (`stop_reason` of vLLM, `matched_stop` of SGLang). Otherwise a
+    closing tag counts as removed if its opening tag is still open; of several, the one opened last.
     """
     if text.endswith(tuple(stop)):
         return ""

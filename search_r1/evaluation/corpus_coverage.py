@@ -1,4 +1,4 @@
-"""Whether the gold answers can be found at all: in the corpus, and by the retriever for the plain question."""
+"""Whether the gold answers can be found at all: in the corpus, and by a search for the plain question."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from verl.errors import DataError, EnvironmentUnavailable
 
 
 def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None, topk: int) -> dict[str, Any]:
-    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as of `search_r1.data.corpus.coverage`.
+    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as in `search_r1.data.corpus.coverage`.
 
-    Without a `url` no retriever is asked, and the rows have no `recall`. Raises `DataError` for a bad corpus and for
-    questions without a text, `EnvironmentUnavailable` when the retriever does not answer.
+    Without a `url`, nothing is searched, and the rows have no `recall`. Raises `DataError` for a bad corpus and for
+    questions without a text, `EnvironmentUnavailable` if the retriever does not answer.
     """
     searched = [make_question(question.id, text_of(question), question.golden_answers) for question in questions]
     ks = sorted({1, topk})

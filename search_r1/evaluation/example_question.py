@@ -1,4 +1,4 @@
-"""Print one question of a prompt file: the first of those with the most hops. Used to show a trained model at work."""
+"""Print one question of a prompt file: the first one with the most hops. Used to show a trained model at work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 
 def example_question(path: Path) -> str:
-    """The text after `Question:` in the prompt of the chosen row; the first row where no row says its hops."""
+    """The text after `Question:` in the prompt of the chosen row; the first row if no row has a number of hops."""
     rows = pq.read_table(path, columns=["prompt", "extra_info"]).to_pylist()
     row = max(rows, key=lambda row: row["extra_info"].get("hops", 0))
     return row["prompt"][0]["content"].rpartition("Question:")[2].strip()

@@ -1,4 +1,4 @@
-"""The flags of an evaluation's judge, which are the options of the reward component `judge`."""
+"""The flags of an evaluation's judge, which correspond to the options of the reward component `judge`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_judge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_judge_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with status 2 for flags that make no sense together."""
+    """Exits with status 2 for flags that contradict each other."""
     if bool(args.judge_url) != bool(args.judge_model):
         parser.error("--judge_url and --judge_model go together")
     if not args.judge_url and (args.judge_option or any(getattr(args, f"judge_{name}") for name in _FLAGS)):
@@ -47,7 +47,7 @@ def check_judge_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 
 def make_judge(args: argparse.Namespace) -> Judge | None:
-    """None without `--judge_url`. Raises `ConfigError` for an option that cannot be used, or without the key."""
+    """None without `--judge_url`. Raises `ConfigError` for an invalid option, or if the API key is missing."""
     from search_r1.rewards.component import make_component
     from search_r1.rewards.judge import Judge
 
@@ -59,7 +59,7 @@ def make_judge(args: argparse.Namespace) -> Judge | None:
 
 
 def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What its verdicts depend on. Raises `ConfigError` for a rubric that cannot be used."""
+    """What the judge's verdicts depend on. Raises `ConfigError` for an invalid rubric."""
     if not args.judge_url:
         return None
     options = {name: value for name, value in _options(args).items() if name not in _CHANGE_NO_VERDICT}

@@ -1,7 +1,6 @@
-"""The verdicts of a judge on answers that are there already: asked for after the episodes, and as often as needed.
+"""A judge's verdicts on answers that exist already: requested after the episodes, as often as needed.
 
-An answer without a verdict is no reason to ask the model again: what is missing is asked for by itself, in this run and
-in the next one.
+An answer without a verdict is not generated again: only the missing verdict is requested, in this run and the next.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _PART = 256  # verdicts in a part: what a killed run loses at most
 
 
 def unjudged(keys: Iterable[str], store: Store) -> list[Record]:
-    """The records of finished episodes that have no verdict."""
+    """The records of finished episodes without a verdict."""
     records = store.records()
     found = (records[key] for key in keys if key in records)
     return [record for record in found if record.played and record.metrics.get("judge") is None]
 
 
 async def judge_answers(judge: BatchedComponent, keys: Sequence[str], store: Store, max_redraws: int) -> None:
-    """Have every answer judged. What got no verdict is asked `max_redraws` times more, then keeps its failure.
+    """Have every answer judged. A missing verdict is requested `max_redraws` more times, then it is a failure.
 
-    Raises `ConfigError` where the judge refuses everything; verdicts so far stay.
+    Raises `ConfigError` if the judge refuses everything; earlier verdicts are kept.
     """
     for _ in range(max_redraws + 1):
         missing = unjudged(keys, store)

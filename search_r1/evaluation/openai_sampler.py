@@ -1,10 +1,10 @@
 """A language model behind an OpenAI-compatible server (vLLM, SGLang) as the sampler of an episode.
 
-`POST {url}/completions` with token ids as the prompt, so that the context is what training would have it be. A server
-that returns token ids (vLLM) gives exactly what it sampled. From another one only text comes back: it is tokenised
-here, which may cut it into other tokens than were sampled, and log-probs are NaN.
+`POST {url}/completions` with token ids as the prompt, so that the context is exactly that of training. A server that
+returns token ids (vLLM) reports exactly what it sampled. Others return only text: it is tokenised here, possibly into
+other tokens than were sampled, and log-probs are NaN.
 
-Not the `openai` client: with 64 requests of 1,000 ids at a time it takes 10.3 ms of CPU a request, aiohttp 0.27 ms.
+Why not the `openai` client: for 64 concurrent requests of 1,000 ids it takes 10.3 ms of CPU each, aiohttp 0.27 ms.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Passing(Exception):
 class OpenAISampler:
     """Implements `verl.agent.environment.Sampler`; use it from one event loop and `close` it.
 
-    `deadline_s` bounds all attempts of one turn; at most `concurrency` requests are under way. A key is sent as a
-    bearer token when the environment has OPENAI_API_KEY. `is_exact` says whether the ids so far were the server's own.
+    `deadline_s` bounds all attempts of one turn; at most `concurrency` requests run at once. If OPENAI_API_KEY is set
+    in the environment, it is sent as a bearer token. `is_exact` says whether the ids so far were the server's own.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OpenAISampler:
         self._session: aiohttp.ClientSession | None = None
 
     async def check(self) -> int | None:
-        """The longest sequence that the server takes, if it says so. Raises `RolloutError` if it lacks the model."""
+        """The longest sequence that the server accepts, if it says so. Raises `RolloutError` if it lacks the model."""
         reply = await self._request("GET", "/models", None, min(_CHECK_DEADLINE_S, self._deadline_s))
         models = {entry["id"]: entry for entry in reply.get("data", []) if isinstance(entry, dict) and "id" in entry}
         if self.model not in models:
@@ -82,7 +82,7 @@ class OpenAISampler:
         return longest if isinstance(longest, int) else None
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `ids`. Raises `RolloutError` when the server is down, refuses the request or answers rubbish."""
+        """Continue `ids`. Raises `RolloutError` if the server is down or refuses, or the reply is invalid."""
         async with self._places:
             reply = await self._request("POST", "/completions", self._body(ids, sampling), self._deadline_s)
         try:

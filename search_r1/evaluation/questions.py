@@ -1,6 +1,6 @@
 """The questions of an evaluation: FlashRAG's JSON lines or a set's original file, or training's prompt files.
 
-A question is known by its set and its id. Files are checked whole before anything is asked.
+A question is identified by its set and its id. All files are validated before the first question is asked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Question:
-    """`stratum` is what the set says about the question's kind, "" for nothing.
+    """`stratum` is the question's kind according to the set, "" if unknown.
 
-    `text` is None, and `messages` are there, for a row of a prompt file that has its prompt but no question.
+    For a prompt file's row without a question, `text` is None, and `messages` is its prompt.
     """
 
     set_name: str
@@ -38,17 +38,16 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Names it in an evaluation; the `group_id` of its trajectory."""
+        """Its name in an evaluation, and the `group_id` of its trajectory."""
         return f"{self.set_name}/{self.id}"
 
 
 def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]:
-    """The questions of all files, those of a set in the order of its file.
+    """The questions of all files; those of a set are in file order.
 
-    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats` or a prompt file, which may stand without a name:
-    its rows then belong to the set of their `data_source`. `data_dir` has a folder for each set that it holds.
-    Raises `ConfigError` when nothing is given, `DataError` with file and line (or row) for a bad row and for two of one
-    set and id.
+    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats` or a prompt file. A prompt file needs no name:
+    its rows then belong to the set of their `data_source`. `data_dir` has a folder for each set. Raises `ConfigError`
+    if nothing is given, `DataError` with file and line (or row) for a bad row or a repeated id in a set.
     """
     sources = [named_file(item) or Path(item).expanduser() for item in data]
     sources += [] if data_dir is None else sources_in(data_dir, "test")

@@ -1,4 +1,4 @@
-"""What is measured on one question."""
+"""The measurements on one question."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ METRICS = {
     "finished": "finished",
     "latency_s": "latency (s)",
 }
-"""Column of a record, and what a table calls it."""
+"""Column of a record -> its name in tables."""
 SCORES = ("em", "f1", "cover_em", "judge", "retrieval_recall", "finished")
-"""Those in [0, 1]; a mean of one that is always 0 or 1 is a share."""
+"""The metrics in [0, 1]; if a metric is always 0 or 1, its mean is a share."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One question, once asked. A metric that does not apply is None; those of a FAILED episode all are.
+    """One attempt at a question. A metric that does not apply is None; for a FAILED episode, all are.
 
-    `failure` says why there is no episode, or no verdict on its answer.
+    `failure` says why there is no finished episode, or no verdict on its answer.
 
-    `retrieval_recall` is 1 when a gold answer stands in a passage that the model was shown; it does not apply to
-    questions whose answers prove nothing (yes, no), and to methods without retrieval. `exact_ids`: all token ids are
-    those that were sampled. `queries` are the searches that were executed.
+    `retrieval_recall` is 1 if a passage that the model was shown contains a gold answer; it does not apply to questions
+    whose answers prove nothing (yes, no), nor to methods without retrieval. `exact_ids`: all token ids are exactly the
+    sampled ones. `queries` are the searches that were executed.
     """
 
     set_name: str
@@ -64,12 +64,12 @@ class Record:
 
     @property
     def played(self) -> bool:
-        """Whether there is an episode that came to its end; else the question has to be asked again."""
+        """Whether the episode was finished; otherwise the question has to be asked again."""
         return self.status != Status.FAILED.value
 
     @property
     def failed(self) -> bool:
-        """Whether it is left out of all means: it was not played, or its answer could not be judged."""
+        """Whether it is excluded from all means: it was not played, or its answer could not be judged."""
         return self.failure is not None or not self.played
 
     def to_json(self) -> dict[str, Any]:
@@ -78,16 +78,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Scored:
-    """A trajectory with the seconds that it took."""
+    """A trajectory and the seconds it took."""
 
     trajectory: Trajectory
     latency_s: float
 
 
 class Measurer:
-    """Makes records. `retrieves` says whether the method shows passages.
+    """Creates records. `retrieves`: whether the method shows passages.
 
-    `is_exact` is asked whether the token ids so far are those that were sampled.
+    `is_exact` returns whether the token ids so far are exactly the sampled ones.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Measurer:
         self._is_exact = is_exact
 
     def measure(self, episodes: Sequence[Scored]) -> list[Record]:
-        """Also sets reward (EM) and components of the trajectories."""
+        """Also sets the reward (EM) and the components of the trajectories."""
         return [self._record(episode) for episode in episodes]
 
     def _record(self, episode: Scored) -> Record:
@@ -146,7 +146,7 @@ class Measurer:
 
 
 def recall(passages: Sequence[str], golden: Sequence[str]) -> float | None:
-    """1 if a gold answer stands in a passage, word by word after normalisation; None if there is none to look for."""
+    """1 if a passage contains a gold answer, in whole words after normalisation; None if there is none to look for."""
     answers = searched_answers(golden)
     if not answers:
         return None

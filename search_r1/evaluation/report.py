@@ -13,7 +13,7 @@ _COST = ("searches", "policy_tokens", "total_tokens", "invalid_actions", "latenc
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """A table of quality, one of cost, the coverage of the corpus where it was looked at, and the settings."""
+    """A table of quality, one of cost, the coverage of the corpus if it was measured, and the settings."""
     parts = [
         "# Evaluation",
         f"{results['questions']} questions, {results['failed']} failed (left out of all means), {results['wrong']} "

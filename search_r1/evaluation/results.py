@@ -1,4 +1,4 @@
-"""Records summed up: means with intervals by set and over the sets."""
+"""Summarise records: means with intervals, by set and over all sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from search_r1.evaluation.statistics import NUM_RESAMPLES, Estimate, estimates
 def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     """`questions` and `failed` counts, `sets`, `macro` and `micro`, for JSON.
 
-    Failed questions are counted and in no mean. A metric that applies to no question is left out.
+    Failed questions are counted, but are in no mean. A metric that applies to no question is left out.
     """
     by_set: dict[str, list[Record]] = {}
     for record in records:

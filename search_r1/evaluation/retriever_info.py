@@ -1,4 +1,4 @@
-"""What a retrieval service says about itself, so that numbers can be traced to a corpus and an index."""
+"""What a retrieval service reports about itself, so that results can be traced to a corpus and an index."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _IDENTITY = ("retriever", "corpus_size", _VERSION)  # what does not change when 
 
 
 async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
-    """What the retriever says about its index, if anything.
+    """What the retriever reports about its index, if anything.
 
-    Raises `EnvironmentUnavailable` when it does not answer, `ConfigError` when several servers hold different indexes.
+    Raises `EnvironmentUnavailable` if it does not answer, `ConfigError` if several servers hold different indexes.
     """
     searcher = Searcher.from_config(retriever)
     try:
@@ -45,7 +45,7 @@ async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
 
 
 async def retriever_info(url: str) -> dict[str, Any] | None:
-    """The JSON object of `/info`, else of `/healthz`, of the service at `url`; None when it has neither."""
+    """The JSON object from `/info`, or else `/healthz`, of the service at `url`; None if it has neither."""
     parts = urlsplit(url)
     token = os.environ.get("RETRIEVAL_AUTH_TOKEN", "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token and parts.username is None else {}
@@ -63,7 +63,7 @@ async def retriever_info(url: str) -> dict[str, Any] | None:
 
 
 def check_same_index(settings_file: Path, served: dict[str, Any] | None) -> None:
-    """Raises `ConfigError` when the evaluation of `settings_file`, if there is one, was made with another index."""
+    """Raises `ConfigError` if the evaluation of `settings_file` exists and was made with another index."""
     before: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or one that the store judges
         before = json.loads(settings_file.read_text(encoding="utf-8"))["retriever"]["serves"]

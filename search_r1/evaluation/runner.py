@@ -1,4 +1,4 @@
-"""Plays what is left of an evaluation, many questions at once, and keeps what is finished."""
+"""Runs the remaining questions of an evaluation, many at once, and stores what is finished."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """`concurrency` questions at once; `max_redraws` further attempts at one that failed; `part_size` in a part."""
+    """`concurrency` questions at once; `max_redraws` more attempts at a failed one; `part_size` questions in a part."""
 
     concurrency: int = 64
     max_redraws: int = 2
@@ -34,13 +34,13 @@ class Pace:
 
 
 def unfinished(questions: Sequence[Question], store: Store) -> list[Question]:
-    """Those without an episode that came to its end."""
+    """The questions without a finished episode."""
     records = store.records()
     return [question for question in questions if question.key not in records or not records[question.key].played]
 
 
 class Runner:
-    """`seed` makes sampling repeatable: attempt a at a question draws with a seed of its own."""
+    """`seed` makes sampling reproducible: each attempt at a question has its own seed."""
 
     def __init__(
         self, method: Player, measurer: Measurer, store: Store, decode: Decode, pace: Pace, seed: int | None = None
@@ -51,7 +51,7 @@ class Runner:
         self._places = asyncio.Semaphore(pace.concurrency)
 
     async def run(self, questions: Sequence[Question]) -> None:
-        """Ask the questions that are unfinished. What was finished stays, whatever ends the run."""
+        """Ask the unfinished questions. Finished ones are kept, however the run ends."""
         left = unfinished(questions, self._store)
         tell(f"asking {len(left)} of {len(questions)} questions, {self._pace.concurrency} at a time")
         with Progress("questions", len(questions), len(questions) - len(left)) as progress:

@@ -34,10 +34,10 @@ class Server:
 
 @asynccontextmanager
 async def open_served_agent(config: Config, sampling: Sampling, server: Server) -> AsyncIterator[SearchAgent]:
-    """As `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server says that it takes.
+    """Like `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server accepts.
 
-    Raises `ConfigError` without the tokenizer, `RolloutError` when the server is down or lacks the model, and
-    `EnvironmentUnavailable` when no retriever answers.
+    Raises `ConfigError` without a tokenizer, `RolloutError` if the server is down or lacks the model, and
+    `EnvironmentUnavailable` if no retriever answers.
     """
     template = load_template(config.agent.template)
     tokenizer = load_tokenizer(

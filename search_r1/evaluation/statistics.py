@@ -1,12 +1,12 @@
 """Means of metrics over questions, with 95% intervals.
 
 A share (a score in [0, 1] that is 0 or 1 for every question of a set, such as exact match) has Wilson's score interval
-(Wilson 1927): unlike a resampled one it has a width where all answers are right, or none is. Over several sets the
-intervals of their shares are put together by the method of variance estimates recovery (Zou and Donner 2008).
+(Wilson 1927): unlike a bootstrap interval, it has a width even if all answers are right, or none is. Over several sets,
+the intervals of the shares are combined by the method of variance estimates recovery (Zou and Donner 2008).
 
-Everything else has a percentile bootstrap interval (Efron 1979). Questions are drawn again within their set, so the
-size of a set is fixed. A set's mean is resampled by itself; the macro mean (every set counts the same) and the micro
-mean (every question counts the same) are those of resampled sets.
+Everything else has a percentile bootstrap interval (Efron 1979). Questions are resampled within their set, so the size
+of a set is fixed. The macro mean (every set counts the same) and the micro mean (every question counts the same) are
+computed from the resampled sets.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def estimates(
     seed: int = 0,
     scores: Collection[int] = (),
 ) -> tuple[dict[str, list[Estimate]], list[Estimate], list[Estimate]]:
-    """(by set, macro, micro): one estimate for each column.
+    """(by set, macro, micro): one estimate per column.
 
-    `values_by_set[name]` is [questions, metrics] float64, NaN where a metric does not apply to a question: it is left
-    out of that metric's mean. A set without any value of a metric is left out of its macro mean. `scores` are the
-    columns in [0, 1], which are shares wherever they are 0 or 1 throughout.
+    `values_by_set[name]` is [questions, metrics] float64, NaN where a metric does not apply to a question, which is
+    then left out of that metric's mean. A set without any value of a metric is left out of its macro mean. `scores` are
+    the columns in [0, 1]; one that is always 0 or 1 is a share.
     """
     sums, counts = {}, {}
     for name, values_NM in values_by_set.items():

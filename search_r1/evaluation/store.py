@@ -1,11 +1,11 @@
-"""The folder of an evaluation: its settings, the parts that are finished, and what is made of them.
+"""The folder of an evaluation: its settings, the finished parts, and the results made from them.
 
     settings.json                    what the numbers depend on
     parts/records_N.jsonl            finished questions, with their trajectories in
     parts/trajectories/test_step_N.parquet, or records of an earlier part with their verdicts
 
-A part appears whole: its records are written last, under another name first. So a run that is killed loses at most the
-questions of the parts that it had not finished.
+A part appears atomically: its records are written last, under a temporary name first. So a killed run loses at most the
+questions of unfinished parts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SETTINGS, RECORDS, TRAJECTORIES = "settings.json", "records.jsonl", "trajectorie
 
 
 class Store:
-    """Opens or makes the folder. Raises `ConfigError`, naming the differences, if it was made with other `settings`.
+    """Opens or creates the folder. Raises `ConfigError`, naming the differences, if it has other `settings`.
 
-    `restart` throws away what is there. `settings` are for JSON.
+    `restart` deletes its contents. `settings` must be JSON-serialisable.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], restart: bool = False) -> None:
@@ -45,7 +45,7 @@ class Store:
         self.write(SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
     def records(self) -> dict[str, Record]:
-        """All finished questions by key; of a question that was played again after a failure the latest."""
+        """All finished questions by key; the latest record if a question was repeated after a failure."""
         return {
             record.key: record for number in self._numbers() for record in _read_records(self._records_path(number))
         }
@@ -57,7 +57,7 @@ class Store:
         self._write_lines(self._records_path(number), records)
 
     def add_verdicts(self, records: Sequence[Record]) -> None:
-        """Write one more part: records that are there already, judged since."""
+        """Write one more part: stored records that have been judged since."""
         self._write_lines(self._records_path(self._next_number()), records)
 
     def finish(self, keys: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class Store:
         os.replace(temporary, self.folder / TRAJECTORIES)
 
     def write(self, name: str, text: str) -> None:
-        """A file of the folder, whole or not at all."""
+        """Write a file of the folder atomically."""
         _replace(self.folder / name, text)
 
     def _compare(self, settings: dict[str, Any]) -> None:

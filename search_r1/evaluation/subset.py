@@ -1,8 +1,8 @@
 """A fixed part of a set: the same ids on every machine, whatever the order of its file.
 
-Questions are cut into strata by their kind. A stratum gets its share of the places, rounded down; places that are left
-go to the largest remainders (the first names where these are equal). Of a stratum those questions are taken whose
-SHA-256 of "seed/set/id" is smallest.
+Questions are divided into strata by kind. A stratum gets its share of the places, rounded down; remaining places go to
+the largest remainders (ties in order of names). From a stratum, the questions with the smallest SHA-256 of
+"seed/set/id" are taken.
 """
 
 from __future__ import annotations

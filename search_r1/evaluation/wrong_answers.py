@@ -1,4 +1,4 @@
-"""The questions without an exact match, as a page for people: what was asked, what was searched for, what was said."""
+"""The questions without an exact match, as a readable page: what was asked, searched for, and answered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LONGEST = 500  # characters of a text
 
 
 def is_wrong(record: Record) -> bool:
-    """Failed questions are neither right nor wrong."""
+    """Whether the answer is wrong; failed questions are neither right nor wrong."""
     return not record.failed and record.metrics["em"] == 0
 
 
 def wrong_answers(records: Sequence[Record]) -> str:
-    """By set, in the order that they were given."""
+    """The page, by set, in the order of `records`."""
     wrong = [record for record in records if is_wrong(record)]
     finished = Counter(record.set_name for record in records if not record.failed)
     silent = sum(record.answer is None for record in wrong)

@@ -1,6 +1,6 @@
 """A search agent for use outside training: a language model in front of its environment, one question after another.
 
-Prompt, stop rules, limits and the layout of passages are those of training, by the same code.
+Prompt, stop rules, limits and passage format are the same as in training, from the same code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SearchAgent:
-    """Plays episodes. Nothing in it belongs to one episode, so many can be played at once."""
+    """Plays episodes. It keeps no state of an episode, so it can play many at once."""
 
     sampler: Sampler
     environment: Environment
@@ -47,12 +47,12 @@ class SearchAgent:
         data_source: str = "question",
         row: dict[str, Any] | None = None,
     ) -> Prompt:
-        """A question in the template. `row` is what environment and reward may read; `question` is added to it."""
+        """The prompt for a question. `row` is the dataset row for environment and reward; `question` is added to it."""
         ids = encode_prompt(self.tokenizer, self.template.messages(question, context))
         return Prompt(tuple(ids), data_source, {**(row or {}), "question": question})
 
     async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:
-        """One episode to its end. A search that failed makes it FAILED; errors of the sampler propagate."""
+        """Play one episode to its end. A failed search makes it FAILED; errors of the sampler propagate."""
         return await run_episode(
             prompt, group_id, self.sampler, self.environment, self.tokenizer, self.sampling, self.limits, seed
         )
@@ -60,10 +60,10 @@ class SearchAgent:
 
 @asynccontextmanager
 async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[SearchAgent]:
-    """The agent that `config` describes, its model in a vLLM engine of this process; closed at the end.
+    """The agent that `config` describes, with its model in a vLLM engine of this process; closed on exit.
 
-    What it waits for is logged. Raises `ConfigError` without a model, and `EnvironmentUnavailable` before the
-    model is loaded when no retriever answers.
+    Logs what it waits for. Raises `ConfigError` without a model, and `EnvironmentUnavailable`, before the model is
+    loaded, if no retriever answers.
     """
     template = load_template(config.agent.template)
     config = with_model_found(config)
@@ -84,7 +84,7 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
 
 
 async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:
-    """A vLLM engine with the model, for sequences within `limits`."""
+    """Start a vLLM engine with the model, for sequences within `limits`."""
     from verl.engine.device import resolve_device
 
     device = resolve_device(config.trainer.device).type
@@ -104,14 +104,14 @@ async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:
 
 
 def with_model_found(config: Config) -> Config:
-    """A copy whose model is a folder that is there, or a name that the hub knows. Raises `ConfigError`."""
+    """A copy whose model is an existing folder, or a name known to the hub. Raises `ConfigError`."""
     config = deepcopy(config)
     config.actor_rollout_ref.model.path = find_model(config.actor_rollout_ref.model.path)
     return config
 
 
 def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer, and how many tokens the model was made for if it says so. Raises `ConfigError` without a model."""
+    """The tokenizer, and the model's context length if it states one. Raises `ConfigError` without a model."""
     model = config.actor_rollout_ref.model
     try:
         positions = getattr(load_model_config(model.path, model.trust_remote_code), "max_position_embeddings", None)
@@ -121,6 +121,6 @@ def load_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]
 
 
 def limits_within(config: Config, window: int | None) -> EpisodeLimits:
-    """The limits of training, with no sequence longer than the model's `window`."""
+    """The limits of training, reduced to the model's `window`."""
     limits = EpisodeLimits.from_config(config)
     return limits if window is None else replace(limits, max_model_length=min(limits.window, window))

@@ -1,7 +1,7 @@
 """The command line of inference, evaluation and serving: which model, retriever and prompt, and within which limits.
 
-All of it is a training config. `--run` takes the one that a training run left in its folder, `--config-name` one of
-configs/ or of `--config-dir`; flags are short names of some of its keys, and any key can be given as `key=value`.
+All of this makes up a training config. `--run` loads the config in the folder of a training run, `--config-name` one
+from configs/ or `--config-dir`; flags are short names for some of its keys, and any key can be set as `key=value`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PUBLISHED = {
     "data.max_response_length": 500,
     "data.max_obs_length": 500,
 }
-"""Settings without `--run` and `--config-name`; the model also with the latter."""
+"""Defaults without `--run` and `--config-name`; the model is the default with the latter, too."""
 KEYS = {
     "model": "actor_rollout_ref.model.path",
     "dtype": "actor_rollout_ref.rollout.dtype",
@@ -45,7 +45,7 @@ KEYS = {
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
-    """For a parser whose `parse_intermixed_args` is called: the overrides stand anywhere among the flags."""
+    """Add the flags. Call the parser's `parse_intermixed_args`, since overrides may be anywhere among the flags."""
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they override everything else")
     add("--run", type=Path, metavar="RUN_DIR", help="folder of a training run, whose model and settings are used")
@@ -73,9 +73,9 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:
-    """The training config that the command line describes; `overrides` come before those of the user.
+    """The training config that the command line describes; the user's overrides come after `overrides`.
 
-    Raises `ConfigError` for a name or value that cannot be used, and `DataError` for a run without the checkpoint.
+    Raises `ConfigError` for an invalid name or value, and `DataError` for a run without the checkpoint.
     """
     _check_sources(args)
     flags = {"tensor_parallel_size": 1} | {name: value for name, value in vars(args).items() if value is not None}
@@ -88,14 +88,14 @@ def agent_config(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Con
 
 
 def agent_sampling(args: argparse.Namespace, config: Config) -> Sampling:
-    """As the config has it for validation, with the flags."""
+    """The config's sampling parameters for validation, overridden by the flags."""
     flags = {"temperature": args.temperature, "top_p": args.top_p}
     chosen: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     return replace(sampling_of(config, "val"), **chosen)
 
 
 def chooses(args: argparse.Namespace, flag: str) -> bool:
-    """Whether the user set what `flag` sets, by the flag or by its key."""
+    """Whether the user set the value of `flag`, with the flag or with its config key."""
     keys = (text.partition("=")[0].lstrip("+") for text in args.overrides)
     return getattr(args, flag) is not None or KEYS[flag] in keys
 

@@ -1,4 +1,4 @@
-"""Threads for functions of somebody else's, which may hang."""
+"""Threads for third-party functions, which may hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonThreads:
-    """At most `number` threads, begun as needed. Unlike an executor's, they never hold up the end of the process."""
+    """At most `number` threads, started on demand. Unlike those of an executor, they never delay the process's exit."""
 
     def __init__(self, number: int) -> None:
         self._number, self._started = number, 0
@@ -21,7 +21,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run it when a thread is free; a future that is cancelled before is never run."""
+        """Run `function` when a thread is free; if its future is cancelled before that, it never runs."""
         future: Future[Any] = Future()
         self._waiting.put((future, function, arguments))
         with self._lock:

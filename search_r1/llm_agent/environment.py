@@ -1,4 +1,4 @@
-"""The search environment: answers a policy turn with passages from a retriever, with feedback, or with the end."""
+"""The search environment: answers a policy turn with retrieved passages, with feedback, or by ending the episode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class SearchEnvironment(Environment):
-    """One tool: search. Without a `searcher` there is no tool.
+    """It has one tool, search; without a `searcher`, none.
 
-    Raises `ConfigError` when `max_obs_length` tokens do not hold the feedback or an empty observation, or when the
-    feedback has a tag in it (it would read like an action of the policy).
+    Raises `ConfigError` if the feedback or an empty observation is longer than `max_obs_length` tokens, or if the
+    feedback contains a tag (it would look like an action of the policy).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SearchEnvironment(Environment):
         return cls(searcher, tokenizer, config.data.max_obs_length, config.agent.feedback, grammar)
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
-        """See `verl.agent.environment.Environment`. A search that is not executed counts as valid, without a reply."""
+        """See `verl.agent.environment.Environment`. A search that is not executed counts as valid and gets no reply."""
         outcome = await self._reply(text, tools_allowed)
         return replace(outcome, event=outcome.event | {"empty_think": not self.grammar.has_thought(text)})
 

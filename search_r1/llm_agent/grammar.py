@@ -1,8 +1,8 @@
 """The tags that the policy writes and reads: one `Grammar` for rollout, reward, evaluation and inference.
 
 A turn's action is its first complete `<search>query</search>` or `<answer>text</answer>`. What the policy reads after a
-search stands between `<information>` tags. The names of the tags belong to a prompt template
-(`search_r1.llm_agent.templates`), so that no two places can disagree about them.
+search is enclosed in `<information>` tags. The tag names are defined by a prompt template
+(`search_r1.llm_agent.templates`), so that all code agrees on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BOX = r"\boxed{"
 
 @dataclass(frozen=True)
 class Action:
-    """What a turn asks for: `kind` is "search", "answer" or "invalid"; `content` is stripped."""
+    """A turn's action: `kind` is "search", "answer" or "invalid"; `content` is stripped."""
 
     kind: str
     content: str = ""
@@ -58,12 +58,12 @@ class Grammar:
         return tuple(f"<{slash}{name}>" for name in self.names for slash in ("", "/"))
 
     def stop_strings(self, search_allowed: bool = True) -> tuple[str, ...]:
-        """Where sampling of a turn ends; the strings are part of the turn."""
+        """The strings that end a turn; they are part of the turn."""
         answer = f"</{self.answer}>"
         return (answer,) if self.search is None or not search_allowed else (f"</{self.search}>", answer)
 
     def parse_action(self, text: str) -> Action:
-        """The first complete tag pair in the order of the text. Without one, or with an empty query, it is invalid."""
+        """The first complete tag pair in the text. Without one, or with an empty query, the action is invalid."""
         match = self._action.search(text)
         if match is None:
             return Action("invalid")
@@ -81,23 +81,23 @@ class Grammar:
         return last_box(answers[-1]) if self.boxed else str(answers[-1]).strip()
 
     def thoughts(self, text: str) -> list[str]:
-        """The contents of the think blocks of a turn, stripped."""
+        """The contents of a turn's think blocks, stripped."""
         return [str(thought).strip() for thought in self._thought.findall(text)]
 
     def has_thought(self, text: str) -> bool:
-        """Whether a turn has a think block with something in it."""
+        """Whether a turn has a think block that is not empty."""
         return any(self.thoughts(text))
 
     def wrap_information(self, body: str) -> str:
-        """What the policy reads after a search."""
+        """`body` as the policy reads it after a search."""
         return f"\n\n<{self.information}>{body.strip()}</{self.information}>\n\n"
 
     def unwrap_information(self, observation: str) -> str:
-        """The passages of an observation without their frame."""
+        """The passages of an observation, without the tags around them."""
         return observation.strip().removeprefix(f"<{self.information}>").removesuffix(f"</{self.information}>")
 
     def example_answer(self) -> str:
-        """A whole turn that answers."""
+        """An example of a complete turn that answers."""
         answer = f"{_BOX}unknown}}" if self.boxed else "unknown"
         return f"<{self.think}> I do not know. </{self.think}><{self.answer}> {answer} </{self.answer}>"
 

@@ -1,4 +1,4 @@
-"""What the policy reads: passages in the layout of Search-R1, within a number of tokens.
+"""What the policy reads after a search: passages in Search-R1's format, within a token limit.
 
 "\\n\\n<information>Doc 1(Title: "T") text\\nDoc 2(Title: ...) ...</information>\\n\\n"
 """
@@ -26,7 +26,7 @@ _FIRST_LENGTH = 4096  # characters; three passages of a hundred words are some 2
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy reads after a search. The first `num_documents` documents are in it, the last one perhaps cut."""
+    """What the policy reads after a search: the first `num_documents` documents, the last one possibly truncated."""
 
     text: str
     ids: tuple[int, ...]
@@ -34,13 +34,12 @@ class Observation:
 
 
 class ObservationWriter:
-    """Writes documents into observations of at most `max_length` tokens whose closing tag is always there.
+    """Writes documents into observations of at most `max_length` tokens that always have their closing tag.
 
-    Documents come in their order, each whole while it fits. The first one that does not fit is cut at a word's end, and
-    those after it are left out: what is shown is the start of all of them, and nearly all of the limit is used. A
-    document of which only the title would fit is left out too, unless it is the first. The text is chosen first, then
-    tokenized as a whole, so that ids and text agree.
-    Tags and special tokens in a document are removed: a page cannot speak for the policy or end its turn.
+    Documents are written in order, in full while they fit. The first one that does not fit is truncated at the end of a
+    word, and later ones are left out, so nearly all of the limit is used. A document of which only the title would fit
+    is left out, too, unless it is the first. The text is chosen first, then tokenized as a whole, so that ids and text
+    agree. Tags and special tokens in a document are removed, so that a page cannot act for the policy or end its turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, grammar: Grammar = SEARCH_R1) -> None:
@@ -49,7 +48,7 @@ class ObservationWriter:
         self._control = re.compile("|".join(map(re.escape, literals)) or "(?!)")
 
     def write(self, documents: Sequence[Mapping[str, Any]]) -> Observation:
-        """`documents` have `contents`: a title line, then text. None at all gives a sentence that says so."""
+        """`documents` have `contents`: a title line, then text. Without documents, the text says so."""
         if not documents:
             return self._observation(longest_start(NO_RESULTS, self._fits), 0)
         cleaned = [self._clean(document["contents"]) for document in documents]
@@ -95,16 +94,16 @@ def wrap_feedback(sentence: str) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
-    """Texts that the tokenizer would turn into control tokens, wherever they come from."""
+    """Strings that the tokenizer would encode as control tokens, whatever their origin."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return {token for token in (*tokenizer.all_special_tokens, *added) if token}
 
 
 def longest_start(text: str, fits: Callable[[str], bool]) -> str:
-    """The longest start of `text` that fits, without white space at its end; "" when nothing fits.
+    """The longest prefix of `text` that fits, without trailing white space; "" if nothing fits.
 
-    It ends at the end of a word. Words of more than 30 characters, as in a script without spaces, are cut anywhere.
-    Found by doubling, then by bisection: `fits` is called some 10 times, and never with much more text than fits.
+    It ends at the end of a word; words of more than 30 characters, as in a script without spaces, may be cut anywhere.
+    Found by doubling, then bisection: `fits` is called about 10 times, never with much more text than fits.
     """
     size = _FIRST_LENGTH
     while size < len(text) and fits(text[:size]):

@@ -1,7 +1,7 @@
-"""Whether a prompt file tells the policy the tags that the template of a run reads.
+"""Check that a prompt file tells the policy to use the tags that the run's template parses.
 
-A file made by this project says in its footer which template it was made with. Any other file says it by its text: a
-prompt names the tags that the policy is to write.
+A file made by this project names its template in the footer. In any other file, the text of the prompt shows it: it
+names the tags that the policy should write.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9_-]*)>")
 
 
 def prompt_problem(template: Template, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
-    """`template` is that of the run; `metadata` are the file's own, and `prompt` is the text of its first one.
+    """`template` is the run's; `metadata` is the file's, and `prompt` is the text of its first prompt.
 
-    Contradictions: the prompt names some tags but not those of a search or an answer that the template asks for, or it
-    names a tag that only another shipped template has. Different words for the same tags are none.
+    It is a contradiction if the prompt names some tags but not the template's search or answer tags, or a tag that only
+    another shipped template has. Other wording with the same tags is not.
     """
     in_prompt, in_template = _names(prompt), _names(template.text)
     known = in_template | set(template.grammar.names)

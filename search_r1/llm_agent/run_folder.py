@@ -1,4 +1,4 @@
-"""What a training run left in its folder for those who use its model: settings and checkpoints."""
+"""Find the settings and checkpoints in the folder of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.trainer.saved_state import PREFIX, step_folders
 
 
 def config_file_of(run_dir: Path) -> Path:
-    """Raises `ConfigError` for a folder that is no run's."""
+    """The run's config file. Raises `ConfigError` if the folder is not that of a run."""
     folder = run_dir.expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--run {run_dir}: there is no such folder; give that of a run (trainer.default_local_dir)")
@@ -21,7 +21,7 @@ def config_file_of(run_dir: Path) -> Path:
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
-    """The policy's `best` or `last` checkpoint, or that of a step. Raises `ConfigError`, `DataError` without it."""
+    """The policy's `best` or `last` checkpoint, or that of a step. Raises `ConfigError`, or `DataError` without it."""
     if which == "best":
         return best_checkpoint(run_dir)
     last = last_checkpoint(run_dir)

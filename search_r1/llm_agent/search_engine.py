@@ -21,15 +21,15 @@ Document = Mapping[str, Any] | str
 class SearchEngine(Protocol):
     """The best documents for a query, best first.
 
-    Documents are mappings with `contents` (a title line, then text), or with `text` and maybe `title`, or plain texts.
-    `search` may be a coroutine; a plain method runs in a thread, `retriever.max_concurrent` at once.
+    Documents are mappings with `contents` (a title line, then text), or with `text` and optionally `title`, or plain
+    strings. `search` may be a coroutine; a plain method runs in threads, at most `retriever.max_concurrent` at once.
     """
 
     def search(self, query: str) -> Any: ...
 
 
 class Searcher:
-    """One engine behind one face: at most `topk` mappings with `contents`; any failure is `EnvironmentUnavailable`.
+    """Wraps any engine: at most `topk` mappings with `contents`; any failure is `EnvironmentUnavailable`.
 
     An engine may also have `check()` and `close()`, plain or coroutines.
     """
@@ -37,7 +37,7 @@ class Searcher:
     def __init__(
         self, engine: SearchEngine, topk: int, deadline_s: float | None = None, max_concurrent: int = 16
     ) -> None:
-        """`deadline_s` bounds a search, with its wait for a thread; None: the engine keeps the time itself."""
+        """`deadline_s` bounds a search, including the wait for a thread; None: the engine has its own deadline."""
         if not callable(getattr(engine, "search", None)):
             raise ConfigError(f"{_name(engine)} is no search engine: it has no method search(query)")
         self._engine, self._topk, self._deadline_s = engine, topk, deadline_s

@@ -7,10 +7,10 @@
     ---
     Think between <think> and </think> ... Question: {question}
 
-The part between the `---` lines is YAML and may be left out: then the tags are those of Search-R1. `tags` renames
-some of `think`, `search`, `information` and `answer`; `search: null` is a template without searching. `boxed` asks for
-the answer in `\\boxed{}` inside its tags. `system` is a message of its own in front, for models with a chat template.
-`{question}` stands in the text once. A template with `{context}` is filled with passages that were retrieved before.
+The part between the `---` lines is YAML and optional; the default tags are those of Search-R1. `tags` renames some of
+`think`, `search`, `information` and `answer`; `search: null` turns search off. `boxed` requires the answer in
+`\\boxed{}` inside its tags. `system` is a separate first message, for models with a chat template. `{question}` must
+occur in the text once; `{context}` is replaced by passages that were retrieved beforehand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEYS = {"tags": dict, "boxed": bool, "system": str}
 
 @dataclass(frozen=True)
 class Template:
-    """How a question becomes a prompt, and the grammar of what follows. `text` has the slots."""
+    """How a question becomes a prompt, and the grammar of the response. `text` has the placeholders."""
 
     name: str
     text: str
@@ -51,13 +51,13 @@ class Template:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for templates that make equal prompts and read them alike, whatever their names."""
+        """Equal for templates with the same prompts and the same grammar, whatever their names."""
         return hashlib.sha256(repr((self.text, self.grammar, self.system)).encode()).hexdigest()[:16]
 
     def messages(self, question: str, context: str | None = None) -> list[dict[str, str]]:
-        """The chat messages of a question: what stands in the `prompt` column of a prompt file.
+        """The chat messages of a question, as in the `prompt` column of a prompt file.
 
-        Raises `DataError` for an empty question, `ConfigError` when `context` is missing or has no place.
+        Raises `DataError` for an empty question, `ConfigError` if `context` is missing or has no place.
         """
         if self.needs_context != (context is not None):
             raise ConfigError(f"template {self.name} {'needs' if self.needs_context else 'has no place for'} a context")
@@ -67,7 +67,7 @@ class Template:
 
 
 def load_template(name_or_path: str) -> Template:
-    """A shipped template or that of a file. Raises `ConfigError` when there is none, or it is not well formed."""
+    """A shipped template, or one from a file. Raises `ConfigError` if it does not exist or is malformed."""
     path, content = read_text_file("template", name_or_path, _FOLDER)
     header, text = _split(content, path)
     for slot, allowed in (("{question}", (1,)), ("{context}", (0, 1))):
@@ -77,7 +77,7 @@ def load_template(name_or_path: str) -> Template:
 
 
 def shipped_templates() -> list[str]:
-    """Names, sorted."""
+    """The names of the shipped templates, sorted."""
     return sorted(file.stem for file in _FOLDER.glob("*.txt"))
 
 

@@ -1,4 +1,4 @@
-"""Text files that are found by name in a folder of this package, or by path."""
+"""Text files, found by name in a folder of this package, or by path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def read_text_file(kind: str, name_or_path: str, folder: Path) -> tuple[Path, str]:
-    """Path and text of a file of `folder`, or of another one; `kind` says in the `ConfigError` what it is."""
+    """Path and text of a file in `folder`, or at any path; `kind` is what the `ConfigError` calls it."""
     shipped = folder / f"{name_or_path}.txt"
     path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
     if not path.is_file():

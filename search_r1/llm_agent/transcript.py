@@ -1,7 +1,7 @@
-"""A trajectory as text: the policy's turns, and what each was answered.
+"""A trajectory as text: the policy's turns, and the reply to each.
 
-Who wrote a text follows from the segment it stands in: an answer, a thought or a query is the policy's only if it
-stands in a policy segment, whatever tags the prompt or a retrieved page has in it.
+Who wrote a text follows from its segment: an answer, a thought or a query is the policy's only if it is in a policy
+segment, whatever tags the prompt or a retrieved page contains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Reply(Enum):
-    """What followed a policy turn; the value reads on after "turn 0: "."""
+    """What followed a policy turn; the value completes a sentence that begins "turn 0: "."""
 
     NONE = "the end of the turn"
     OBSERVATION = "an observation"
@@ -33,7 +33,7 @@ class Reply(Enum):
 class Turn:
     """What the policy wrote in one turn, without the control tokens that end it, and the reply it got.
 
-    `query` is that of a search that was executed; `observation` is the reply's text, without the frame of passages.
+    `query` is that of an executed search; `observation` is the reply's text, without the tags around passages.
     """
 
     text: str
@@ -43,13 +43,13 @@ class Turn:
 
 
 def final_answer(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> str | None:
-    """The last answer in any turn; a tag pair never reaches across turns."""
+    """The last answer in any turn; a tag pair never spans turns."""
     answers = (grammar.extract_answer(turn.text) for turn in reversed(turns))
     return next((answer for answer in answers if answer is not None), None)
 
 
 def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1) -> list[Turn]:
-    """A reply is an observation if the turn's event is an executed search."""
+    """The policy's turns. A reply is an observation if the turn's event is an executed search."""
     turns: list[Turn] = []
     sampled: tuple[int, ...] = ()  # of the turn before a reply
     control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay

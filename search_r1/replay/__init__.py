@@ -1,1 +1,1 @@
-"""What can be done with stored trajectories: a new reward, another checkpoint's view, a training set."""
+"""Reuse of stored trajectories: another reward, log-probs under another checkpoint, a training set."""

@@ -19,7 +19,7 @@ from verl.errors import DataError, VerlError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 a problem the user can act on."""
+    """Returns the exit status: 0, or 1 after an error that the user can fix."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def score(args: argparse.Namespace) -> None:
-    """Writes the files' rows with another reward and its components, and prints both rewards' means."""
+    """Writes the rows with another reward and its components, and prints the means of both rewards."""
     from search_r1.replay.rescoring import rescore
     from search_r1.replay.stored import read_stored
     from verl.config import load_config
@@ -57,7 +57,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def log_probs(args: argparse.Namespace) -> None:
-    """Writes the files' rows with a column `log_probs_under`, and prints how far it is from the sampler's."""
+    """Writes the rows with a column `log_probs_under`, and prints its difference from the sampler's log-probs."""
     from search_r1.replay.log_probs import Checkpoint, difference
     from search_r1.replay.stored import add_log_probs, read_stored
     from verl.pretrained import load_tokenizer
@@ -77,7 +77,7 @@ def log_probs(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the rows that `verl.trainer.sft` takes, and prints what was left out."""
+    """Writes rows for `verl.trainer.sft`, and prints what was left out."""
     from search_r1.replay.rejection import Criteria, choose, sft_table
     from search_r1.replay.stored import read_stored
     from verl.tracking.trajectory_store import write_trajectory_table

@@ -1,4 +1,4 @@
-"""Log-probs of stored ids under another checkpoint, teacher-forced, beside those of the sampler."""
+"""Log-probs of stored ids under another checkpoint, teacher-forced, compared with those of the sampler."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from verl.protocol import TrainBatch, Trajectory
 
 @dataclass(frozen=True)
 class Difference:
-    """Over policy tokens: `mean` and `max_abs` of checkpoint minus sampler, and `kl`, the k3 estimate in nats a token.
+    """Over policy tokens: `mean` and `max_abs` of checkpoint minus sampler, and `kl` (k3) in nats per token.
 
-    The tokens were drawn by the sampler, so it estimates KL(sampler || checkpoint).
+    The tokens were drawn by the sampler, so `kl` estimates KL(sampler || checkpoint).
     """
 
     num_tokens: int
@@ -32,10 +32,10 @@ class Difference:
 
 
 class Checkpoint:
-    """A causal language model that reads trajectories. `dtype` "auto" is bfloat16 on CUDA and float32 on CPU."""
+    """A causal language model that scores trajectories. `dtype` "auto" is bfloat16 on CUDA and float32 on CPU."""
 
     def __init__(self, path: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> None:
-        """Raises ConfigError when there is no usable model at `path`, or no such device or number format."""
+        """Raises ConfigError if there is no usable model at `path`, or no such device or dtype."""
         self.path = path
         self.device = resolve_device(device)
         precision = resolve_precision(self.device, dtype, "float32")
@@ -46,7 +46,7 @@ class Checkpoint:
         self.model = CausalModel(hf_model, None, head_dtype).to(self.device, precision.param_dtype)
 
     def log_probs(self, stored: Stored, temperature: float, max_tokens: int) -> list[list[float]]:
-        """For each trajectory as many numbers as ids: at a policy token its float32 log-prob, else 0.
+        """For each trajectory one number per id: at a policy token its float32 log-prob, else 0.
 
         Logits are divided by `temperature` first. A forward pass has at most `max_tokens` tokens, or one trajectory.
         Raises DataError for ids outside the vocabulary and NumericalError for log-probs that are not finite.
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def difference(trajectories: Sequence[Trajectory], log_probs: Sequence[Sequence[float]]) -> Difference:
-    """Of a checkpoint's `log_probs` to the stored ones. Raises DataError when there are no policy tokens."""
+    """The difference between a checkpoint's `log_probs` and the stored ones. Raises DataError without policy tokens."""
     mask_T = torch.tensor([policy for t in trajectories for policy in t.loss_mask], dtype=torch.bool)
     sampler_N = torch.tensor([value for t in trajectories for value in t.log_probs], dtype=torch.float64)[mask_T]
     other_N = torch.tensor([value for row in log_probs for value in row], dtype=torch.float64)[mask_T]

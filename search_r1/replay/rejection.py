@@ -1,4 +1,4 @@
-"""Rejection sampling: which trajectories are good enough to be trained on, and their rows for `verl.trainer.sft`."""
+"""Rejection sampling: which trajectories are good enough to train on, and their rows for `verl.trainer.sft`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.protocol import Status, Trajectory
 
 @dataclass(frozen=True)
 class Criteria:
-    """What is kept. `per_prompt` is the most of one prompt, with different texts; `dedupe` asks for these alone."""
+    """What is kept. `per_prompt`: most trajectories of a prompt, with distinct texts; `dedupe`: distinct texts only."""
 
     min_reward: float = 1.0
     per_prompt: int | None = None
@@ -24,17 +24,17 @@ class Criteria:
 
 @dataclass(frozen=True)
 class Choice:
-    """`kept`: row numbers by prompt, the best of a prompt first. `dropped`: how many for which reason."""
+    """`kept`: row numbers by prompt, the best of a prompt first. `dropped`: the number dropped for each reason."""
 
     kept: list[int]
     dropped: Counter[str]
 
 
 def choose(stored: Stored, criteria: Criteria) -> Choice:
-    """The trajectories that ended with an answer and have the reward, within the limits for one prompt.
+    """The trajectories that ended with an answer and have the required reward, within the limits per prompt.
 
-    A prompt is a data source and prompt ids, so a question of several steps counts as one. The best trajectory is the
-    one of highest reward, then of fewest searches, then of fewest tokens, then the first.
+    A prompt is identified by data source and prompt ids, so a question sampled in several steps counts as one. The best
+    trajectory has the highest reward, then the fewest searches, then the fewest tokens, then comes first.
     """
     dropped: Counter[str] = Counter()
     prompts: dict[Any, list[int]] = {}
@@ -55,7 +55,7 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
 def sft_table(stored: Stored, rows: Sequence[int], text_only: bool) -> pa.Table:
     """Rows of `segments` list<struct<source, text, ids>> (no ids with `text_only`), `data_source` and `reward`.
 
-    The ids are those that were sampled; the text is what they were stored as.
+    The ids are the sampled ones; the text is the stored one.
     """
     fields = [("source", pa.string()), ("text", pa.string())]
     if not text_only:

@@ -1,4 +1,4 @@
-"""Stored trajectories under another reward."""
+"""Score stored trajectories with another reward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """Of one data source: `num_scored` trajectories, how many have another reward now, and the mean of both rewards.
+    """For one data source: `num_scored` trajectories, how many changed their reward, and the mean of both rewards.
 
-    `old_mean` is over those of them that had a reward; nan when none had.
+    `old_mean` is over those that had a reward; nan if none had.
     """
 
     data_source: str
@@ -33,9 +33,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Rescored:
-    """`table` differs from the stored one in reward, components, status and failure alone.
+    """`table` differs from the stored one only in reward, components, status and failure.
 
-    `num_failed` had failed before and are as they were. `num_unavailable` could not be scored: they are failed now.
+    `num_failed` had failed before and are unchanged. `num_unavailable` could not be scored and are failed now.
     """
 
     table: pa.Table
@@ -47,7 +47,7 @@ class Rescored:
 def rescore(stored: Stored, rule: Reward | BatchReward, tokenizer: PreTrainedTokenizerBase) -> Rescored:
     """Score every trajectory that did not fail, as training does. Changes `stored.trajectories` in place.
 
-    Raises RewardUnavailable when no trajectory could be scored, and what the rule raises.
+    Raises RewardUnavailable if no trajectory could be scored, and what the rule raises.
     """
     finished = [trajectory for trajectory in stored.trajectories if trajectory.status is not Status.FAILED]
     old = [trajectory.reward for trajectory in finished]

@@ -1,4 +1,4 @@
-"""Stored trajectories as objects, and the table they came from: what no command changes is written as it was."""
+"""Stored trajectories as objects, and the table they came from: what a command does not change is written unchanged."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LOG_PROBS_UNDER = "log_probs_under"
 
 @dataclass(frozen=True)
 class Stored:
-    """Rows of one or more files in their order; `places[i]` names file and row of `trajectories[i]`."""
+    """Rows of one or more files, in order; `places[i]` names file and row of `trajectories[i]`."""
 
     table: pa.Table
     trajectories: list[Trajectory]
     places: list[str]
 
     def segment_texts(self) -> list[list[str]]:
-        """The text of each segment of each trajectory, as it was stored."""
+        """The stored text of each segment of each trajectory."""
         return [[segment["text"] for segment in row] for row in self.table["segments"].to_pylist()]
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises DataError, naming file and row, unless all ids are the stored texts to `tokenizer`."""
+        """Raises DataError, naming file and row, unless `tokenizer` decodes all ids to the stored texts."""
         for trajectory, texts, place in zip(self.trajectories, self.segment_texts(), self.places, strict=True):
             for segment, text in zip(trajectory.segments, texts, strict=True):
                 try:
@@ -44,7 +44,7 @@ class Stored:
 
 
 def read_stored(paths: Sequence[Path]) -> Stored:
-    """All rows of all files. Raises DataError naming file and row, also when there is no row at all."""
+    """All rows of all files. Raises DataError, naming file and row, or if there are no rows at all."""
     tables = [read_trajectory_table(path) for path in paths]
     trajectories, places = [], []
     for path, table in zip(paths, tables, strict=True):
@@ -56,7 +56,7 @@ def read_stored(paths: Sequence[Path]) -> Stored:
 
 
 def add_log_probs(table: pa.Table, values: Sequence[Sequence[float]]) -> pa.Table:
-    """`table` with a last column `log_probs_under` list<float32>, aligned with `ids`; one that is there is replaced."""
+    """`table` with a last column `log_probs_under` list<float32>, aligned with `ids`; an existing one is replaced."""
     if LOG_PROBS_UNDER in table.column_names:
         table = table.drop_columns([LOG_PROBS_UNDER])
     return table.append_column(LOG_PROBS_UNDER, pa.array(values, pa.list_(pa.float32())))

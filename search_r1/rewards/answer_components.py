@@ -1,4 +1,4 @@
-"""Components that look at the final answer. With `unicode` they compare by `normalize_answer(unicode=True)`."""
+"""Components for the final answer. With `unicode` they compare by `normalize_answer(unicode=True)`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ExactMatch:
 
 @component("cover_match")
 class CoverMatch:
-    """1 when the answer has a gold answer in it after normalisation.
+    """1 when the answer contains a gold answer after normalisation.
 
-    `by` "text": anywhere (cover EM as published); "tokens": as whole words in a row; "bag": as words in any order.
-    A long answer covers more than a short one: without a limit on its length a policy learns to list candidates.
+    `by` "text": anywhere (cover EM as published); "tokens": as whole words in a row; "bag": as words in any order. A
+    long answer covers more than a short one: without a length limit, a policy learns to list candidates.
     """
 
     def __init__(self, by: str = "text", unicode: bool = False) -> None:
@@ -48,7 +48,7 @@ class CoverMatch:
 
 @component("f1")
 class TokenF1:
-    """F1 of the words of the answer and those of the nearest gold answer, in [0, 1]; 0 without an answer."""
+    """F1 between the words of the answer and those of the closest gold answer, in [0, 1]; 0 without an answer."""
 
     def __init__(self, unicode: bool = False) -> None:
         self.normalize = normalizer(unicode)

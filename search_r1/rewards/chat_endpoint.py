@@ -55,7 +55,7 @@ class RequestRefused(_WithStatus):
 
 
 class EndpointDown(RewardUnavailable):
-    """The endpoint gave no reply, not even a bad one."""
+    """The endpoint did not reply at all."""
 
 
 class _Trouble(_WithStatus):
@@ -70,8 +70,8 @@ class _Rubbish(Exception):
 class ChatOptions:
     """`url` is the base of the API, such as http://127.0.0.1:8001/v1; `api_key_env` names an environment variable.
 
-    `timeout_s` bounds one request, `deadline_s` a question with its `retries`. `extra_body` is laid over the request;
-    a key that is null there is left out of it. Raises `ValueError`.
+    `timeout_s` bounds one request, `deadline_s` a question with its `retries`. `extra_body` is merged over the request
+    body; a key that is null there is removed. Raises `ValueError`.
     """
 
     url: str
@@ -96,10 +96,10 @@ class ChatOptions:
 
 
 class ChatEndpoint:
-    """Asks the model, and keeps what it learnt of the endpoint. The API key is in no text that it raises or logs."""
+    """Sends requests to the model, and remembers what the endpoint supports. It never raises or logs the API key."""
 
     def __init__(self, options: ChatOptions, reply_format: Mapping[str, Any]) -> None:
-        """`reply_format` is sent as `response_format` as long as the endpoint takes it. Raises `ConfigError`."""
+        """`reply_format` is sent as `response_format` as long as the endpoint accepts it. Raises `ConfigError`."""
         self.options = options
         self._key = _api_key(options.api_key_env)
         self._reply_format = {"response_format": reply_format}
@@ -107,14 +107,14 @@ class ChatEndpoint:
         self._takes_format: bool | None = False if "response_format" in options.extra_body else None
 
     def client(self, concurrency: int) -> aiohttp.ClientSession:
-        """A client for the running event loop; `ask` bounds the time."""
+        """An HTTP client for the running event loop; `ask` sets the timeouts."""
         headers = {"Authorization": f"Bearer {self._key.reveal()}"} if self._key else {}
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=concurrency), headers=headers, timeout=_NO_TIMEOUT, trust_env=True
         )
 
     def body(self, message: str) -> dict[str, Any]:
-        """The request that asks `message`, without the reply format."""
+        """The request body for `message`, without the reply format."""
         options = self.options
         body = {
             "model": options.model,
@@ -125,10 +125,10 @@ class ChatEndpoint:
         return {key: value for key, value in (body | dict(options.extra_body)).items() if value is not None}
 
     async def ask(self, client: aiohttp.ClientSession, body: dict[str, Any], read: Callable[[str], T]) -> tuple[str, T]:
-        """The first reply that `read` takes, and what it read. `read` raises `ValueError` for rubbish.
+        """The first reply that `read` accepts, and what it returned. `read` raises `ValueError` for an invalid reply.
 
-        Raises `RewardUnavailable` when there is none after the retries or by the deadline, `RequestRefused` or
-        `ConfigError` when asking again would not help.
+        Raises `RewardUnavailable` if there is none after the retries or by the deadline, `RequestRefused` or
+        `ConfigError` if a retry would not help.
         """
         start = time.monotonic()
         last: Exception = TimeoutError()

@@ -1,4 +1,4 @@
-"""Checks of the numbers that a reward is made with."""
+"""Validation of a reward's coefficients."""
 
 from __future__ import annotations
 

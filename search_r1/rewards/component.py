@@ -1,4 +1,4 @@
-"""Rewards are put together from components: numbers measured on a trajectory, each logged by itself."""
+"""Rewards are built from components: numbers measured on a trajectory, each logged separately."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ COMPONENTS: dict[str, Callable[..., Component | BatchedComponent]] = {}
 
 
 class Component(Protocol):
-    """A pure function of what was said; by convention its value is in [0, 1]."""
+    """A pure function of a trajectory's text; by convention its value is in [0, 1]."""
 
     def __call__(self, reading: Reading) -> float: ...
 
 
 @runtime_checkable
 class BatchedComponent(Protocol):
-    """Measures many trajectories at once, because a model or a network is behind it.
+    """Measures many trajectories at once, because it calls a model or a service.
 
-    A value that could not be had is a `RewardUnavailable` in its place: that trajectory is masked, never scored 0.
+    A value that could not be computed is a `RewardUnavailable`: that trajectory is masked, never scored 0.
     """
 
     async def measure(self, readings: Sequence[Reading]) -> list[Value]: ...
@@ -45,7 +45,7 @@ class BatchedComponent(Protocol):
 
 @runtime_checkable
 class CheckedComponent(Protocol):
-    """Can say before a run whether what is behind it works: `check` raises `ConfigError` or `RewardUnavailable`."""
+    """Can be checked before a run: `check` raises `ConfigError` or `RewardUnavailable` if it would not work."""
 
     async def check(self) -> None: ...
 
@@ -63,7 +63,7 @@ def component(name: str) -> Callable[[C], C]:
 
 
 def make_component(name: str, options: Mapping[str, Any] | None = None) -> Component | BatchedComponent:
-    """A registered component, or one by the dotted name of its class. Raises `ConfigError` for a bad name or option."""
+    """A registered component, or the class at a dotted name. Raises `ConfigError` for a bad name or option."""
     if "." in name:
         made_by = load_by_name(name, "reward component")
     elif name in COMPONENTS:
@@ -83,9 +83,9 @@ def make_component(name: str, options: Mapping[str, Any] | None = None) -> Compo
 
 
 class ComponentReward(ABC):
-    """A reward of trajectories: its `components` are measured, and `combine` makes one number of their values.
+    """A reward of trajectories: its `components` are measured, and `combine` turns their values into one number.
 
-    Components in `logged_only` are no part of it: where one cannot be had, it is left out.
+    Components in `logged_only` are not part of the reward: one that cannot be computed is left out.
     """
 
     logged_only: frozenset[str] = frozenset()
@@ -96,15 +96,15 @@ class ComponentReward(ABC):
 
     @classmethod
     def from_config(cls, config: Config, **kwargs: Any) -> ComponentReward:
-        """As the trainer makes it: with the grammar of `agent.template`, and `reward.kwargs`."""
+        """How the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`."""
         return cls(grammar=load_template(config.agent.template).grammar, **kwargs)
 
     @abstractmethod
     def combine(self, values: Mapping[str, float]) -> float:
-        """The reward, of one value for each component."""
+        """The reward, from one value for each component."""
 
     def check(self) -> None:
-        """Try the models and services behind the components. Raises `ConfigError` or `RewardUnavailable`."""
+        """Check the models and services behind the components. Raises `ConfigError` or `RewardUnavailable`."""
         checks = [part.check() for part in self.components.values() if isinstance(part, CheckedComponent)]
         if checks:
             run_to_end(_together(checks))
@@ -119,12 +119,12 @@ class ComponentReward(ABC):
     def score_all(
         self, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
     ) -> list[Score | RewardUnavailable]:
-        """`score` of each, batched where a component is. Works inside a running event loop too."""
+        """`score` of each trajectory, with batched components called once. Also works inside a running event loop."""
         readings = [read_trajectory(trajectory, tokenizer, self.grammar) for trajectory in trajectories]
         return self.score_readings(readings)
 
     def score_readings(self, readings: Sequence[Reading]) -> list[Score | RewardUnavailable]:
-        """`score_all` of what was read. Raises `RewardError` for a component that raises or gives no finite number."""
+        """`score_all` from readings. Raises `RewardError` if a component raises or does not return a finite number."""
         batched = {name: part for name, part in self.components.items() if isinstance(part, BatchedComponent)}
         columns: dict[str, Sequence[Value]] = {
             name: [_call(name, part, reading) for reading in readings]

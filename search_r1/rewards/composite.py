@@ -1,4 +1,4 @@
-"""A weighted sum of any components, put together in the config."""
+"""A weighted sum of any components, defined in the config."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verl.errors import ConfigError
 
 
 class CompositeReward(ComponentReward):
-    """reward = sum of weight x value over the components, then held within `clip` = [low, high] if that is given.
+    """reward = sum of weight x value over the components, then clipped to `clip` = [low, high] if given.
 
-    `weights`: registered names, or dotted names of classes, with their weights. A component of weight 0 is measured
-    and logged only; where it cannot be had, the trajectory goes without it. `options`: keyword arguments of components,
-    by the same names. Raises `ConfigError` for names, options, weights and bounds that cannot be used.
+    `weights`: registered names, or dotted names of classes, with their weights. A component of weight 0 is only
+    measured and logged; if it cannot be computed, it is left out. `options`: keyword arguments of components, by the
+    same names. Raises `ConfigError` for invalid names, options, weights and bounds.
     """
 
     def __init__(

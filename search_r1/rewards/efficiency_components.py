@@ -1,4 +1,4 @@
-"""What a trajectory cost: components for efficient search. They count what is not wanted: weigh them negatively."""
+"""What a trajectory costs: components for efficient search. They measure costs: give them negative weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from search_r1.rewards.words import count_words
 
 @component("search_cost")
 class SearchCost:
-    """How many searches were executed beyond the first `free` ones: 0, 1, 2, ... up to `max_turns`.
+    """The number of searches executed after the first `free` ones: 0, 1, 2, ... up to `max_turns`.
 
-    A weight of -0.05 is a price of 0.05 a search.
+    A weight of -0.05 means a cost of 0.05 per search.
     """
 
     def __init__(self, free: int = 0) -> None:
@@ -26,9 +26,9 @@ class SearchCost:
 
 @component("repeated_query")
 class RepeatedQuery:
-    """How many executed queries repeat an earlier one of the trajectory, both normalised: 0, 1, 2, ...
+    """The number of executed queries that repeat an earlier one of the trajectory, both normalised: 0, 1, 2, ...
 
-    It is a number and not a share: a share would fall with every further search.
+    It is a count, not a share: a share would fall with every further search.
     """
 
     def __call__(self, reading: Reading) -> float:
@@ -38,10 +38,10 @@ class RepeatedQuery:
 
 @component("long_think")
 class LongThink:
-    """By how much the reasoning is longer than `budget` words: 0 within it, rising to 1 at twice the budget and above.
+    """How far the reasoning exceeds `budget` words: 0 up to the budget, rising to 1 at twice the budget and beyond.
 
-    Reasoning is what the policy wrote outside of its queries and answers, over all turns, in think tags or not:
-    leaving a tag open hides nothing.
+    Reasoning is everything that the policy wrote outside of its queries and answers, in all turns, in think tags or
+    not: an unclosed tag hides nothing.
     """
 
     def __init__(self, budget: int = 500) -> None:

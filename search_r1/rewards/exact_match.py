@@ -10,7 +10,7 @@ from search_r1.rewards.component import ComponentReward
 
 
 class ExactMatchReward(ComponentReward):
-    """1 for an exact match, `wrong_answer_score` for another complete answer, 0 without an answer."""
+    """1 for an exact match, `wrong_answer_score` for any other complete answer, 0 without an answer."""
 
     def __init__(self, wrong_answer_score: float = 0.0, grammar: Grammar = SEARCH_R1) -> None:
         super().__init__({"exact_match": ExactMatch(), "has_answer": HasAnswer()}, grammar)

@@ -1,4 +1,4 @@
-"""Components that look at the form of a trajectory."""
+"""Components for the format of a trajectory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from search_r1.rewards.reading import Reading
 
 @component("valid_format")
 class ValidFormat:
-    """1 when every turn kept the format of `search_r1.rewards.format_grammar`."""
+    """1 when every turn follows the format of `search_r1.rewards.format_grammar`."""
 
     def __call__(self, reading: Reading) -> float:
         return float(check_format(reading.turns, reading.grammar).valid)

@@ -1,11 +1,11 @@
-"""Whether a policy kept the format: think, then search or answer, in every turn.
+"""Whether a policy followed the format: think, then search or answer, in every turn.
 
     trajectory := (think search observation)* think answer
     think := "<think>" text "</think>"
     search := "<search>" text "</search>"
     answer := "<answer>" text "</answer>"
 
-Only white space may stand between blocks. Observations come from the environment: `<information>` in the policy's own
+Only white space is allowed between blocks. Observations come from the environment: `<information>` in the policy's own
 words breaks the format. The tag names are those of the prompt template. It is the grammar of Search-R1's format reward,
 read from turns instead of from a decoded chat.
 """
@@ -24,7 +24,7 @@ from search_r1.llm_agent.transcript import Reply, Turn
 
 @dataclass(frozen=True)
 class FormatVerdict:
-    """`reason` says what broke the format first, and where (turns count from 0); "" when valid."""
+    """`reason` says what first broke the format, and where (turns count from 0); "" if valid."""
 
     valid: bool
     reason: str = ""
@@ -83,7 +83,7 @@ _automaton = lru_cache(_Automaton)
 
 
 def check_format(turns: Sequence[Turn], grammar: Grammar = SEARCH_R1) -> FormatVerdict:
-    """Walk through all turns in order. No tag outside `turns[...].text` is ever read."""
+    """Check all turns in order. Tags outside of `turns[...].text` are never read."""
     walk, state = _automaton(grammar), _State.TURN_START
     for number, turn in enumerate(turns):
         for symbol in (*walk.tag.split(turn.text), turn.reply):

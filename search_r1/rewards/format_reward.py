@@ -1,4 +1,4 @@
-"""Exact match plus credit for keeping the format: the format reward of Search-R1 v0.3 (`qa_em_format`)."""
+"""Exact match plus credit for following the format: the format reward of Search-R1 v0.3 (`qa_em_format`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FormatReward(ComponentReward):
     | wrong   | s, or s + r                  | f             |
     | none    | s, or s + r (cannot happen)  | 0             |
 
-    r is added when a retrieved passage has a gold answer in it. An answer is what the policy wrote, never an example in
-    the prompt. With all three 0 the reward is exact match. Raises `ValueError` for scores outside [0, 1], and for
-    s + r > 1: a wrong answer would be worth more than a correct one.
+    r is added when a retrieved passage contains a gold answer. Only the policy's own text counts as an answer, never an
+    example in the prompt. With all three 0, the reward is exact match. Raises `ValueError` for scores outside [0, 1],
+    and for s + r > 1: a wrong answer would be worth more than a correct one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FormatReward(ComponentReward):
         self.retrieval_score = retrieval_score
 
     def combine(self, values: Mapping[str, float]) -> float:
-        """`retrieval_correct` counts where the format is kept."""
+        """`retrieval_correct` counts only if the format is kept."""
         if values["exact_match"]:
             return 1.0 if values["valid_format"] else 1.0 - self.structure_format_score
         if values["valid_format"]:

@@ -26,10 +26,10 @@ _DOWN_AFTER = 3  # questions in a row that got no answer at all, or as many as a
 
 @component("judge")
 class Judge:
-    """A score from 0 to 1 by the judge; 0 without an answer, for which nobody is asked.
+    """A score from 0 to 1 by the judge; 0, without a request, if there is no answer.
 
-    Equal answers to a question are asked once. A verdict that cannot be had is a `RewardUnavailable`. An endpoint that
-    refuses its key, path or model raises `ConfigError`: no trajectory of the run would ever be scored.
+    Equal answers to a question are judged once. A missing verdict is a `RewardUnavailable`. An endpoint that refuses
+    the key, path or model raises `ConfigError`: no trajectory of the run could ever be scored.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Judge:
         max_answer_chars: int = 2000,
         **endpoint: Any,
     ) -> None:
-        """`rubric`: a shipped name or a path; `cache`: a SQLite file; `concurrency`: most requests at a time.
+        """`rubric`: a shipped name or a path; `cache`: a SQLite file; `concurrency`: most requests at once.
 
-        Of a longer answer the first `max_answer_chars` are judged. `endpoint`: the fields of `ChatOptions`. Raises
+        Of a longer answer, only the first `max_answer_chars` are judged. `endpoint`: fields of `ChatOptions`. Raises
         `ConfigError` or `ValueError`.
         """
         if concurrency < 1 or max_answer_chars < 1:
@@ -62,7 +62,7 @@ class Judge:
             await self._check(client)
 
     async def measure(self, readings: Sequence[Reading]) -> list[Value]:
-        """In the order of `readings`. Raises `ConfigError`."""
+        """The scores, in the order of `readings`. Raises `ConfigError`."""
         bodies = [self._body(reading) for reading in readings]
         distinct = {_text(body): body for body in bodies if body is not None}
         scores: dict[str, Value] = {}

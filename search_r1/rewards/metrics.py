@@ -1,7 +1,7 @@
 """How well an answer fits the gold answers: the metrics of open-domain question answering.
 
 A gold answer that normalises to nothing (the grade "A", "The The", "?") would be part of any text and equal to an empty
-answer. It is compared by its letters alone instead: it fits an answer that is the same but for case and outer spaces.
+answer. It is compared without normalisation instead, ignoring only case and outer spaces.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def exact_match(prediction: str, targets: Sequence[str], normalize: Normalize = 
 
 
 def cover_match(prediction: str, targets: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
-    """Whether a target is a part of the prediction, both normalised: cover EM, or "acc", as published.
+    """Whether the prediction contains a target, both normalised: cover EM, or "acc", as published.
 
-    It is a part of the text, not of its words: "party" covers "art". `cover_tokens` looks at whole words.
+    It matches text, not whole words: "party" covers "art". `cover_tokens` matches whole words.
     """
     return _any_fits(lambda text, gold: gold in text, prediction, targets, normalize)
 
 
 def cover_tokens(prediction: str, targets: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
-    """Whether the words of a target stand in the prediction one after the other (R1-Searcher's CEM_2)."""
+    """Whether the prediction contains the words of a target in a row (R1-Searcher's CEM_2)."""
     return _any_fits(lambda text, gold: f" {gold} " in f" {text} ", prediction, targets, normalize)
 
 
 def cover_bag(prediction: str, targets: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
-    """Whether all words of a target stand in the prediction, in any order (R1-Searcher's CEM_1)."""
+    """Whether the prediction contains all words of a target, in any order (R1-Searcher's CEM_1)."""
     return _any_fits(lambda text, gold: set(gold.split()) <= set(text.split()), prediction, targets, normalize)
 
 
@@ -47,7 +47,7 @@ def token_f1(prediction: str, targets: Sequence[str], normalize: Normalize = nor
 
 
 def contains_gold(texts: Iterable[str], targets: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
-    """Whether a target is a part of a text (a passage, a note). One that normalises to nothing never is."""
+    """Whether any text (a passage, a note) contains a target. One that normalises to nothing is never found."""
     golds = [gold for gold in map(normalize, targets) if gold]
     return any(gold in text for text in map(normalize, texts) for gold in golds)
 

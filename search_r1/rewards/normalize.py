@@ -1,4 +1,4 @@
-"""Answers made comparable: the normalisation of the SQuAD evaluation (Rajpurkar et al. 2016), and two others."""
+"""Normalise answers for comparison: as in the SQuAD evaluation (Rajpurkar et al. 2016), and in two other ways."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def normalize_answer(text: str, unicode: bool = False) -> str:
     """Lower case, no ASCII punctuation ("a-b" becomes "ab"), no English articles, single spaces.
 
     Punctuation and diacritics outside ASCII stay as they are, except with `unicode`: then full-width and other
-    compatibility letters become plain ones (NFKC), letters lose accents of the block U+0300 to U+036F (an e with an
-    acute becomes "e"; letters of their own like the Danish o, and the marks of other scripts, stay), case is folded (a
-    sharp s becomes "ss"), and the punctuation of all scripts is removed.
+    compatibility letters become plain ones (NFKC), accents in the block U+0300 to U+036F are removed (an e with an
+    acute becomes "e"; letters in their own right, like the Danish o, and the marks of other scripts stay), case is
+    folded (a sharp s becomes "ss"), and the punctuation of all scripts is removed.
     """
     plain = _fold(text) if unicode else text.lower().translate(_NO_PUNCTUATION)
     return _without_articles(plain)
@@ -34,12 +34,12 @@ def normalize_unicode(text: str) -> str:
 
 
 def normalizer(unicode: bool) -> Normalize:
-    """The function that an answer component with this option compares by."""
+    """The normalisation of an answer component with this option."""
     return normalize_unicode if unicode else normalize_answer
 
 
 def normalize_r1_searcher(text: str) -> str:
-    """That of R1-Searcher: ASCII punctuation becomes a space ("a-b" becomes "b"), and true and false are yes and no."""
+    """R1-Searcher's: ASCII punctuation becomes a space ("a-b" becomes "b"), and true and false become yes and no."""
     plain = _without_articles(text.lower().translate(_SPACE_FOR_PUNCTUATION))
     return _BOOLEANS.get(plain, plain)
 

@@ -1,7 +1,7 @@
 """What R1-Searcher (Song et al. 2025, arXiv 2503.05592) measures, on the tags of any grammar.
 
-Its own prompt has one thought that goes on through all searches; ours have one in every turn. "One closed thought" is
-therefore asked of the turn that answers, and at most one of the others: the same for its form, and possible in ours.
+Its own prompt has one thought that spans all searches; our prompts have one in every turn. "One closed thought" is
+therefore required in the answering turn, and at most one in each other turn: the same for its prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class R1SearcherF1:
 
 @component("r1_searcher_cover")
 class R1SearcherCover:
-    """1 when the words of a gold answer stand in the answer one after the other, with R1-Searcher's normalisation."""
+    """1 when the answer contains the words of a gold answer in a row, with R1-Searcher's normalisation."""
 
     def __call__(self, reading: Reading) -> float:
         answer = reading.answer
@@ -36,10 +36,10 @@ class R1SearcherCover:
 
 @component("r1_searcher_violation")
 class R1SearcherViolation:
-    """1 when any of this is so:
+    """1 when any of these holds:
 
-    - a tag is opened and not closed as often, or the policy wrote a tag of the environment's;
-    - thoughts are not closed as said above, or there is not exactly one answer, or it has more than 10 words;
+    - a tag is not closed as often as opened, or the policy wrote a tag of the environment;
+    - thoughts are not closed as described above, or there is not exactly one answer, or it has more than 10 words;
     - the policy wrote Chinese or Japanese letters though the question has none;
     - it wrote "Assistant", the start of a chat turn.
     """
@@ -59,7 +59,7 @@ class R1SearcherViolation:
 
 @component("r1_searcher_search_format")
 class R1SearcherSearchFormat:
-    """1 when there was a search, and each one was written well and was followed by what was found."""
+    """1 when there was a search, and each one was well-formed and was followed by its results."""
 
     def __call__(self, reading: Reading) -> float:
         searches = num_pairs(reading.turns, reading.grammar.search)
@@ -69,21 +69,21 @@ class R1SearcherSearchFormat:
 
 @component("r1_searcher_answer_format")
 class R1SearcherAnswerFormat:
-    """1 when thought and answer are written well."""
+    """1 when thought and answer are well-formed."""
 
     def __call__(self, reading: Reading) -> float:
         return float(thought_and_answer_well_formed(reading))
 
 
 def searches_well_formed(reading: Reading) -> bool:
-    """Search tags are closed as often as opened, and the policy wrote no tag of the environment's."""
+    """Search tags are closed as often as opened, and the policy wrote no tag of the environment."""
     turns, information = reading.turns, reading.grammar.information
     own = count(turns, f"<{information}>") + count(turns, f"</{information}>")
     return num_pairs(turns, reading.grammar.search) is not None and not own
 
 
 def thought_and_answer_well_formed(reading: Reading) -> bool:
-    """Thoughts are closed as often as opened, once in the last turn, once at most in others; there is one answer."""
+    """Thoughts are closed as often as opened, once in the last turn, at most once in others; there is one answer."""
     turns, grammar = reading.turns, reading.grammar
     closed = [count([turn], f"</{grammar.think}>") for turn in turns]
     return (

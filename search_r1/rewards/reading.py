@@ -1,4 +1,4 @@
-"""What a reward may look at: a trajectory as text and its gold answers, read once for all components."""
+"""The input of a reward: a trajectory as text and its gold answers, read once for all components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a reward may look at. `answer` is the policy's last one by the grammar; `targets` are the gold answers."""
+    """The input of a reward. `answer` is the policy's last one by the grammar; `targets` are the gold answers."""
 
     turns: tuple[Turn, ...]
     answer: str | None
@@ -27,19 +27,19 @@ class Reading:
 
     @property
     def queries(self) -> tuple[str, ...]:
-        """Of the searches that were executed, in order."""
+        """The queries of the executed searches, in order."""
         return tuple(turn.query for turn in self.turns if turn.query is not None)
 
     @property
     def passages(self) -> tuple[str, ...]:
-        """What the searches returned, one text for each."""
+        """The results of the searches, one text for each search."""
         return tuple(turn.observation for turn in self.turns if turn.reply is Reply.OBSERVATION)
 
 
 def read_trajectory(
     trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, grammar: Grammar = SEARCH_R1
 ) -> Reading:
-    """Raises `DataError` for a row without gold answers."""
+    """The `Reading` of a trajectory. Raises `DataError` for a row without gold answers."""
     turns = read_turns(trajectory, tokenizer, grammar)
     return Reading(
         turns=tuple(turns),

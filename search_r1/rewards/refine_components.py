@@ -1,6 +1,6 @@
 """What AutoRefine (Shi et al. 2025, arXiv 2505.11277) measures: a policy's notes on what it read, in `<refine>` tags.
 
-The tag means nothing to the environment; it is read here, from the policy's own words alone.
+The tag means nothing to the environment; it is read here, only from the policy's own text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOTE = re.compile(f"<{REFINE}>(.*?)</{REFINE}>", re.DOTALL)
 
 @component("refine_correct")
 class RefineCorrect:
-    """1 when a gold answer is part of what the policy wrote in its `<refine>` tags, both after normalisation."""
+    """1 when the policy's `<refine>` tags contain a gold answer, both after normalisation."""
 
     def __init__(self, unicode: bool = False) -> None:
         self.normalize = normalizer(unicode)

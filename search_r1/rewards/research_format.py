@@ -13,12 +13,12 @@ from verl.protocol import Status
 class ResearchFormat:
     """1 when all of this holds:
 
-    - thoughts are opened as often as closed, and there is one at least;
+    - thoughts are opened as often as closed, and there is at least one;
     - there is exactly one answer, in `\\boxed{}` if the grammar asks for a box;
-    - every search was one of its own turn and was followed by what was found; nothing had to be told to the policy;
-    - the policy ended the trajectory by its answer, not a limit.
+    - every search was in a turn of its own and was followed by its results; the policy got no feedback on an error;
+    - the trajectory ended with the policy's answer, not at a limit.
 
-    Only what the policy wrote is read. Results that it writes by itself break the format.
+    Only the policy's own text is read. Search results that it made up break the format.
     """
 
     def __call__(self, reading: Reading) -> float:

@@ -1,7 +1,7 @@
 """Rubrics of a judge: text files with the slots `{question}`, `{targets}` and `{answer}`, each of them once.
 
-A slot is filled with JSON on one line. The text of a policy cannot leave its quotes: JSON escapes quotes and line ends,
-and the brackets that tags and the control tokens of chat templates are made of are escaped too.
+A slot is filled with JSON on one line. A policy's text cannot escape its quotes: JSON escapes quotes and line ends, and
+the brackets used by tags and by the control tokens of chat templates are escaped, too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "<>[]"}
 
 @dataclass(frozen=True)
 class Rubric:
-    """How a judge is told to grade. `text` has the slots."""
+    """The grading instructions for a judge. `text` has the slots."""
 
     name: str
     text: str
 
     def prompt(self, question: str, targets: Sequence[str], answer: str) -> str:
-        """The text with its slots filled."""
+        """`text` with its slots filled."""
         values = {
             "{question}": quoted(question),
             "{targets}": f"[{', '.join(map(quoted, targets))}]",
@@ -39,7 +39,7 @@ class Rubric:
 
 
 def load_rubric(name_or_path: str) -> Rubric:
-    """A shipped rubric or that of a file. Raises `ConfigError` when there is none, or it cannot be used."""
+    """A shipped rubric, or one from a file. Raises `ConfigError` if it does not exist or is invalid."""
     path, text = read_text_file("rubric", name_or_path, _FOLDER)
     for slot in _SLOTS:
         if text.count(slot) != 1:
@@ -50,11 +50,11 @@ def load_rubric(name_or_path: str) -> Rubric:
 
 
 def shipped_rubrics() -> list[str]:
-    """Their names."""
+    """The names of the shipped rubrics."""
     return names_in(_FOLDER)
 
 
 def quoted(text: str) -> str:
-    """A JSON string on one line, without any of `<>[]`; lone surrogates, which no server takes, become "?"."""
+    """A JSON string on one line, without any of `<>[]`; lone surrogates, which no server accepts, become "?"."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)

@@ -26,14 +26,14 @@ _encoders: dict[tuple[str, str, str], Encoder] = {}  # of this process
 class Semantic:
     """max over gold answers of cosine(answer, gold), with a negative cosine counted as 0; 0 without an answer.
 
-    The comparison is symmetric: both texts are encoded alike, with the prefix that the encoder gives to queries.
+    The comparison is symmetric: both texts are encoded with the encoder's query prefix.
     """
 
     def __init__(self, model: str, family: str = "minilm", device: str = "cpu") -> None:
         """`model`: folder or hub id of an encoder, pooled and normalised as its sentence-transformers files say.
 
-        `family` is a row of the table of encoders, for what these files leave open: `minilm` pools by the mean and has
-        no prefix. The weights are loaded at first use. Raises `ConfigError` for a model that is not there.
+        `family` is a key of the table of encoder families, for what these files do not say: `minilm` uses mean pooling
+        and no prefix. The weights are loaded at first use. Raises `ConfigError` if the model does not exist.
         """
         import torch
 
@@ -58,7 +58,7 @@ class Semantic:
         await asyncio.to_thread(self._cosines, [("a", "b")])
 
     async def measure(self, readings: Sequence[Reading]) -> list[Value]:
-        """In the order of `readings`. Raises `ConfigError` for an encoder that cannot be used."""
+        """The similarities, in the order of `readings`. Raises `ConfigError` for an encoder that cannot be used."""
         pairs = [pair for reading in readings for pair in _pairs(reading)]
         cosines = dict(zip(pairs, await asyncio.to_thread(self._cosines, pairs), strict=True))
         return [max([0.0, *(cosines[pair] for pair in _pairs(reading))]) for reading in readings]

@@ -1,4 +1,4 @@
-"""Importing this module registers every component that is shipped: one line for each module that has some."""
+"""Importing this module registers all shipped components: one line for each module that has some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting what the policy wrote, over all its turns: formats that are defined by how often a tag stands."""
+"""Count tags in the policy's turns, for formats that are defined by the number of tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def count(turns: Sequence[Turn], literal: str) -> int:
 
 
 def num_pairs(turns: Sequence[Turn], tag: str | None) -> int | None:
-    """How often the policy wrote `<tag>`; None if it did not write `</tag>` as often. No tag: 0."""
+    """How often the policy wrote `<tag>`; None if it did not write `</tag>` as often. 0 if `tag` is None."""
     if tag is None:
         return 0
     opened = count(turns, f"<{tag}>")

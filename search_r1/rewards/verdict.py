@@ -1,4 +1,4 @@
-"""What a judge replied, read strictly: one JSON object with a score from 0 to 1, or an error."""
+"""Strict parsing of a judge's reply: one JSON object with a score from 0 to 1, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts in a SQLite file, so that a judge is asked once however often a run, or several, see an answer."""
+"""Verdicts in a SQLite file, so that a judge sees each answer once, however often it occurs in one or several runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NO_MATTER = ("max_tokens",)  # a verdict that was not cut is the same under ano
 
 
 class VerdictCache:
-    """Replies by the request that they answer: model, sampling, rubric, question, targets and answer to the letter.
+    """Replies keyed by the exact request: model, sampling, rubric, question, targets and answer.
 
-    Only replies with a valid score are stored; they stay for good. Several processes may share the file. A file that
-    fails in the middle of a run is warned about and done without.
+    Only replies with a valid score are stored, and they never expire. Several processes may share the file. If the file
+    fails during a run, a warning is logged and the run continues without it.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +41,7 @@ class VerdictCache:
             return None
 
     def put(self, body: dict[str, Any], reply: str) -> None:
-        """Store a reply that `read_score` takes."""
+        """Store a reply that `read_score` accepts."""
         try:
             self._file.put(_key(body), reply, is_empty=False)
         except OnlineError as error:

@@ -1,4 +1,4 @@
-"""Which gold answers a corpus holds, and a corpus with the missing gold passages: see `search_r1.data.corpus`."""
+"""Show which gold answers a corpus contains, or add the missing gold passages: see `search_r1.data.corpus`."""
 
 import sys
 

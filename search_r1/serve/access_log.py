@@ -1,4 +1,4 @@
-"""A line a request: method, path, status, seconds, and what the route notes of it."""
+"""One log line per request: method, path, status, seconds, and the route's notes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KEY = "search_r1.notes"
 
 
 def notes_of(scope: Scope) -> Notes:
-    """What stands at the end of the line of the request `scope`, for its route to append to."""
+    """The notes at the end of the log line of the request `scope`; its route appends to them."""
     notes: Notes = scope.setdefault(_KEY, [])
     return notes
 
 
 class AccessLog:
-    """ASGI middleware around everything that can answer."""
+    """ASGI middleware around everything that can send a reply."""
 
     def __init__(self, app: App) -> None:
         self._app = app

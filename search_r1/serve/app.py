@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's chat completions over a search agent, behind the gate of the retrieval server."""
+"""The HTTP side: OpenAI's chat completions from a search agent, behind the same gate as the retrieval server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RETRY_AFTER_S = 1
 
 
 def create_app(agent: SearchAgent, sampler: StreamingSampler, options: ServeOptions) -> FastAPI:
-    """The app serves `agent`, whose sampler is `sampler`. `app.state.server` is its `ServerState`."""
+    """The app that serves `agent`, whose sampler is `sampler`. `app.state.server` is its `ServerState`."""
     app, state, metrics = FastAPI(title="search agent"), ServerState(), Metrics("search_r1")
     app.state.server = state
     app.add_middleware(Gate, state=state, metrics=metrics, token=options.auth_token, refusal=error_body)

@@ -1,4 +1,4 @@
-"""A chat request answered by an episode: as one reply, or as a stream of server-sent events."""
+"""Answers a chat request with an episode: as one reply, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """`max_concurrent`: requests in progress, beyond: HTTP 503. `seed`: of requests without one of their own.
+    """`max_concurrent`: most requests in progress; more get HTTP 503. `seed`: for requests without one.
 
-    `history`: whether messages before the question are ignored, or make a request an error.
+    `history`: whether messages before the question are ignored or an error.
     """
 
     model: str
@@ -48,19 +48,19 @@ class ServeOptions:
 
 
 class Chat:
-    """Answers chat requests by episodes."""
+    """Answers chat requests with episodes."""
 
     def __init__(self, agent: SearchAgent, options: ServeOptions, metrics: Metrics) -> None:
         self.agent, self.options, self.metrics = agent, options, metrics
 
     def check_model(self, name: str) -> None:
-        """Raises `ApiError` 404 for any model but the one."""
+        """Raises `ApiError` 404 unless `name` is the served model."""
         if name != self.options.model:
             message = f"the model {name!r} does not exist; this server has {self.options.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def respond(self, request: ChatRequest, notes: Notes) -> Response:
-        """The whole reply, or the start of a stream. Raises `ApiError`, or an error of the sampler."""
+        """The whole reply, or a stream. Raises `ApiError`, or an error of the sampler."""
         self.check_model(request.model)
         prompt = self._prompt(request)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.options.model}
@@ -137,7 +137,7 @@ class Chat:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that is closed with the connection, whoever ends it."""
+    """A stream of events that is closed when either side ends the connection."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers | {"Cache-Control": "no-cache"})

@@ -1,4 +1,4 @@
-"""The text of an episode in parts, each of one kind, passed on while it is being written."""
+"""The text of an episode in parts, each of one kind, available while it is being generated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Kind = Literal["think", "search", "information", "answer", "feedback", "text"]
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of text with the tags in it.
+    """A piece of text, tags included.
 
-    The parts of an episode put together are all that follows the prompt, but for the headers of chat messages.
+    Together, the parts of an episode are everything after the prompt, except the headers of chat messages.
     """
 
     kind: Kind
@@ -25,11 +25,11 @@ class Part:
 
 
 class TurnSplitter:
-    """Splits one policy turn, text by text as it comes.
+    """Splits one policy turn incrementally, as its text arrives.
 
-    A block is open from its tag on, whether or not it will be closed. Like the grammar's actions, a query or an answer
-    may begin inside an open thought. From an opening answer tag on everything is kept back: only the end of the turn
-    says whether the turn is an answer.
+    A block starts with its opening tag, whether or not it is closed later. As in the grammar's actions, a query or an
+    answer may begin inside an open thought. From an opening answer tag on, everything is held back: only the end of the
+    turn shows whether the turn is an answer.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -38,12 +38,12 @@ class TurnSplitter:
         self._waiting = ""  # may be the start of a tag, or begins with the tag of an answer
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain after `text`, the next words of the turn."""
+        """The parts that are certain after `text`, the next piece of the turn."""
         self._waiting += text
         return merged([*self._blocks(keeps_answer=True)])
 
     def end(self) -> list[Part]:
-        """The rest of a turn that is no answer."""
+        """The rest of a turn that is not an answer."""
         rest = merged([*self._blocks(keeps_answer=False), Part(self._kind, self._waiting)])
         self._waiting = ""
         return rest
@@ -89,7 +89,7 @@ class TurnSplitter:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """With neighbours of one kind joined, and without empty parts."""
+    """`parts` with neighbours of one kind joined, and without empty parts."""
     joined: list[Part] = []
     for part in parts:
         if joined and joined[-1].kind == part.kind:

@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's replies, with a report on the episode under `search_r1`."""
+"""Replies in OpenAI's format, with a report on the episode under `search_r1`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def first_chunk(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def part_chunk(head: dict[str, Any], part: Part) -> dict[str, Any]:
-    """A part that is no answer."""
+    """A chunk with a part that is not the answer."""
     return _chunk(head, {"reasoning_content": part.text}) | {"search_r1": asdict(part)}
 
 
 def answer_chunk(head: dict[str, Any], part: Part, answer: str | None) -> dict[str, Any]:
-    """The answer, and the part of the transcript that it stands in."""
+    """A chunk with the answer, and the part of the transcript that contains it."""
     return _chunk(head, {"content": answer or ""}) | {"search_r1": asdict(part)}
 
 

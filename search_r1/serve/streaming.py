@@ -1,4 +1,4 @@
-"""One episode, followed while it is played. The loop is that of training: only its two sides are listened to."""
+"""Stream one episode while it is played. The loop is that of training; its sampler and environment are observed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.protocol import Prompt, Status, Trajectory, was_search
 
 @dataclass(frozen=True)
 class Search:
-    """A query that was executed: the documents that were shown for it, and how long they took."""
+    """An executed query: the documents shown for it, and how long the search took."""
 
     query: str
     document_ids: tuple[str, ...]
@@ -27,7 +27,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Finished:
-    """How an episode ended. Lengths in tokens: of the prompt, of what was sampled, of what the environment wrote."""
+    """How an episode ended. Lengths in tokens: of the prompt, the sampled turns, the environment's replies."""
 
     status: Status
     answer: str | None
@@ -42,10 +42,10 @@ class Finished:
 async def stream_episode(
     agent: SearchAgent, prompt: Prompt, seed: int | None, timeout_s: float, max_tokens: int | None = None
 ) -> AsyncGenerator[Part | Finished, None]:
-    """The parts of an episode as they come, and at last how it ended.
+    """Yield the parts of an episode as they arrive, and finally how it ended.
 
     At most `max_tokens` tokens are sampled in all turns together. Closing it, or cancelling the task that waits for it,
-    ends the sampling and the search that run. Raises what `SearchAgent.play` raises, and `TimeoutError`.
+    ends any running sampling and search. Raises what `SearchAgent.play` raises, and `TimeoutError`.
     """
     parts: asyncio.Queue[Part | None] = asyncio.Queue()
     followed = _Followed(agent, parts.put_nowait, max_tokens)

@@ -1,4 +1,4 @@
-"""The chat requests that are understood, and the errors of those that are not."""
+"""The chat requests that are accepted, and the errors for those that are not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` is a text, or a list of text parts; null where an assistant called tools."""
+    """`content` is a text, or a list of text parts; null if an assistant called tools."""
 
     model_config = ConfigDict(strict=True)
 
@@ -82,7 +82,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A body of `POST /v1/chat/completions`. A field that would change the reply and is not known is refused."""
+    """A body of `POST /v1/chat/completions`. A field that would change the reply but is not supported is refused."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -107,7 +107,7 @@ class ChatRequest(BaseModel):
 
     @property
     def question(self) -> str:
-        """The text of the last message. Raises `ApiError` when that is not a user's, or empty."""
+        """The text of the last message. Raises `ApiError` if that is not a user message, or empty."""
         last = self.messages[-1]
         if last.role != "user":
             raise ApiError(400, f"the last message is the question: its role is {last.role!r}, not 'user'", "messages")
@@ -117,7 +117,7 @@ class ChatRequest(BaseModel):
 
     @property
     def unread(self) -> str:
-        """What stands before the question, in words; "" for nothing."""
+        """A description of the messages before the question; "" if there are none."""
         roles = [message.role for message in self.messages[:-1]]
         num_system = sum(role in SYSTEM_ROLES for role in roles)
         counts = {"system message": num_system, "earlier message": len(roles) - num_system}

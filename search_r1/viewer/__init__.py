@@ -1,1 +1,1 @@
-"""Stored trajectories in a browser: to find out why one of them got its reward."""
+"""View stored trajectories in a browser, to find out why one of them got its reward."""

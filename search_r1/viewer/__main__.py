@@ -1,10 +1,10 @@
-"""Look at stored trajectories in a browser: which reward each one got, and why.
+"""View stored trajectories in a browser: which reward each one got, and why.
 
     search-r1 view RUN_DIR...
     .venv/bin/python -m search_r1.viewer RUN_DIR --port 0
 
-RUN_DIR is the folder of a run or of an evaluation, a folder of such folders, or a Parquet file of trajectories. The
-run may still be in progress.
+RUN_DIR is the folder of a run or of an evaluation, a folder of such folders, or a Parquet file of trajectories. The run
+may still be in progress.
 """
 
 from __future__ import annotations

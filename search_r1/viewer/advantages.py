@@ -1,6 +1,5 @@
-"""Advantages of the samples of a group: those of the file, or worked out again from the stored rewards where the file
-has none and that can be done exactly.
-"""
+"""Advantages of the samples of a group: those in the file, or else recomputed from the stored rewards if that can be
+done exactly."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ EPSILON = 1e-6  # as in verl.algorithms.advantages.inputs
 
 
 def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> tuple[list[float | None], str]:
-    """One advantage a sample, and the formula; no numbers and "" where the run's estimator is another one.
+    """One advantage per sample, and the formula; no numbers and "" if the run used another estimator.
 
     GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (R - mean) / (std + 1e-6) with the unbiased std of the group,
     or R - mean without `norm_adv_by_std_in_grpo`. The samples that failed (None) are left out. A group of one has its
-    reward as advantage, over 1 + 1e-6. A KL in the reward and a scale of the batch cannot be told from one group.
+    reward as advantage, over 1 + 1e-6. A KL in the reward or scaling by the batch cannot be recomputed from one group.
     """
     nothing: list[float | None] = [None] * len(rewards)
     whole = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
@@ -34,9 +33,9 @@ def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> 
 
 
 def stored_advantages(columns: Sequence[Sequence[float | None] | None]) -> tuple[list[float | None], str]:
-    """One advantage a sample from the `advantages` of its tokens, None for what was not trained on; how it was made.
+    """One advantage per sample, from the `advantages` of its tokens (None if not trained on), and how it was computed.
 
-    With GRPO all tokens of a sample have the same one; with GAE or a KL in the reward it is their mean.
+    With GRPO, all tokens of a sample have the same advantage; with GAE or a KL in the reward, it is their mean.
     """
     known = [[value for value in column or () if value is not None] for column in columns]
     equal = all(len(set(values)) <= 1 for values in known)

@@ -1,4 +1,4 @@
-"""The HTTP side: the page and its JSON, behind the gate of the other servers."""
+"""The HTTP side: the page and its JSON, behind the same gate as the other servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADERS = (
 
 
 def create_app(pages: Pages, metrics: Metrics, token: str | None = None, timeout_s: float = 120.0) -> FastAPI:
-    """`app.state.server` is its `ServerState`. The page itself has no data in it and needs no `token`."""
+    """`app.state.server` is its `ServerState`. The page itself contains no data and needs no `token`."""
     app, state = FastAPI(title="trajectories", docs_url=None, redoc_url=None), ServerState()
     app.state.server = state
     static = {f"/static/{path.relative_to(STATIC)}": path for path in STATIC.rglob("*") if path.suffix in TYPES}
@@ -50,7 +50,7 @@ def create_app(pages: Pages, metrics: Metrics, token: str | None = None, timeout
 
 
 class Headers:
-    """ASGI middleware: a browser runs and loads nothing but what this server sends as a file."""
+    """ASGI middleware for security headers: a browser runs and loads only files from this server."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -65,7 +65,7 @@ class Headers:
 
 
 class PlainResponse(JSONResponse):
-    """Broken Unicode stays what it is, as an escape; NaN and infinities, which JSON has not, become texts."""
+    """JSON in which broken Unicode is kept as an escape, and NaN and infinities, which JSON lacks, become strings."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(_finite(content), ensure_ascii=True, separators=(",", ":")).encode("ascii")

@@ -1,4 +1,4 @@
-"""What the dashboard draws: the metrics of runs, those of one configuration together, and the timeline of a step."""
+"""The data of the dashboard: metrics of runs, grouped by configuration, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class Measured:
-    """A run with its metrics; those of a run without a step are empty."""
+    """A run with its metrics, which are empty before its first step."""
 
     run: Run
     data: RunData
@@ -47,7 +47,7 @@ def version_of(runs: Sequence[Run]) -> str:
 
 
 def dashboard(runs: Sequence[Run], by_seed: bool) -> Row:
-    """Panels with their series. With `by_seed` the runs of one configuration are one series, with its range as a band.
+    """Panels with their series. With `by_seed`, the runs of one configuration form one series with a band.
 
     A series of many steps is thinned to about MAX_POINTS. Raises DataError for metrics that cannot be read.
     """
@@ -64,9 +64,9 @@ def dashboard(runs: Sequence[Run], by_seed: bool) -> Row:
 
 
 def timeline(run: Run, step: int) -> Row:
-    """Rows of spans, in seconds from the first one on; `depth` counts the spans of the row that a span lies in.
+    """Rows of spans, in seconds from the first one; `depth` is the number of spans in the row that enclose a span.
 
-    Raises DataError if the run has none of this step.
+    Raises DataError if the run has no timeline of this step.
     """
     path = run.folder / FOLDER / f"step_{step}.json"
     try:
@@ -80,7 +80,7 @@ def timeline(run: Run, step: int) -> Row:
 
 
 def alarms_of(one: Measured) -> list[Row]:
-    """The steps in which the collapse guard gave an alarm, with the conditions that held then."""
+    """The steps in which the collapse guard raised an alarm, with the conditions that held."""
     found = []
     for step, row in one.data.metrics.items():
         held = {name: int(row[name]) for name in row if name.startswith(GUARD) and math.isfinite(row[name])}

@@ -1,4 +1,4 @@
-"""DuckDB over the Parquet files: queries run in threads, and end when nobody waits for them."""
+"""DuckDB over the Parquet files: queries run in threads, and are interrupted when nobody waits for them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 
 
 class Database:
-    """Reads files, stores nothing."""
+    """Queries files; stores nothing."""
 
     def __init__(self) -> None:
         self._connection = duckdb.connect(":memory:", config=_SETTINGS)
         self._connection.execute("SET parquet_metadata_cache = true")
 
     async def run(self, work: Callable[[Cursor], T]) -> T:
-        """`work` with a cursor of its own, in a thread; cancelling interrupts its query. Raises DataError."""
+        """Run `work` in a thread, with its own cursor; cancelling interrupts its query. Raises DataError."""
         cursor = self._connection.cursor()
         try:
             return await asyncio.to_thread(work, cursor)
@@ -43,7 +43,7 @@ class Database:
 
 
 def rows_of(cursor: Cursor, sql: str, values: list[Any]) -> list[dict[str, Any]]:
-    """The result of a query, one dict a row."""
+    """The result of a query, one dict per row."""
     found = cursor.execute(sql, values)
     names = [column[0] for column in found.description or ()]
     return [dict(zip(names, row, strict=True)) for row in found.fetchall()]

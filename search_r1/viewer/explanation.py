@@ -1,4 +1,4 @@
-"""Why a trajectory got its reward, in sentences: each one follows from what was stored."""
+"""Why a trajectory got its reward, in sentences, each derived from what was stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def explain(
     searches: Sequence[Sequence[Passage]],
     events: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """`searches`: the passages of each executed search. `row` has `status`, `failure` and `reward`."""
+    """The sentences. `searches`: the passages of each executed search. `row` has `status`, `failure` and `reward`."""
     if row["status"] == Status.FAILED or row["failure"]:
         return [f"It failed and got no reward: {row['failure'] or 'no reason was stored'}."]
     finder = GoldFinder(gold)

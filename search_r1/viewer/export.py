@@ -1,4 +1,4 @@
-"""One trajectory as a single HTML file that opens without a server: no scripts, everything stored is escaped."""
+"""One trajectory as a single HTML file that opens without a server: no scripts, all stored text is escaped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FACTS = ("status", "data_source", "step", "file", "row", "num_turns", "num_sear
 
 
 def export_html(shown: Row) -> bytes:
-    """`shown` is what the page gets for a trajectory. UTF-8; half of a surrogate pair becomes U+FFFD in the reader."""
+    """The HTML, in UTF-8, of what the page gets for a trajectory. A lone surrogate is displayed as U+FFFD."""
     title = shown["question"] or shown["group_id"]
     sections = [
         f'<h1 class="question">{_text(title)}</h1>',

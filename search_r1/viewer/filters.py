@@ -1,4 +1,4 @@
-"""What the list of trajectories can be narrowed down by, as query parameters and as SQL."""
+"""The filters for the list of trajectories, as query parameters and as SQL."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _RANGES = {
 
 
 class Filters(BaseModel):
-    """All are optional and hold together. `text` and `question` are found anywhere, in upper or lower case.
+    """All are optional, and all of them must match. `text` and `question` match anywhere, ignoring case.
 
-    `component` names a component of the reward: that of `min_component`, `max_component` and of sort `component`.
-    Lengths are in tokens of the whole trajectory, its prompt included.
+    `component` names a reward component, to which `min_component`, `max_component` and sort `component` apply. Lengths
+    are in tokens of the whole trajectory, including its prompt.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,26 +76,26 @@ class Filters(BaseModel):
         return self
 
     def conditions(self) -> Iterator[Condition]:
-        """Those that a row has to meet, without kind and step, which choose files."""
+        """The conditions on a row, without kind and step, which select files."""
         for name, sql in _RANGES.items():
             value = getattr(self, name)
             if value is not None:
                 yield sql, value
 
     def component_conditions(self) -> Iterator[tuple[str, list[Any]]]:
-        """Those on a component; each has two values."""
+        """The conditions on a component; each has two values."""
         for sign, limit in ((">=", self.min_component), ("<=", self.max_component)):
             if limit is not None:
                 yield f"reward_components[?] {sign} ?", [self.component, limit]
 
     def where(self) -> tuple[str, list[Any]]:
-        """A WHERE clause, or nothing, and its values."""
+        """A WHERE clause (or an empty text) and its values."""
         found = [(sql, [value]) for sql, value in self.conditions()] + list(self.component_conditions())
         clause = " AND ".join(f"({sql})" for sql, _ in found)
         return (f"WHERE {clause}" if found else ""), [value for _, values in found for value in values]
 
     def order(self) -> tuple[str, list[Any]]:
-        """An ORDER BY clause that gives every row its place, and its values."""
+        """An ORDER BY clause that orders all rows unambiguously, and its values."""
         way = "DESC" if self.descending else "ASC"
         values = [self.component] if self.sort == "component" else []
         return f"ORDER BY {SORTS[self.sort]} {way} NULLS LAST, filename, file_row_number", values

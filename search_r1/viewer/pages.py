@@ -1,4 +1,4 @@
-"""What each route answers, as plain values: the routes themselves are in `app`."""
+"""The content of each route's reply, as plain values; the routes themselves are in `app`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Pages:
-    """Looks for runs anew at each request, so that what a run adds is seen. All methods raise DataError."""
+    """Looks for runs again at each request, so that new files are seen. All methods raise DataError."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Path | None = None) -> None:
         self._paths = list(paths)
@@ -45,17 +45,17 @@ class Pages:
         ]
 
     async def rows(self, run: str, filters: Filters) -> Row:
-        """A page of the list, and how many there are."""
+        """A page of the list, and the total number of rows."""
         files = (await to_thread(self._run, run)).chosen(filters.kind, filters.step)
         return await self._ask(partial(queries.list_rows, files=files, filters=filters))
 
     async def facets(self, run: str, kind: str | None, step: int | None) -> Row:
-        """What the filters can be set to."""
+        """The values that the filters can be set to."""
         files = (await to_thread(self._run, run)).chosen(kind, step)
         return await self._ask(partial(queries.facets, files=files))
 
     async def trajectory(self, run: str, name: str, row: int) -> Row:
-        """One trajectory with its tokens, and its place in its group."""
+        """One trajectory with its tokens, and its position in its group."""
         found, file, settings = await to_thread(self._open, run, name)
 
         def read(cursor: Cursor) -> Row:
@@ -74,7 +74,7 @@ class Pages:
         return self._samples(found, file, settings, rows)
 
     async def question(self, run: str, name: str, row: int, other_run: str, other_name: str) -> Row:
-        """The samples that another file (of any run) has of the question of a row."""
+        """The samples of a row's question in another file (of any run)."""
         _, file, _ = await to_thread(self._open, run, name)
         found, other, settings = await to_thread(self._open, other_run, other_name)
 
@@ -86,7 +86,7 @@ class Pages:
         return self._samples(found, other, settings, await self._ask(read))
 
     async def comparison(self, left: tuple[str, str], right: tuple[str, str], filters: Filters) -> Row:
-        """Questions of two files, each given by run and name."""
+        """The questions of two files, each given by run and name, compared."""
         _, first, _ = await to_thread(self._open, *left)
         _, second, _ = await to_thread(self._open, *right)
         return await self._ask(partial(queries.compare, left=first, right=second, filters=filters))
@@ -96,11 +96,11 @@ class Pages:
         return await to_thread(lambda: dashboard.dashboard(self._runs(names), by_seed))
 
     async def dashboard_version(self, names: Sequence[str]) -> Row:
-        """Changes when one of the runs logs a step."""
+        """A value that changes when one of the runs logs a step."""
         return {"version": await to_thread(lambda: dashboard.version_of(self._runs(names)))}
 
     async def timeline(self, run: str, step: int) -> Row:
-        """What each process did in a step."""
+        """What each process did during a step."""
         return await to_thread(lambda: dashboard.timeline(self._run(run), step))
 
     async def _ask(self, work: Callable[[Cursor], T]) -> T:

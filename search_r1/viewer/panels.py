@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart. `pattern` has to match the whole name of a metric; its group, if any, is what the legend calls it.
+    """A chart. `pattern` must match the whole name of a metric; its group, if any, is the metric's name in the legend.
 
     `stacked`: the series are parts of a whole. `unit` is that of the axis, "" for a plain number.
     """
@@ -21,7 +21,7 @@ class Panel:
     stacked: bool = False
 
     def label(self, metric: str) -> str:
-        """The metric's name without what all in the panel have in common."""
+        """The metric's name without the part that all metrics of the panel share."""
         found = self.pattern.fullmatch(metric)
         return " ".join(part for part in found.groups() if part) if found and found.lastindex else metric
 
@@ -64,11 +64,11 @@ ALARM = f"{GUARD}alarm"
 
 
 def metrics_of(panel: Panel, names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong in the panel, in their order."""
+    """Those of `names` that belong to the panel, in order."""
     return [name for name in names if panel.pattern.fullmatch(name)]
 
 
 def kind_of(metric: str) -> str:
-    """The kind of the trajectories that a metric is about, as their files are called."""
+    """The kind of trajectories that a metric measures, as in their file names."""
     prefix = metric.partition("/")[0]
     return prefix if prefix in ("val", "val_ref", "test") else "train"

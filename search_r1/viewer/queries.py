@@ -1,6 +1,6 @@
-"""The questions that the pages ask: lists, groups, single rows, two files compared.
+"""The queries behind the pages: lists, groups, single rows, comparisons of two files.
 
-Every query names its files; `filename` and `file_row_number` come from DuckDB and tell a row's place.
+Every query names its files; `filename` and `file_row_number` come from DuckDB and locate a row.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BRIEF = """
 SHORT = "left(ground_truth, 400) AS ground_truth, right(response_text, 160) AS ending, events[-1] AS last_event"
 MOST_SAMPLES = 64  # of a group or a question that are shown
 QUESTION_KEY = "coalesce(question, prompt_text)"
-"""Equal for the samples of one question in whatever step; a file without questions has its prompts."""
+"""Equal for the samples of one question in any step; in a file without questions, the prompt."""
 
 
 def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Row:
-    """`total` of those that meet the filters, and a page of `rows`."""
+    """`total`: the number of rows that match the filters; `rows`: one page of them."""
     if not files:
         return {"total": 0, "rows": []}
     where, values = filters.where()
@@ -49,7 +49,7 @@ def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Ro
 
 
 def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
-    """What there is to choose from: `sources`, `statuses` and `components` with how many rows have each."""
+    """The values to choose from: `sources`, `statuses` and `components`, with the number of rows for each."""
     if not files:
         return {"sources": {}, "statuses": {}, "components": {}}
     source, paths = _source(files)
@@ -90,7 +90,7 @@ def rows_of_group(cursor: Cursor, file: StepFile, group_id: str) -> list[Row]:
 
 
 def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str) -> list[Row]:
-    """All columns of the samples of a question, whichever group they were sampled in."""
+    """All columns of the samples of a question, in whatever group they were sampled."""
     source, paths = _source([file])
     return rows_of(
         cursor,
@@ -100,10 +100,10 @@ def rows_of_question(cursor: Cursor, file: StepFile, data_source: str, key: str)
 
 
 def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -> Row:
-    """Questions that both files have, with the mean reward of each, those that got worst first.
+    """The questions in both files, with the mean reward in each; the largest decrease comes first.
 
-    `total` questions, how many rose, fell and stayed, how many are in one file only, and a page of `rows`. Of the
-    filters `source`, `question`, `offset`, `limit` and `descending` (most improved first) are used.
+    `total` questions, how many rose, fell and stayed the same, how many are in only one file, and a page of `rows`.
+    Only the filters `source`, `question`, `offset`, `limit` and `descending` (most improved first) apply.
     """
     way = "DESC" if filters.descending else "ASC"
     joined, values = _joined(left, right, filters)

@@ -1,6 +1,6 @@
-"""Which rule gave a reward: the config's reward, and what each component measures, in the words of their docstrings.
+"""Which rule gave a reward: the config's reward, and what each component measures, from their docstrings.
 
-The sources are read and not imported: to look at a run must not start what is behind a reward (a judge, a model).
+The sources are parsed, not imported: viewing a run must not start what a reward uses (a judge, a model).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOM = "search_r1.rewards"
 
 
 def reward_rule(settings: RunSettings, is_training: bool) -> dict[str, Any]:
-    """`function`, `arguments` and `text`, what the function says of itself ("" for one that is not shipped)."""
+    """`function`, `arguments`, and `text`, the function's docstring ("" if it is not shipped with this project)."""
     function = str(settings.setting("reward.function", ""))
     arguments = settings.setting("reward.kwargs", {})
     if not is_training:
@@ -29,7 +29,7 @@ def reward_rule(settings: RunSettings, is_training: bool) -> dict[str, Any]:
 
 
 def components_of(row: dict[str, Any], rule: dict[str, Any]) -> list[dict[str, Any]]:
-    """`name`, `value`, `weight` (None where the reward is no weighted sum) and `text` of each component of a row."""
+    """`name`, `value`, `weight` (None if the reward is not a weighted sum) and `text` of each component of a row."""
     arguments = rule["arguments"] if isinstance(rule["arguments"], dict) else {}
     weights = arguments.get("weights")
     weights = weights if isinstance(weights, dict) else {}

@@ -1,4 +1,4 @@
-"""What the viewer needs of a run beside its trajectories: grammar, reward, advantage estimator, tokenizer."""
+"""What the viewer needs from a run besides its trajectories: grammar, reward, advantage estimator, tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`notes` say what could not be had, and what was taken in its place."""
+    """`notes` say what was not available, and what is used instead."""
 
     config: dict[str, Any]
     grammar: Grammar
@@ -38,7 +38,7 @@ class RunSettings:
 
 
 def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
-    """Of the run in `folder`; `tokenizer`, a file, goes before the run's own. Raises DataError."""
+    """The settings of the run in `folder`; the file `tokenizer` overrides the run's own. Raises DataError."""
     file = folder / CONFIG_FILE
     config = _config(file, file.stat().st_mtime_ns) if file.is_file() else {}
     notes: list[str] = []
@@ -58,7 +58,7 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
 
 @lru_cache(maxsize=2)  # that of a large vocabulary has 100 MB
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Raises DataError for a file that is no tokenizer."""
+    """Load a tokenizer file. Raises DataError if it is not one."""
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
@@ -75,7 +75,7 @@ def _config(path: Path, _stamp: int) -> dict[str, Any]:
 
 
 def tokenizer_file(place: Path) -> Path:
-    """That of a model's folder, or the file itself. Raises DataError if there is none."""
+    """The tokenizer file in a model's folder, or the file itself. Raises DataError if there is none."""
     place = place.expanduser()
     path = place / TOKENIZER_FILE if place.is_dir() else place
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Which runs there are below the given paths, and which files of trajectories each one has."""
+"""Find the runs below the given paths, and the trajectory files of each one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEPTH = 3  # folders below a given one that are searched: runs/NAME/rl is two
 
 @dataclass(frozen=True)
 class StepFile:
-    """One file of trajectories. `name` is unique in its run; `stamp` changes when the file is replaced."""
+    """One file of trajectories. `name` is unique within its run; `stamp` changes when the file is replaced."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class Run:
-    """`files` by kind, and by step within a kind. `path` is the folder, or a file that was given by itself."""
+    """`files` by kind, and by step within a kind. `path` is the folder, or a single file that was given."""
 
     name: str
     path: Path
@@ -43,16 +43,16 @@ class Run:
 
     @property
     def version(self) -> str:
-        """Changes with any file."""
+        """A value that changes when any file changes."""
         text = "|".join(f"{file.name}:{file.stamp}" for file in self.files)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def chosen(self, kind: str | None, step: int | None) -> list[StepFile]:
-        """The files of a kind and a step; None is any."""
+        """The files of a kind and a step; None means any."""
         return [file for file in self.files if kind in (None, file.kind) and step in (None, file.step)]
 
     def file(self, name: str) -> StepFile:
-        """Raises DataError if there is none."""
+        """The file called `name`. Raises DataError if there is none."""
         found = next((file for file in self.files if file.name == name), None)
         if found is None:
             raise DataError(f"run {self.name} has no file of trajectories {name!r}; was it removed?")
@@ -62,7 +62,7 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs at or below `paths`: folders of runs and of evaluations, folders of them, and single Parquet files.
 
-    Raises DataError for a path that is not there, or has no run in it.
+    Raises DataError for a path that does not exist or contains no run.
     """
     places = list(dict.fromkeys(place for path in paths for place in _places(path)))
     return [Run(name, place, tuple(_files(place))) for name, place in zip(_names(places), places, strict=True)]
@@ -126,5 +126,5 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """With a sign in place of each byte that is no UTF-8: a link cannot hold it, nor can JSON."""
+    """`name` with a replacement character for each byte that is not UTF-8, which neither a link nor JSON can hold."""
     return os.fsencode(name).decode("utf-8", "replace")

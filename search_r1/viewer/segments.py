@@ -1,4 +1,4 @@
-"""The text of a trajectory in parts of one kind, cut again where a gold answer stands."""
+"""Split the text of a trajectory into parts of one kind, and again around gold answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TITLE = re.compile(r'Doc \d+\(Title: "?(.*?)"?\) ?', re.DOTALL)
 
 @dataclass(frozen=True)
 class Passage:
-    """`id`, `score`: None where they were not stored."""
+    """`id`, `score`: None if they were not stored."""
 
     title: str
     text: str
@@ -29,14 +29,14 @@ class Passage:
 
 
 class GoldFinder:
-    """Finds gold answers in a text: their words in a row, whatever their case and the punctuation between them."""
+    """Finds gold answers in a text: their words in a row, ignoring case and punctuation between them."""
 
     def __init__(self, gold: Sequence[str]) -> None:
         patterns = [pattern for answer in gold if (pattern := _pattern(answer))]
         self._any = re.compile("|".join(sorted(patterns, key=len, reverse=True)), re.IGNORECASE) if patterns else None
 
     def runs(self, text: str) -> list[Run]:
-        """`text` cut into what is a gold answer and what is not."""
+        """`text` split into pieces that are gold answers and pieces that are not."""
         return list(self._runs(text))
 
     def found_in(self, text: str) -> bool:
@@ -54,7 +54,7 @@ class GoldFinder:
 
 
 def split_segment(source: str, text: str, event: dict[str, Any] | None, grammar: Grammar) -> list[Part]:
-    """Parts of the kinds of `search_r1.serve.parts`; `event` is that of the turn that a reply follows."""
+    """Parts with the kinds of `search_r1.serve.parts`; for a reply, `event` is that of the turn before it."""
     if source == Source.PROMPT:
         return merged([Part("text", text)])
     if source == Source.ENVIRONMENT:
@@ -67,7 +67,7 @@ def split_segment(source: str, text: str, event: dict[str, Any] | None, grammar:
 
 
 def token_ranges(parts: Sequence[Part], texts: Sequence[str]) -> list[tuple[int, int]]:
-    """For each part its first token and the one after its last: a token belongs to the part in which it begins."""
+    """For each part, its first token and the one after its last; a token belongs to the part in which it begins."""
     starts = list(accumulate(map(len, texts), initial=0))[:-1]
     ranges, token, end = [], 0, 0
     for number, part in enumerate(parts):
@@ -80,7 +80,7 @@ def token_ranges(parts: Sequence[Part], texts: Sequence[str]) -> list[tuple[int,
 
 
 def passages_of(event: dict[str, Any], grammar: Grammar) -> list[Passage]:
-    """Those that were shown after a search, with ids and scores where they were stored."""
+    """The passages shown after a search, with ids and scores if they were stored."""
     text = grammar.unwrap_information(str(event.get("observation") or ""))
     shown = [piece for piece in _DOCUMENT.split(text) if piece.strip()]
     ids, scores = _list(event.get("document_ids")), _list(event.get("scores"))

@@ -1,4 +1,4 @@
-"""The numbers that can be laid over the tokens of a trajectory, by name."""
+"""The values that can be overlaid on the tokens of a trajectory, by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NOT_VALUES = {"ids", "loss_mask"}
 
 
 def token_values(row: Row) -> dict[str, Values]:
-    """One number a token, None where there is none: what the file has, and what follows from it.
+    """One number per token, None if there is none: what the file has, and what is derived from it.
 
-    `gap` is the trainer's log-prob less the sampler's. Files of older runs have neither the trainer's, nor `kl`, nor
-    `advantages` (`verl.tracking.token_columns`). First the `KNOWN` ones, then further columns of the file.
+    `gap` is the trainer's log-prob minus the sampler's. Files of older runs lack the trainer's log-prob, `kl` and
+    `advantages` (`verl.tracking.token_columns`). First the `KNOWN` values, then other columns of the file.
     """
     stored = {name: list(value) for name, value in row.items() if name not in _NOT_VALUES and _is_column(value, row)}
     found = stored | {"weight_version": _versions(row)}

@@ -1,4 +1,4 @@
-"""The text of each token, so that together they are the text of their segment."""
+"""The text of each token, such that the texts joined are the text of their segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WINDOW = 6  # tokens before one that may change how it is decoded; longer runs 
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """One text for each of `ids`; a character that several tokens make belongs to the last of them."""
+    """One text for each of `ids`; a character that spans several tokens belongs to the last of them."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
         return list(_by_bytes(tokenizer, ids))
     return list(_by_windows(tokenizer, ids))

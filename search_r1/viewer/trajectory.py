@@ -36,9 +36,9 @@ class Tokens:
 
 
 def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = True) -> Row:
-    """What is known of `row`, all columns of a file: facts, explanation, reward, searches, segments, tokens.
+    """The page's content for `row`, all columns of a file: facts, explanation, reward, searches, segments, tokens.
 
-    `kind` is that of the file: validation may have a reward with other arguments.
+    `kind` is that of the file: validation may use the reward with other arguments.
     """
     events = _events(row)
     gold = gold_answers(row)
@@ -65,7 +65,7 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
 
 
 def gold_answers(row: Row) -> list[str]:
-    """Of `reward_model.ground_truth`, whatever its form; none where it has none."""
+    """The gold answers in `reward_model.ground_truth`, whatever its form; empty if there are none."""
     try:
         truth = json.loads(row["ground_truth"] or "null")
     except ValueError:

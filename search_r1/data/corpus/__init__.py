@@ -1,1 +1,1 @@
-"""Which gold answers a corpus holds, and a corpus with the missing gold passages."""
+"""Which gold answers a corpus contains, and completing a corpus with the missing gold passages."""

@@ -1,8 +1,8 @@
-"""Which of many gold answers stand in a text, found in one pass over its words.
+"""Find which of many gold answers a text contains, in one pass over its words.
 
-Text and answers are normalised as the QA metric does it (`normalize_answer`) and cut at white space into tokens. An
-answer stands in a text when its tokens follow each other there: "art" is in "The Art, of war" but not in "party". As
-the metric deletes ASCII punctuation, "Paris-based" is the token "parisbased" and does not hold the answer "Paris".
+Text and answers are normalised as in the QA metric (`normalize_answer`) and split at white space into tokens. A text
+contains an answer if the answer's tokens occur there in a row: "art" is in "The Art, of war" but not in "party". As the
+metric deletes ASCII punctuation, "Paris-based" is the token "parisbased" and does not contain the answer "Paris".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _END = ""  # no token is empty
 
 
 def answer_tokens(text: str) -> AnswerTokens:
-    """The normalised tokens of a passage or an answer; empty when nothing but articles and punctuation is there."""
+    """The normalised tokens of a passage or an answer; empty if there is nothing but articles and punctuation."""
     return tuple(normalize_answer(text).split())
 
 
 class AnswerMatcher:
-    """A trie of answers by their tokens. An answer without tokens is in no text."""
+    """A trie of answers by their tokens. An answer without tokens is never found."""
 
     def __init__(self, answers: Iterable[AnswerTokens]) -> None:
         self._root: dict[str, Any] = {}
@@ -34,7 +34,7 @@ class AnswerMatcher:
             node[_END] = answer
 
     def find(self, tokens: Sequence[str]) -> set[AnswerTokens]:
-        """The answers that stand in the text with these tokens."""
+        """The answers that the text with these tokens contains."""
         found: set[AnswerTokens] = set()
         for start, token in enumerate(tokens):
             node = self._root.get(token)

@@ -1,4 +1,4 @@
-"""The coverage audit: which gold answers a corpus holds, and which of them a running server finds."""
+"""The coverage audit: which gold answers a corpus contains, and which of them a running server finds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SENT_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Audit:
-    """`report` is for JSON; `details` has a row for each span question that is not covered or not found."""
+    """`report` is for JSON; `details` has a row for each span question that is not covered or was not found."""
 
     report: dict[str, Any]
     details: list[dict[str, Any]]
 
 
 def audit(corpus: Path, files: Sequence[Path], url: str | None, ks: Sequence[int]) -> Audit:
-    """Read the corpus once, and ask the server at `url` for the best max(ks) passages of each question.
+    """Read the corpus once, and search the server at `url` for the best max(ks) passages of each question.
 
-    Raises `CorpusError` on a bad file and `RetrieverError` when a question gets no answer.
+    Raises `CorpusError` for a bad file and `RetrieverError` if a search fails.
     """
     sets = {str(file): read_questions(file) for file in files}
     pooled = [question for questions in sets.values() for question in questions]
@@ -49,7 +49,7 @@ def audit(corpus: Path, files: Sequence[Path], url: str | None, ks: Sequence[int
 
 
 async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> list[Rank]:
-    """`first_rank` of each question among the server's best k; None without asking where there is nothing to find."""
+    """`first_rank` of each question in the server's best k; None, without a search, if it has no answer to look for."""
     client = RetrievalClient(url, topk=k)
 
     async def rank_of(question: GoldQuestion) -> Rank:
@@ -72,7 +72,7 @@ async def server_ranks(url: str, questions: Sequence[GoldQuestion], k: int) -> l
 
 
 def write_details(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """JSON lines."""
+    """Write `rows` as JSON lines."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
-"""Which gold answers a corpus holds, and a corpus with the missing gold passages.
+"""Show which gold answers a corpus contains, or add the missing gold passages to it.
 
-    .venv/bin/python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions nq/test.jsonl
-    .venv/bin/python -m search_r1.search.corpus_tool complete --corpus_path corpus.jsonl \\
-        --questions hotpotqa/dev.jsonl --add gold.jsonl --output completed.jsonl
+.venv/bin/python -m search_r1.search.corpus_tool audit --corpus_path corpus.jsonl --questions nq/test.jsonl
+.venv/bin/python -m search_r1.search.corpus_tool complete --corpus_path corpus.jsonl \\
+    --questions hotpotqa/dev.jsonl --add gold.jsonl --output completed.jsonl
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from search_r1.search.replaceable import check_not_read
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """`audit` or `complete`."""
+    """The arguments of `audit` or `complete`."""
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.corpus_tool",
         description="Find out which gold answers a corpus holds, and add the gold passages that are missing.",
@@ -111,7 +111,7 @@ def _audit_cells(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of a Markdown table; the keys of all rows in order are its head, what a row lacks is empty."""
+    """The lines of a Markdown table; its columns are the keys of all rows, in order; a missing value is left empty."""
     if not rows:
         return []
     head = list(dict.fromkeys(key for row in rows for key in row))

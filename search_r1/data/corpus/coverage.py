@@ -1,4 +1,4 @@
-"""How many questions have their answer in a corpus, and how many among the best k passages of a retriever."""
+"""How many questions have their answer in a corpus, and how many in the best k passages of a retriever."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Rank = int | None
 
 
 def matcher_of(questions: Iterable[GoldQuestion]) -> AnswerMatcher:
-    """Finds the answers of all questions at once."""
+    """A matcher for the answers of all questions."""
     return AnswerMatcher(answer for question in questions for answer in question.answers)
 
 
 def scan_corpus(path: Path, matcher: AnswerMatcher) -> tuple[int, set[AnswerTokens]]:
-    """(number of passages, answers that stand in one), by one pass. Raises `CorpusError`."""
+    """(number of passages, answers that occur in any of them), in one pass. Raises `CorpusError`."""
     found: set[AnswerTokens] = set()
     number = 0
     for number, line in read_lines(path):
@@ -29,18 +29,18 @@ def scan_corpus(path: Path, matcher: AnswerMatcher) -> tuple[int, set[AnswerToke
 
 
 def first_rank(question: GoldQuestion, passages: Iterable[Sequence[str]]) -> Rank:
-    """Rank, from 1, of the first passage (its tokens) that holds a gold answer; None when none does."""
+    """Rank, from 1, of the first passage (its tokens) that contains a gold answer; None if none does."""
     matcher = matcher_of([question])
     return next((rank for rank, tokens in enumerate(passages, start=1) if matcher.find(tokens)), None)
 
 
 def is_covered(question: GoldQuestion, found: set[AnswerTokens]) -> bool:
-    """Whether one of its answers is among those `found` in the corpus."""
+    """Whether any of its answers is among those `found` in the corpus."""
     return not found.isdisjoint(question.answers)
 
 
 def summarize(questions: Sequence[GoldQuestion], found: set[AnswerTokens]) -> dict[str, Any]:
-    """Counts by kind; `covered` and `coverage` (share) are about the span questions. Shares of nothing are None."""
+    """Counts by kind; `covered` and `coverage` (share) are about the span questions. A share of none is None."""
     spans = [question for question in questions if question.kind == "span"]
     covered = sum(is_covered(question, found) for question in spans)
     return {
@@ -56,7 +56,7 @@ def summarize(questions: Sequence[GoldQuestion], found: set[AnswerTokens]) -> di
 def recall(
     questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank], ks: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """By k: `hits`, span questions with rank <= k, as a share of all span questions and of the covered ones.
+    """For each k: `hits`, the span questions with rank <= k, and their share of all and of the covered span questions.
 
     `ranks` are those of `first_rank`, in the order of the questions.
     """

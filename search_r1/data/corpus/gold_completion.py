@@ -1,4 +1,4 @@
-"""Add missing gold passages to a corpus, whose own rows stay as they are, byte for byte and in their place."""
+"""Add missing gold passages to a corpus; its existing rows are copied byte for byte, in the same order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from search_r1.search.replaceable import check_not_read
 
 
 class MissingPassages:
-    """Gold passages that no passage of the corpus has shown to be there.
+    """Gold passages that have not been found in the corpus so far.
 
-    A gold passage is there when a passage has the same normalised contents, or the same normalised title and, in its
-    text, all of the gold text.
+    A gold passage is found if a passage of the corpus has the same normalised contents, or the same normalised title
+    and, in its text, all of the gold text.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class MissingPassages:
         self._by_title: dict[AnswerTokens, list[tuple[str, AnswerTokens]]] = {}
 
     def add(self, gold: GoldPassage) -> bool:
-        """False when an equal one was added before. Raises `CorpusError` when it has no word."""
+        """Add a gold passage; False if an equal one was added before. Raises `CorpusError` if it has no words."""
         key = answer_tokens(gold.contents)
         if not key:
             raise CorpusError(f"{gold.file}, line {gold.line}: the passage has no word; remove it or give it a text")
@@ -46,7 +46,7 @@ class MissingPassages:
         return True
 
     def see(self, contents: str, tokens: AnswerTokens) -> None:
-        """Cross out what this passage of the corpus holds; `tokens` are those of its contents."""
+        """Remove the gold passages that this passage of the corpus contains; `tokens` are those of its contents."""
         self._by_contents.pop(tokens, None)
         title, text = title_and_text(contents)
         if alike := self._by_title.get(answer_tokens(title)):
@@ -56,14 +56,14 @@ class MissingPassages:
                     self._by_contents.pop(key, None)
 
     def left(self) -> list[GoldPassage]:
-        """Those not crossed out, in the order of `add`."""
+        """The passages not found, in the order of `add`."""
         return list(self._by_contents.values())
 
 
 class NewIds:
-    """Ids that no row of the corpus has, without keeping those it has.
+    """Ids that no row of the corpus has, made without storing all of its ids.
 
-    Where all ids are row numbers, as in the published corpora, the numbers go on; else `added-N`, with N above any.
+    If all ids are row numbers, as in the published corpora, the numbering continues; else `added-N`, with N above any.
     """
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class NewIds:
         self._largest = -1
 
     def see(self, identifier: str) -> None:
-        """The id of the next row of the corpus."""
+        """Register the id of the next row of the corpus."""
         self._are_row_numbers &= identifier == str(self._rows)
         self._rows += 1
         if match := re.fullmatch(r"added-([0-9]+)", identifier):
             self._largest = max(self._largest, int(match[1]))
 
     def make(self, count: int) -> list[str]:
-        """After all rows were seen."""
+        """`count` new ids; call it after `see` for all rows."""
         if self._are_row_numbers:
             return [str(self._rows + i) for i in range(count)]
         return [f"added-{self._largest + 1 + i}" for i in range(count)]
@@ -89,8 +89,8 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
     """Write `output`: the rows of `corpus`, then the missing gold passages; returns the report.
 
     Gold passages are the rows of the files `passages` and those in the metadata of `questions`, whose coverage is
-    measured before and after. One pass over the corpus, in memory for the gold passages only. Raises `CorpusError`;
-    `output` is then what it was before.
+    measured before and after. One pass over the corpus; only the gold passages are kept in memory. Raises
+    `CorpusError`, and leaves `output` unchanged then.
     """
     check_not_read("--output", output, [corpus, *passages, *questions])
     missing, sources = _read_gold(passages, questions)

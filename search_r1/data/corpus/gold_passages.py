@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class GoldPassage:
-    """`contents` as the corpus has it; where it came from; `source_id` is the id of its row or of its question."""
+    """`contents` as in a corpus; `source_id` is the id of its row or its question."""
 
     contents: str
     file: str
@@ -40,7 +40,7 @@ def read_passages(path: Path) -> Iterator[GoldPassage]:
 
 
 def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
-    """The gold paragraphs of each question of a file, none when its metadata has none. Raises `CorpusError`."""
+    """The gold paragraphs of each question of a file; none if its metadata has none. Raises `CorpusError`."""
     for number, question in read_objects(path):
         try:
             paragraphs = list(_paragraphs(question.get("metadata") or {}))

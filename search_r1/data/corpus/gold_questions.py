@@ -18,8 +18,8 @@ _NO_EVIDENCE = {("yes",), ("no",)}
 class GoldQuestion:
     """One row of a question file.
 
-    `answers` are the gold answers that can be looked for, normalised: without "yes" and "no", which stand in any text
-    and prove nothing, and without those of which nothing is left ("The"), which would stand in every text.
+    `answers` are the gold answers to look for, normalised: without "yes" and "no", which prove nothing, since any text
+    has them, and without those that normalise to nothing ("The").
     """
 
     id: str
@@ -27,7 +27,7 @@ class GoldQuestion:
     golden_answers: tuple[str, ...]
     answers: tuple[AnswerTokens, ...]
     kind: str
-    """`span`: it has an answer to look for; `yes_no`: all it has is yes or no; `empty`: nothing is left of any."""
+    """`span`: it has an answer to look for; `yes_no`: only yes or no; `empty`: every answer normalises to nothing."""
 
 
 def read_questions(path: Path) -> list[GoldQuestion]:

@@ -1,1 +1,1 @@
-"""Corpus, indexes and question sets from the Hugging Face hub, checked and made ready to use."""
+"""Corpus, indexes and question sets from the Hugging Face hub, verified and made ready to use."""

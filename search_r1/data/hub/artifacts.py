@@ -1,4 +1,4 @@
-"""What can be fetched: repositories of the hub, their files, and what is made of them."""
+"""What can be downloaded: repositories on the hub, their files, and what is made from them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from verl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Artifact:
-    """Files of one dataset repository. Paths are relative to the folder that everything is saved in."""
+    """Files of one dataset repository. Paths are relative to the folder into which everything is saved."""
 
     name: str
     repo: str
     patterns: tuple[str, ...]
     """The files of the repository that belong to it (fnmatch)."""
     needed: tuple[str, ...]
-    """Patterns that each have a file: what has to be in place when the hub cannot be asked."""
+    """Patterns that each need a matching file on disk if the hub cannot be reached."""
     folder: str = ""
     joined: str | None = None
-    """The file that its files make, one after the other."""
+    """The file made by concatenating its files."""
     unpacked: str | None = None
-    """The file that is packed in its only file."""
+    """The file made by decompressing its only file."""
 
 
 _CORPUS = ("wiki-18.jsonl.gz",), ("wiki-18.jsonl.gz",)
@@ -55,7 +55,7 @@ ARTIFACTS = {
 
 
 def artifacts(what: str, e5_repo: str | None = None) -> list[Artifact]:
-    """Those of a list of names with commas; `e5_repo` replaces the repository of the flat index.
+    """The artifacts in a comma-separated list of names; `e5_repo` replaces the repository of the flat index.
 
     Raises `ConfigError` for an unknown name.
     """

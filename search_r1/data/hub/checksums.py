@@ -1,4 +1,4 @@
-"""Checksums of large files, and the record of them beside the files."""
+"""Checksums of large files, and the record of them next to the files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def sha256_of(path: Path) -> str:
 
 
 def is_whole(path: Path, remote: RemoteFile) -> bool:
-    """Whether `path` has the size and the checksum that the hub gives."""
+    """Whether `path` has the size and the checksum that the hub lists."""
     if not path.is_file() or path.stat().st_size != remote.size:
         return False
     return _matches(path, 0, remote)
 
 
 def is_joined(path: Path, parts: Sequence[RemoteFile]) -> bool:
-    """Whether `path` is the `parts` one after the other, by the checksum of each."""
+    """Whether `path` is the concatenation of `parts`, by the checksum of each part."""
     if not path.is_file() or path.stat().st_size != sum(part.size for part in parts):
         return False
     starts = [sum(part.size for part in parts[:number]) for number in range(len(parts))]
@@ -58,7 +58,7 @@ def _digest(path: Path, start: int, size: int, digest: Any) -> str:
 
 
 class Record:
-    """`checksums.json`: by file name, what it was when it was last found whole."""
+    """`checksums.json`: for each file name, its state when it was last verified."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RECORD_NAME
@@ -68,11 +68,11 @@ class Record:
             raise DataError(f"{self._path} is no JSON ({error}); remove it, then everything is checked anew") from error
 
     def get(self, name: str) -> dict[str, Any]:
-        """{} when nothing is recorded."""
+        """The entry of `name`; {} if there is none."""
         return dict(self._entries.get(name, {}))
 
     def set(self, name: str, entry: dict[str, Any]) -> None:
-        """On disk at once."""
+        """Store the entry on disk at once."""
         self._entries[name] = entry
         unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(self._entries, indent=2, sort_keys=True) + "\n")

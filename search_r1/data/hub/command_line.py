@@ -14,7 +14,7 @@ from verl.errors import VerlError
 
 
 def main(description: str | None, arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after errors that are printed; one that is missing does not stop the others."""
+    """Returns the exit status: 0, or 1 if errors were printed; a missing artifact does not stop the others."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--save_path", type=Path, required=True, help="folder for all downloads")

@@ -1,4 +1,4 @@
-"""Fetch an artifact, check it, and make what is used of it; what is whole already stays."""
+"""Download an artifact, verify it, and make the files that are used from it; complete files are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
 
 
 class Downloader:
-    """Keeps everything under `folder`, with the checksums in `checksums.json`."""
+    """Stores everything under `folder`, with the checksums in `checksums.json`."""
 
     def __init__(self, folder: Path, remove_parts: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ class Downloader:
         self._record = Record(folder)
 
     def get(self, artifact: Artifact) -> None:
-        """Raises `HubUnavailable` that says what to place where, `DataError` for wrong files or a full disk."""
+        """Raises `HubUnavailable`, which says what to put where, `DataError` for wrong files or a full disk."""
         try:
             revision, remote = list_files(artifact)
         except HubUnavailable as error:

@@ -1,4 +1,4 @@
-"""One file from the hub, going on where an earlier attempt stopped."""
+"""Download one file from the hub, resuming an earlier attempt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl.errors import DataError
 
 
 def fetch(remote: RemoteFile, target: Path) -> None:
-    """Download to `target`, which is there only when it is whole.
+    """Download to `target`, which appears only once it is complete.
 
-    What has arrived stays in a hidden file beside it, also when this process is killed: `hf_hub_download` begins anew.
-    Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong.
+    Received bytes stay in a hidden file next to it, even if this process is killed (`hf_hub_download` would start
+    over). Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_file(remote, target)
@@ -49,5 +49,5 @@ def fetch(remote: RemoteFile, target: Path) -> None:
 
 
 def partial_file(remote: RemoteFile, target: Path) -> Path:
-    """Named after its content too, so that another version of the file does not go on from it."""
+    """The file's checksum is in the name, so that another version of the file does not resume from it."""
     return target.with_name(f".{target.name}.{remote.digest[:12]}.part")

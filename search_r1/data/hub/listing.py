@@ -15,7 +15,7 @@ from verl.errors import DataError, VerlError
 
 
 class HubUnavailable(VerlError):
-    """The hub could not be asked, or broke off."""
+    """The hub could not be reached, or the connection broke."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RemoteFile:
 
 
 def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
-    """(revision, the files of the artifact by name).
+    """(revision, files of the artifact by name).
 
-    Raises `HubUnavailable`, or `DataError` when there is no such repository or one of its files is missing.
+    Raises `HubUnavailable`, or `DataError` if there is no such repository or one of its files is missing.
     """
     try:
         info = HfApi().dataset_info(artifact.repo, files_metadata=True)
@@ -65,7 +65,7 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
 
 
 def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The patterns that no name has."""
+    """The patterns that match none of the names."""
     names = list(names)
     return [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)]
 

@@ -1,4 +1,4 @@
-"""Parts to one file, a packed file to a plain one: streamed, and there only when it is whole."""
+"""Join parts into one file, or decompress a file: streamed, and the result appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _HashedFile:
 
 
 def join(parts: Sequence[Path], product: Path) -> str:
-    """The bytes of `parts`, one after the other; returns their SHA-256."""
+    """Concatenate `parts` into `product`; returns its SHA-256."""
 
     def copy(target: _HashedFile) -> None:
         for part in parts:
@@ -44,9 +44,9 @@ def join(parts: Sequence[Path], product: Path) -> str:
 
 
 def unpack(packed: Path, product: Path) -> str:
-    """What gzip packed; of a tar archive, its only .jsonl file. Returns the SHA-256 of `product`.
+    """Decompress a gzip file; from a tar archive, extract its only .jsonl file. Returns the SHA-256 of `product`.
 
-    The corpus of the hub has been seen both ways, under the same name. Raises `DataError` when it cannot be read.
+    The corpus on the hub has existed in both forms, under the same name. Raises `DataError` if it cannot be read.
     """
 
     def copy(target: _HashedFile) -> None:
@@ -63,7 +63,7 @@ def unpack(packed: Path, product: Path) -> str:
 
 
 def require_disk(folder: Path, needed: int, what: str) -> None:
-    """Raises `DataError` when `folder` has fewer than `needed` bytes free."""
+    """Raises `DataError` if `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DataError(f"{what} needs {needed / _GB:.1f} GB more in {folder}, which has {free / _GB:.1f} GB free")

@@ -1,1 +1,1 @@
-"""Question-answer sets as published, made into the prompt files that training and evaluation read."""
+"""Question-answer sets as published, converted to the prompt files that training and evaluation read."""

@@ -1,4 +1,4 @@
-"""Sets of questions to one prompt file."""
+"""Write the questions of several sets into one prompt file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PromptBuilder:
 
     template: Template
     limit: int | None = None
-    """At most so many questions of each source."""
+    """The maximum number of questions from each source."""
     bad_rows: BadRows = field(default_factory=BadRows)
 
     def write(self, path: Path, sources: Sequence[Source], split: str, contexts: Contexts | None = None) -> list[int]:
-        """The questions of the `sources`, one after the other, as `train` or `test`; returns the number of each.
+        """Write the questions of the `sources`, in order, as `train` or `test`; returns the number from each.
 
-        Raises `DataError` (see `read_questions` and `Contexts`); then there is nothing new at `path`.
+        Raises `DataError` (see `read_questions` and `Contexts`), and leaves `path` unchanged then.
         """
         counts = [0] * len(sources)
 

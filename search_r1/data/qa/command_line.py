@@ -1,4 +1,4 @@
-"""What the scripts of scripts/data_process have in common: their arguments, and the files they write."""
+"""What the scripts in scripts/data_process share: their arguments, and the files they write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.errors import ConfigError, VerlError
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a script makes: `base` is the template that `--template_type base` means, `splits` the files."""
+    """What a script writes: `base` is the template of `--template_type base`, `splits` are the files."""
 
     local_dir: str
     base: str
@@ -30,7 +30,7 @@ class Recipe:
 
 
 def main(description: str | None, recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after an error that is printed."""
+    """Returns the exit status: 0, or 1 after printing an error."""
     args = _parser(description, recipe).parse_args(arguments)
     try:
         run(args, recipe)
@@ -41,7 +41,7 @@ def main(description: str | None, recipe: Recipe, arguments: Sequence[str] | Non
 
 
 def run(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Write the files that `args` ask for. Raises `VerlError` or `SearchError`."""
+    """Write the files that `args` specify. Raises `VerlError` or `SearchError`."""
     client = hdfs_client() if args.hdfs_dir else None
     template = load_template(recipe.base if args.template_type == "base" else args.template_type)
     if template.needs_context != recipe.with_context:

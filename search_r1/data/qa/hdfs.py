@@ -1,4 +1,4 @@
-"""A copy of what was written on HDFS, by the client that Hadoop installs."""
+"""Copy the written files to HDFS with Hadoop's command-line client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.errors import ConfigError
 
 
 def hdfs_client() -> str:
-    """Raises `ConfigError` when there is none."""
+    """The path of the client. Raises `ConfigError` if there is none."""
     client = shutil.which("hdfs")
     if client is None:
         raise ConfigError("--hdfs_dir needs the program hdfs of Hadoop on the PATH; without it leave --hdfs_dir out")
@@ -19,7 +19,7 @@ def hdfs_client() -> str:
 
 
 def copy_to_hdfs(client: str, files: Sequence[Path], folder: str) -> None:
-    """Replaces files of the same names. Raises `ConfigError` with what the client says."""
+    """Copy `files` to `folder`, replacing files of the same names. Raises `ConfigError` with the client's message."""
     for words in (["-mkdir", "-p", folder], ["-put", "-f", *map(str, files), folder]):
         done = subprocess.run([client, "dfs", *words], capture_output=True, text=True, check=False)
         if done.returncode:

@@ -1,4 +1,4 @@
-"""The bar that huggingface_hub draws while it fetches a file, drawn as all others here are."""
+"""The progress bar of huggingface_hub's downloads, in the style of all other bars here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from long_task import BYTES, Progress
 
 
 class HubBar:
-    """To be given as `tqdm_class`; of tqdm's methods it has those that the hub's client calls."""
+    """To be passed as `tqdm_class`; it has those of tqdm's methods that the hub's client calls."""
 
     def __init__(self, *_: Any, desc: str = "", total: int | None = None, initial: int = 0, **__: Any) -> None:
         self._progress = Progress(f"fetch {desc}", total, initial, BYTES)

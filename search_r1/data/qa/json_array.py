@@ -1,6 +1,6 @@
-"""The items of a JSON array one by one: HotpotQA and TriviaQA come as one array of gigabytes.
+"""Stream the items of a JSON array: HotpotQA and TriviaQA come as one array of gigabytes.
 
-Not ijson: its items have no line numbers, which every error about a row names.
+Why not ijson: its items have no line numbers, which every error about a row contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DECODER = json.JSONDecoder()
 def array_items(file: TextIO) -> Iterator[tuple[int, Any]]:
     """(line from 1, value) of each item of `[...]`, or of the array under the first key of `{"Data": [...]}`.
 
-    What follows that array in the object is not read. Raises `json.JSONDecodeError` with the `lineno` of the file.
+    Anything after that array is not read. Raises `json.JSONDecodeError` with the `lineno` of the file.
     """
     window = _Window(file)
     if window.peek() == "{":

@@ -1,4 +1,4 @@
-"""The prompt file: its schema, and writing it whole or not at all."""
+"""The prompt file: its schema, and writing it atomically."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ROWS_A_GROUP = 4096
 
 
 def prompt_row(row: QaRow, data_source: str, split: str, template: Template, context: str | None) -> dict[str, Any]:
-    """A row of `SCHEMA`. `split` is train or test, what the row is used for."""
+    """A row of `SCHEMA`. `split` is train or test, the use of the row."""
     return {
         "data_source": data_source,
         "prompt": template.messages(row.question, context),
@@ -51,9 +51,9 @@ def prompt_row(row: QaRow, data_source: str, split: str, template: Template, con
 
 
 def write_prompts(path: Path, rows: Iterable[Mapping[str, Any]], template: Template) -> int:
-    """Write `path`, in groups of rows, and return their number. Until it is whole it has another name.
+    """Write `path`, in groups of rows, and return the number of rows. Until it is complete, it has another name.
 
-    The file's own metadata names the template and its fingerprint. Raises `DataError` when there are no rows.
+    The file's metadata has the template's name and fingerprint. Raises `DataError` if there are no rows.
     """
     schema = SCHEMA.with_metadata({TEMPLATE_KEY: template.name, FINGERPRINT_KEY: template.fingerprint})
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One question with its gold answers, as every format gives it, and the checks that all of them share."""
+"""One question with its gold answers, as every format returns it, and the checks that all formats share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_PROMPT_FILES = ("data_source", "prompt", "ability", "reward_model", "extra_i
 
 @dataclass(frozen=True)
 class Fields:
-    """What a format finds in a row, not checked yet. `id` None: the format has no ids."""
+    """What a format reads from a row, not validated yet. `id` None: the format has no ids."""
 
     question: Any
     answers: Any
@@ -25,23 +25,23 @@ class Fields:
 
 @dataclass(frozen=True)
 class QaRow:
-    """A row that can be used. `index` counts the rows of its file from 0, also those that are left out."""
+    """A valid row. `index` counts the rows of its file from 0, skipped ones included."""
 
     id: str
     question: str
     """Stripped, with a question mark at its end."""
     golden_answers: list[str]
-    """As in the source; at least one is not blank."""
+    """As in the source; at least one of them is not blank."""
     metadata: str | None
     """JSON."""
     index: int
 
 
 def answer_texts(value: Any) -> Any:
-    """A list of answers; one answer alone, or JSON text of a list (a cell of a table), is one too.
+    """A list of answers, from a list, a single answer, or a list as JSON text (a table cell).
 
-    Truth values are yes and no, and a whole number is its digits. What is no list of texts is left for `checked` to
-    refuse: a fraction, say, which could be written in more than one way.
+    Booleans become yes and no, and an integer its digits. Anything else is left for `checked` to reject, such as a
+    fraction, which could be written in more than one way.
     """
     if isinstance(value, str):
         value = _parsed_list(value)
@@ -56,9 +56,9 @@ def _text_of(answer: Any) -> Any:
 
 
 def further_fields(row: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
-    """The metadata: what stands in the column `metadata`, an object or JSON of one, and all columns not `read`.
+    """The metadata: the column `metadata` (an object, or one as JSON text), and all columns not `read`.
 
-    Those of a prompt file, which can be made into another one, are no news. Raises `ValueError` for other metadata.
+    The columns of a prompt file, which can be an input as well, are left out. Raises `ValueError` for other metadata.
     """
     metadata = row.get("metadata")
     if isinstance(metadata, str):
@@ -81,7 +81,7 @@ def _parsed_list(text: str) -> Any:
 
 
 def checked(fields: Fields, split: str, index: int) -> QaRow:
-    """Raises `ValueError` with the reason. A row of a format without ids gets `split_index`."""
+    """The validated row. Raises `ValueError` with the reason. In a format without ids, a row gets `split_index`."""
     if not isinstance(fields.question, str) or not fields.question.strip():
         raise ValueError(f"the question is {_shown(fields.question)}, not a text")
     if not isinstance(fields.answers, list) or not all(isinstance(answer, str) for answer in fields.answers):

@@ -1,4 +1,4 @@
-"""The checked questions of one file, in whatever format it is."""
+"""Read the validated questions of one file, in any known format."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _LOOKED_AT = 100  # rows that may be broken before one that shows the format
 
 @dataclass
 class BadRows:
-    """What is done with rows that cannot be used: an error at the first, or all of them listed and left out."""
+    """What to do with invalid rows: raise an error at the first, or list all of them and skip them."""
 
     skip: bool = False
     listed: list[str] = field(default_factory=list)
 
     def found(self, where: str, reason: str) -> None:
-        """Raises `DataError` unless they are skipped."""
+        """Register an invalid row. Raises `DataError` unless they are skipped."""
         if not self.skip:
             raise DataError(f"{where}: {reason}; correct the row, or leave such rows out by --skip_bad_rows")
         self.listed.append(f"{where}: {reason}")
 
 
 def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]:
-    """The questions of `path` in its order. `split` is for the ids of formats that have none.
+    """The questions of `path`, in file order. `split` goes into the ids of rows whose format has none.
 
-    Raises `DataError` with file and line: for a file that cannot be read or has no known format, and, unless
-    `bad_rows` skips them, for a row without question or gold answers, with a wrong type, or with the id of another row.
+    Raises `DataError` with file and line: for a file that cannot be read or has no known format, and, unless `bad_rows`
+    skips them, for a row without a question or gold answers, with a wrong type, or with a repeated id.
     """
     records = read_records(path)
     first = list(islice(records, _LOOKED_AT))

@@ -1,4 +1,4 @@
-"""The rows of a file, whatever holds them: JSON lines, a JSON array, CSV, TSV (each also packed by gzip), Parquet."""
+"""The rows of a file: JSON lines, a JSON array, CSV, TSV (each may be gzipped), or Parquet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl.errors import DataError
 
 @dataclass(frozen=True)
 class Record:
-    """One row: its `value`, or the reason why it has none. `line` is from 1; in Parquet, the row from 0."""
+    """One row: its `value`, or the reason why it has none. `line` counts from 1; in Parquet, rows from 0."""
 
     line: int
     value: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows in order. Raises `DataError` for a file that cannot be read on (a broken row is a `fault`)."""
+    """The rows in order. Raises `DataError` if the file cannot be read any further (a broken row is a `fault`)."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in _READERS:
         raise DataError(f"{path}: is none of {', '.join(_READERS)} (text also with .gz)")
@@ -44,7 +44,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def place(path: Path, line: int) -> str:
-    """Where a record stands, for messages."""
+    """The location of a record, for messages."""
     return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 

@@ -1,4 +1,4 @@
-"""Passages that were retrieved beforehand, as the context of a prompt."""
+"""Passages retrieved beforehand, as the context of a prompt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 class Contexts:
-    """The best `topk` passages of each question: from a cache, what is not in it from a running retriever.
+    """The best `topk` passages of each question, from a cache or else from a running retriever.
 
     `cache` is a JSON file `{question: [{"id": ..}, ..]}`, best first; its ids are looked up in `corpus`, unless the
-    documents have `contents` of their own. Its questions are normalised like those of the prompts.
-    Raises `DataError` for a cache that is not so, and for a question that neither of the two has.
+    documents have `contents`. Its questions are normalised like those of the prompts. Raises `DataError` for a
+    malformed cache, and for a question without passages from either.
     """
 
     def __init__(self, cache: Path | None, corpus: Path | None, retriever_url: str | None, topk: int) -> None:
@@ -33,7 +33,7 @@ class Contexts:
         self._url, self._topk = retriever_url, topk
 
     def of(self, rows: Sequence[QaRow]) -> list[str]:
-        """One context a row: lines `Doc 1(Title: "title") text`."""
+        """One context per row: lines `Doc 1(Title: "title") text`."""
         cached = [self._cached(row.question) for row in rows]
         missing = [row.question for row, documents in zip(rows, cached, strict=True) if documents is None]
         searched = iter(self._search(missing))

@@ -1,4 +1,4 @@
-"""The question-answer sets that have an entry of their own: their splits, and the names of their original files."""
+"""The question-answer sets known by name: their splits, and the names of their original files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FLASHRAG_REPO = "RUC-NLPIR/FlashRAG_datasets"
 
 @dataclass(frozen=True)
 class QaSet:
-    """A set under its name in the FlashRAG collection, which is also its `data_source`."""
+    """A set, with its name in the FlashRAG collection, which is also its `data_source`."""
 
     name: str
     splits: tuple[str, ...]
-    """Of `train`, `dev` and `test`, those that FlashRAG has."""
+    """The splits among `train`, `dev` and `test` that FlashRAG has."""
     originals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By split: patterns of the file names under which the set's authors publish it."""
 

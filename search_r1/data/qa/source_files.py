@@ -1,7 +1,7 @@
-"""Which file of a set is read, for data processing and for evaluation: of a folder, of FlashRAG's collection, or named.
+"""Which file of a set to read, in data processing and evaluation: from a folder, FlashRAG's collection, or by name.
 
-A training takes `train`, a test takes `test`, else `dev`, else `train`. A split that the set is known to have stands
-for itself: where its file is missing that is an error, and no other split is taken in its place.
+Training uses `train`; testing uses `test`, else `dev`, else `train`. If the set is known to have a split but its file
+is missing, that is an error, and no other split replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\w[\w.+-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """A file of questions. `split` is what it is called, and stands in the ids of rows without one."""
+    """A file of questions. `split` is the name of its split, and goes into the ids of rows that have none."""
 
     data_source: str
     split: str
@@ -31,7 +31,7 @@ class Source:
 
 
 def named_file(item: str) -> Source | None:
-    """The source that `NAME=FILE` says; None for a text without `=`. Raises `DataError` for a bad name."""
+    """The source given as `NAME=FILE`; None for a text without `=`. Raises `DataError` for a bad name."""
     name, separator, path = item.partition("=")
     if not separator:
         return None
@@ -42,9 +42,9 @@ def named_file(item: str) -> Source | None:
 
 
 def sources(names: str, wanted: str, folder: Path | None) -> list[Source]:
-    """Those of a list with commas, in its order: names of sets, or `NAME=FILE`. Without a folder, files of the hub.
+    """The sources in a comma-separated list of set names or `NAME=FILE`, in order. Without a folder, files on the hub.
 
-    `wanted` is train or test. Raises `DataError` that says which file to place where.
+    `wanted` is train or test. Raises `DataError`, which says which file to put where.
     """
     words = [word.strip() for word in names.split(",") if word.strip()]
     found = [word.partition("=")[0] for word in words]
@@ -57,9 +57,9 @@ def sources(names: str, wanted: str, folder: Path | None) -> list[Source]:
 
 
 def sources_in(folder: Path, wanted: str) -> list[Source]:
-    """Of each set that has questions in `folder`: first the known sets in their order, then the others by name.
+    """One source for each set with questions in `folder`: first the known sets in their order, then the others by name.
 
-    Raises `DataError` where there is none, or where a known set lacks the file that is wanted.
+    Raises `DataError` if there is none, or if a known set lacks the wanted file.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; it has to hold <set>/<split>.jsonl")

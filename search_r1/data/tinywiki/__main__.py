@@ -1,6 +1,6 @@
 """Command line: `.venv/bin/python -m search_r1.data.tinywiki --output_dir DIR [--seed N] [--num_passages N] [--long]`.
 
-`--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's own values.
+`--stop`, `--next_hop` and `--train_hops` make the world harder or easier to learn in than the recipe's defaults.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The recipe of the mode, with the values of the command line."""
+    """The recipe of the mode, with the values from the command line."""
     from search_r1.data.tinywiki.build import LONG, Recipe
 
     recipe = replace(
@@ -70,7 +70,7 @@ def _without_none(**values: Any) -> dict[str, Any]:
 
 
 def with_sft_rows(recipe: Recipe, num_rows: int) -> Recipe:
-    """Return the recipe with that many warm-start rows in all."""
+    """Return the recipe with `num_rows` warm-start rows in total."""
     num_lm = round(num_rows * recipe.num_lm_rows / (recipe.num_lm_rows + recipe.num_policy_rows))
     return replace(recipe, num_lm_rows=num_lm, num_policy_rows=num_rows - num_lm)
 

@@ -88,7 +88,7 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     """Write `corpus.jsonl`, `{train,validation,test,sft}.parquet` and `policy_init/` into `output_dir`.
 
     Raises:
-        DataError: the worlds are too small for the questions asked for, or the folder cannot be written.
+        DataError: the worlds are too small for the requested questions, or the folder cannot be written.
     """
     worlds = worlds_of(recipe)
     try:
@@ -107,7 +107,7 @@ def build(recipe: Recipe, output_dir: Path) -> None:
 
 
 def write_corpus(worlds: list[World], path: Path) -> None:
-    """Write the served passages, one JSON object a line, without holding them in memory."""
+    """Write the served passages, one JSON object per line, without keeping them in memory."""
     with path.open("w", encoding="utf-8") as file:
         for row in stream_passages(worlds):
             file.write(json.dumps(row) + "\n")

@@ -1,9 +1,9 @@
-"""The imperfect demonstrator: who writes the trajectories that the warm start imitates.
+"""The imperfect demonstrator, which writes the trajectories that the warm start imitates.
 
 It knows the tag grammar, can look up a name and can read one fact of one passage, which it notes while thinking. It
-does not know how to search: it notes the fact that was asked for where the passage tells it, otherwise one by chance.
-Then by chance, whatever was asked, it answers with the name it noted or looks that name up. So it mostly answers 1-hop
-questions and seldom longer ones; what is missing is left to reinforcement learning.
+does not know how to search: it notes the requested fact if the passage states it, otherwise a random one. Then at
+random, whatever the question, it answers with the name it noted or looks that name up. So it mostly answers 1-hop
+questions correctly and rarely longer ones; the rest is left to reinforcement learning.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""How hard a TinyWiki folder's test questions are, for agents that need no training.
+"""How hard a TinyWiki folder's test questions are for agents that need no training.
 
 `.venv/bin/python -m search_r1.data.tinywiki.difficulty [--seed N] [--num_passages N] [--long]` prints the table of
 `docs/tinywiki.md`.
@@ -18,7 +18,7 @@ NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"
 
 
 def blind(questions: Sequence[ChainQuestion]) -> list[bool]:
-    """Answer every question with the answer that is most frequent for its kind (chosen on these very questions)."""
+    """Answer every question with the most frequent answer of its kind (counted on these same questions)."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for question in questions:
         by_kind[question.kind].update([question.targets[0]])
@@ -49,7 +49,7 @@ def _follow(question: ChainQuestion, index: PassageIndex) -> str | None:
 
 
 def read_fact(text: str, relation: str) -> str | None:
-    """Return the name that a passage tells for a relation, or None."""
+    """Return the name that a passage states for a relation, or None."""
     found = re.search(rf"\b{relation} ({NAME})", text)
     return found.group(1) if found else None
 

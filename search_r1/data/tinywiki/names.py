@@ -1,9 +1,9 @@
 """Names of the fictional encyclopedia: a bijection between slot numbers and sets of words.
 
 Every title and alias is a few words of one closed set, so a small tokenizer covers all worlds. A slot is a number;
-distinct slots give distinct names, so worlds that own disjoint slot ranges share no name. Two names never consist of
-the same words in another order, because a bag-of-words search could not tell them apart. With W words, the first
-`W choose 2` slots are two-word names, the next `W choose 3` three-word names, and so on.
+distinct slots give distinct names, so worlds that own disjoint slot ranges share no name. No two names consist of the
+same words in another order: a bag-of-words search could not distinguish them. With W words, the first `W choose 2`
+slots are two-word names, the next `W choose 3` three-word names, and so on.
 """
 
 import hashlib

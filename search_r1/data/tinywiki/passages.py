@@ -1,4 +1,4 @@
-"""BM25 over the passages of worlds, in process: what the demonstrator searches and the difficulty is measured with.
+"""BM25 over the passages of worlds, in process: searched by the demonstrator and used to measure the difficulty.
 
 The training run searches through the retrieval server; this index gives the same observation text without one.
 """

@@ -1,7 +1,7 @@
 """Questions of 1, 2 and 3 hops over a world, as rows of the prompt table.
 
-A question names one entity and a chain of relations. Each relation belongs to the kind of entity that the one before
-leads to, and the last relation is told by no passage before the last, so a chain cannot be cut short.
+A question names one entity and a chain of relations. Each relation belongs to the kind of entity that the previous one
+leads to, and no passage before the last states the last relation, so there is no shortcut.
 """
 
 import random
@@ -98,7 +98,7 @@ def make_question(world: World, hops: int, rng: random.Random) -> ChainQuestion:
 
 
 def distinct_questions(world: World, hops: Sequence[int], count: int) -> Iterator[ChainQuestion]:
-    """Yield `count` different questions, the hop counts of `hops` in turn.
+    """Yield `count` different questions, cycling through the hop counts of `hops`.
 
     Raises:
         DataError: the world is too small for that many different questions.

@@ -96,8 +96,8 @@ class World:
     def fact(self, entity: int, relation: str) -> int:
         """Return the entity that stands in `relation` to `entity` (its birthplace, its mayor, ...).
 
-        No two names of one passage share a word (as far as the world's size allows). So a passage has a word twice only
-        if the word is of its own title, and a bag-of-words search for a title finds its passage before all others.
+        No two names of one passage share a word (as far as the world's size allows). So a passage repeats only words of
+        its own title, and a bag-of-words search for a title ranks its passage first.
         """
         used = set(self.title(entity).split())
         for other, kind in RELATIONS[self.kind(entity)].items():

@@ -1,1 +1,1 @@
-"""Ways to answer a question that are compared under one harness: the search agent and its baselines."""
+"""Methods of answering a question, compared under the same conditions: the search agent and its baselines."""

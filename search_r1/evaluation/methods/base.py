@@ -17,16 +17,16 @@ CONTEXT = "context"
 
 @dataclass(frozen=True)
 class Method:
-    """One turn, or a search loop, as the agent's environment and limits have it: `search`, `direct` and `cot`.
+    """One turn or a search loop, depending on the agent's environment and limits: `search`, `direct` and `cot`.
 
-    With `own_prompts` a row of a prompt file is asked as it stands there.
+    With `own_prompts`, the prompt of a prompt file's row is used unchanged.
     """
 
     agent: SearchAgent
     own_prompts: bool = False
 
     async def play(self, question: Question, seed: int | None = None) -> Trajectory:
-        """One episode. FAILED when a retriever was not available; errors of the sampler propagate."""
+        """Play one episode. It is FAILED if a retriever was not available; errors of the sampler propagate."""
         try:
             prompt = await self.prompt(question)
         except EnvironmentUnavailable as error:
@@ -40,7 +40,7 @@ class Method:
         return self.agent.prompt(text_of(question), data_source=question.set_name, row=row_of(question))
 
     def agent_of(self, prompt: Prompt) -> SearchAgent:
-        """What plays this prompt's episode."""
+        """The agent that plays this prompt's episode."""
         return self.agent
 
     def _not_asked(self, question: Question, failure: str) -> Trajectory:
@@ -50,7 +50,7 @@ class Method:
 
 
 def row_of(question: Question) -> dict[str, Any]:
-    """What reward and trajectory store read."""
+    """The dataset row for the reward and the trajectory store."""
     row: dict[str, Any] = {"reward_model": {"ground_truth": {"target": list(question.golden_answers)}}}
     if question.text is not None:
         row["question"] = question.text
@@ -60,7 +60,7 @@ def row_of(question: Question) -> dict[str, Any]:
 
 
 def text_of(question: Question) -> str:
-    """Raises `DataError` for a row of a prompt file without the question itself."""
+    """The question's text. Raises `DataError` for a prompt file's row that does not have it."""
     if question.text is None:
         raise DataError(
             f"{question.key}: its row has a prompt but no 'question', which every method but search with the row's own "

@@ -1,7 +1,7 @@
 """Retrieval interleaved with a chain of thought, in the manner of IRCoT (Trivedi et al. 2023).
 
-Passages for the question stand in the prompt. Each thought is then the query for the next passages, until the model
-answers or has had its number of steps; what it writes after that is not interrupted before its answer.
+The prompt contains passages for the question. Each thought is then the query for the next passages, until the model
+answers or its steps are used up; after that, it is not interrupted before its answer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from verl.protocol import Prompt
 
 
 class ThoughtSearch(Environment):
-    """The environment of one episode: it counts the steps that are left.
+    """The environment of one episode: it counts the remaining steps.
 
-    A turn with an answer ends the episode; else its last thought is looked up. A turn with neither is answered by
+    A turn with an answer ends the episode; otherwise its last thought is the query. A turn with neither gets
     `feedback`, which costs a step as well.
     """
 

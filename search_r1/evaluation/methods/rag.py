@@ -1,4 +1,4 @@
-"""Single-shot RAG: the passages found for the question stand in the prompt."""
+"""Single-shot RAG: the prompt contains the passages found for the question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.protocol import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Rag(Method):
-    """The passages are written, cleaned and cut to a length as in an observation of the search agent."""
+    """The passages are formatted, cleaned and truncated as in an observation of the search agent."""
 
     searcher: Searcher
     writer: ObservationWriter

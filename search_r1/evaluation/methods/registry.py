@@ -1,4 +1,4 @@
-"""The methods by name: which settings of the agent each one needs, and how it is made."""
+"""The methods by name: the agent's settings for each, and its construction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`template` None: that of the agent's settings. `retrieves`: it asks a retriever; `loops`: more than one turn."""
+    """`template` None: that of the agent's settings. `retrieves`: it uses a retriever; `loops`: more than one turn."""
 
     template: str | None
     retrieves: bool
@@ -55,7 +55,7 @@ def check_template(method: str, config: Config) -> None:
 def make_method(
     method: str, agent: SearchAgent, config: Config, searcher: Searcher | None, own_prompts: bool
 ) -> Method:
-    """`own_prompts`: `search` asks rows of a prompt file as they are. `searcher` is for the methods with a context."""
+    """`own_prompts`: `search` uses a prompt file's prompts unchanged. `searcher` is for methods with a context."""
     # Here, because they import torch, which the command line need not wait for.
     from search_r1.evaluation.methods.base import Method
     from search_r1.evaluation.methods.ircot import Ircot

@@ -1,7 +1,7 @@
 """Published rewards, each as a class for `reward.function=search_r1.rewards.presets.NAME`.
 
-Every one reads the policy's own words alone, never the prompt and never what a search returned. Where a published
-reward does otherwise, or has another fault, the docstring of its class says so and what is done here.
+All of them read only the policy's own text, never the prompt or search results. If a published reward does otherwise,
+or has another fault, the docstring of its class says so, and what is done here instead.
 """
 
 from search_r1.rewards.presets.autorefine import AutoRefineReward

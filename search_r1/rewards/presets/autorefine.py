@@ -11,17 +11,17 @@ from search_r1.rewards.component import ComponentReward, make_component
 from search_r1.rewards.refine_components import RefineCorrect, RefineFormat
 
 AUTOREFINE = Grammar(information="documents")
-"""That of the template `autorefine`."""
+"""The grammar of the template `autorefine`."""
 METRICS = ("f1", "exact_match", "cover_match")
 
 
 class AutoRefineReward(ComponentReward):
-    """a, the `metric` of the answer; where it is less, `format_score` x V + `refine_score` x R; 0 without an answer.
+    """a, the `metric` of the answer, or `format_score` x V + `refine_score` x R if that is more; 0 without an answer.
 
-    V is `refine_format`, R is `refine_correct`: a gold answer stands in the policy's `<refine>` tags.
-    Published fault: the second part counts only where a is exactly 0, so that an F1 of 0.05 is worth less than none:
-    with `monotone=False` it is so here too. A policy can list candidates in its notes for R; keep `refine_score` low.
-    Made for the template `autorefine`.
+    V is `refine_format`, R is `refine_correct`: a gold answer is in the policy's `<refine>` tags. Published fault: the
+    second part counts only if a is exactly 0, so that an F1 of 0.05 can be worth less than 0; `monotone=False`
+    reproduces that. A policy can list candidates in its notes for R; keep `refine_score` low. Intended for the template
+    `autorefine`.
     """
 
     def __init__(

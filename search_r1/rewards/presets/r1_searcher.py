@@ -16,10 +16,10 @@ from search_r1.rewards.r1_searcher_components import (
 
 
 class R1SearcherReward(ComponentReward):
-    """F1 - `penalty` x violation: of "Qwen zero" with penalty 2, of Llama's second stage with 1 (its paper says 2).
+    """F1 - `penalty` x violation: for "Qwen zero" with penalty 2, for Llama's second stage with 1 (the paper says 2).
 
-    Published faults: one closed thought is asked for in all, so that a policy that thinks in every turn cannot search
-    without a violation; Chinese in an answer to a Chinese question is one. See `r1_searcher_components` for both.
+    Published faults: exactly one closed thought is allowed in total, so a policy that thinks in every turn cannot
+    search without a violation; Chinese in an answer to a Chinese question is a violation. Not so here.
     """
 
     def __init__(self, penalty: float = 2.0, grammar: Grammar = SEARCH_R1) -> None:
@@ -35,7 +35,7 @@ class R1SearcherReward(ComponentReward):
 class R1SearcherStage1Reward(ComponentReward):
     """Llama's first stage, as in its code: +1 or -1 by cover EM, +0.5 for the search format, +0.5 for the answer's.
 
-    The values are -1, -0.5, 0, 1, 1.5 and 2. (Its description has the two halves only.) Cover EM is of whole words.
+    The values are -1, -0.5, 0, 1, 1.5 and 2. (The paper describes only the two halves.) Cover EM is on whole words.
     """
 
     def __init__(self, grammar: Grammar = SEARCH_R1) -> None:

@@ -11,16 +11,16 @@ from search_r1.rewards.component import ComponentReward
 from search_r1.rewards.research_format import ResearchFormat
 
 RESEARCH = Grammar(information="result", boxed=True)
-"""That of the template `research`."""
+"""The grammar of the template `research`."""
 
 
 class ResearchReward(ComponentReward):
     """0 when the format (`research_format`) is broken; else the F1 of the answer, but at least `format_score`.
 
     Published faults: a wrong answer is worth `format_score`, but one with an F1 in (0, `format_score`) only its F1,
-    which is less; with `monotone=False` it is so here too. And the format is read from the whole chat: results that
-    the policy made up count like those of a search, which they never do here.
-    Made for the template `research`; with another one, its tags and its way to give the answer count.
+    which is less; `monotone=False` reproduces that. And the format is read from the whole chat: search results that the
+    policy made up count like real ones, which they never do here. Intended for the template `research`; with another
+    template, that one's tags and answer format apply.
     """
 
     def __init__(self, format_score: float = 0.1, monotone: bool = True, grammar: Grammar = RESEARCH) -> None:

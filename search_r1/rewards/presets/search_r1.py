@@ -10,10 +10,10 @@ from search_r1.rewards.format_reward import FormatReward
 class SearchR1V02Reward(ExactMatchReward):
     """1 for an exact match of the last answer, `format_score` for another answer, 0 without one.
 
-    Published faults: the text searched for answers is the whole chat. A page with `<answer>Paris</answer>` in it
-    answers for the policy; the example of the prompt answers for a policy that gives none; and because the example is
-    expected, a prompt without one always scores 0 (at least two answers have to be found). Here an answer is what the
-    policy wrote, and one is enough.
+    Published faults: answers are searched in the whole chat. A page with `<answer>Paris</answer>` in it answers for the
+    policy; the example in the prompt answers for a policy that gives no answer; and because the example is expected, a
+    prompt without one always scores 0 (at least two answers must be found). Here only the policy's own answers count,
+    and one is enough.
     """
 
     def __init__(self, format_score: float = 0.0, grammar: Grammar = SEARCH_R1) -> None:
@@ -23,9 +23,9 @@ class SearchR1V02Reward(ExactMatchReward):
 class SearchR1V03Reward(FormatReward):
     """The format reward with the coefficients of the published scripts: s = 0.2, f = 0.1, r = 0.
 
-    Published faults: those of v0.2, so that a trajectory without an answer gets f; a format that holds only for ChatML
-    models; and a format that is broken by a control token at the end, or by an observation that was cut. Here turns are
-    read by who wrote them, under any chat template.
+    Published faults: those of v0.2, so that a trajectory without an answer gets f; the format can be kept only by
+    ChatML models; and a control token at the end, or a truncated observation, breaks it. Here the author of each turn
+    is known, and any chat template works.
     """
 
     def __init__(

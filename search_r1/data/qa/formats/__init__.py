@@ -1,6 +1,6 @@
-"""One module for each format of rows: `KEYS`, which tell it, and `fields(row)`, what it says.
+"""One module for each format of rows: `KEYS`, which identify it, and `fields(row)`, which reads a row.
 
-A row has the format of the first module whose keys are all in it. A `ValueError` from `fields` is a fault of the row.
+A row has the format of the first module whose keys it all has. A `ValueError` from `fields` means a bad row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS = (flashrag, popqa, musique, hotpotqa, strategyqa, triviaqa, bamboogle, 
 
 
 def format_of(rows: Iterable[Mapping[str, Any]]) -> ModuleType | None:
-    """The format of the first row that has one."""
+    """The format of the first row with a known format."""
     return next((found for row in rows for found in FORMATS if row.keys() >= found.KEYS), None)
 
 

@@ -1,4 +1,4 @@
-"""FlashRAG, and questions of one's own: `{"question", "golden_answers", "id"?, "metadata"?, ..}`."""
+"""FlashRAG, and your own questions: `{"question", "golden_answers", "id"?, "metadata"?, ..}`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ KEYS = {"question", "golden_answers"}
 
 
 def fields(row: dict[str, Any]) -> Fields:
-    """Other columns are metadata. Raises `ValueError` for metadata that is no object."""
+    """Other columns are metadata. Raises `ValueError` for metadata that is not an object."""
     return Fields(row["question"], answer_texts(row["golden_answers"]), row.get("id"), further_fields(row, KEYS))

@@ -1,6 +1,6 @@
-"""Questions of one's own: `{"question", "answer", "id"?, "metadata"?, ..}`.
+"""Your own questions: `{"question", "answer", "id"?, "metadata"?, ..}`.
 
-NQ-open (google-research-datasets/natural-questions) is written so too: `{"question": "who ..", "answer": ["x", ..]}`.
+NQ-open (google-research-datasets/natural-questions) has this format: `{"question": "who ..", "answer": ["x", ..]}`.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ KEYS = {"question", "answer"}
 
 
 def fields(row: dict[str, Any]) -> Fields:
-    """Other columns are metadata. Raises `ValueError` for metadata that is no object."""
+    """Other columns are metadata. Raises `ValueError` for metadata that is not an object."""
     return Fields(row["question"], answer_texts(row["answer"]), row.get("id"), further_fields(row, KEYS))

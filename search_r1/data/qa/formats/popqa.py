@@ -11,7 +11,7 @@ KEYS = {"id", "question", "possible_answers"}
 
 
 def fields(row: dict[str, Any]) -> Fields:
-    """The other columns are the metadata. Raises `ValueError` when the answers are no JSON."""
+    """The other columns are the metadata. Raises `ValueError` if the answers are not JSON."""
     answers = row["possible_answers"]
     if isinstance(answers, str):
         try:
