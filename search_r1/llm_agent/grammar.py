@@ -30,7 +30,7 @@ class Action:
 class Grammar:
     """Tag names. `search` None: no tool, a turn can only answer. `boxed`: the answer is in `\\boxed{}` inside its tags.
 
-    Raises `ConfigError` for a name that is no tag name, or that stands twice.
+    Raises `ConfigError` for an invalid or repeated tag name.
     """
 
     think: str = "think"

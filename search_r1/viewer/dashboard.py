@@ -25,7 +25,7 @@ from verl.tracking.timeline import FOLDER
 Row = dict[str, Any]
 
 SEEDS = frozenset({"trainer.seed", "data.seed"})
-"""Runs that differ in nothing else that may change what is learned are seeds of one configuration."""
+"""If runs differ in no other setting that may change what is learned, they are seeds of one configuration."""
 MAX_POINTS = 2000  # of a curve, about: a chart has fewer pixels
 ROUNDING_S = 1e-6  # more than the times of a timeline's file are rounded by
 _TIMELINE = re.compile(r"step_(\d+)\.json")

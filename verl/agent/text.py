@@ -63,8 +63,7 @@ class TurnDecoder:
 
 
 def check_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> None:
-    """Raises `DataError` if `ids`, special tokens kept, do not decode to the stored `text` (another tokenizer's
-    ids)."""
+    """Raises `DataError` if `ids`, special tokens kept, do not decode to `text`: they are another tokenizer's."""
     decoded = str(tokenizer.decode(list(ids)))
     if decoded != text:
         start = len(commonprefix([decoded, text]))

@@ -22,7 +22,7 @@ def mask_secrets(value: Any) -> Any:
     """A copy of a tree of dicts and lists in which secrets are `***`.
 
     A secret is any text under a key that ends in api_key, token, password, secret, credentials or the like, and what
-    `mask_text` finds. Numbers stay: `max_tokens: 500` is no secret.
+    `mask_text` finds. Numbers stay: `max_tokens: 500` is not a secret.
     """
     if isinstance(value, Mapping):
         return {

@@ -28,7 +28,7 @@ SERVED = {"train": 50, "validation": 15, "test": 35}
 """World -> percent of the served passages. The warm start's world is not served."""
 
 DOCUMENT_SHARE = 0.1
-"""Of the warm start's "lm" rows, that are a bare passage."""
+"""Share of the warm start's "lm" rows that are a bare passage."""
 
 SFT_SCHEMA = pa.schema(
     [
@@ -74,7 +74,7 @@ LONG = Recipe(
     test_hops=(1, 2, 3),
     habits=Habits(max_searches=3),
 )
-"""Questions of up to three hops, a third each."""
+"""Questions of one, two and three hops."""
 
 
 def worlds_of(recipe: Recipe) -> dict[str, World]:

@@ -25,7 +25,7 @@ class Habits:
     Attributes:
         start: probability of looking up the entity that the question names; else it looks up half of its name.
         stop: probability of answering after a passage, the same for every question.
-        next_hop: probability of noting the fact that leads on, in a passage without the one that was asked for.
+        next_hop: probability of noting the fact that leads on, in a passage without the requested one.
         max_searches: it answers after this many searches at the latest.
     """
 

@@ -23,7 +23,7 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
     "company": {"seat": "city", "founder": "person"},
     "book": {"author": "person", "setting": "city"},
 }
-"""kind -> relation -> kind of the object, in the order in which a passage tells them."""
+"""kind -> relation -> kind of the object, in the order in which a passage states them."""
 
 MAX_DRAWS = 32
 """Draws of a fact after which a shared word is accepted."""
