@@ -66,7 +66,7 @@ def varlen_attention(
         queries = cu_seq_lens_q, max_length_q
         keys = queries if shared_keys is None else (shared_keys.starts, shared_keys.longest)
         if shared_keys is not None:  # indexing, unlike index_select, has a deterministic backward on CUDA
-            key, value = (x[:, :, shared_keys.tokens] for x in (key, value))
+            key, value = (x.transpose(1, 2)[:, shared_keys.tokens].transpose(1, 2) for x in (key, value))
         output = _by_kernel(query, key, value, queries, keys, scaling, sliding_window)
     else:
         lent = [slice(0)] * len(row_lengths) if shared_keys is None else shared_keys.lent
