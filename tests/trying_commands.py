@@ -388,7 +388,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
     (
-        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
+        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|prefixes|\w+_mode|dry_run_table)\.py",
         accepts_options,
     ),
     (
