@@ -388,11 +388,11 @@ RULES: list[tuple[str, Rule]] = [
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
     (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
     (
-        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|prefixes|\w+_mode|dry_run_table)\.py",
+        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
         accepts_options,
     ),
     (
-        r"python scripts/bench/(weight_sync|parallel_efficiency|update|viewer|rollouts|async_rollout|collect)\.py",
+        r"python scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer|rollouts|async_rollout|collect)\.py",
         accepts_options,
     ),
     (
