@@ -68,7 +68,7 @@ def test_a_judge_gets_the_gpus_that_a_dry_run_leaves_it(network: Network, tmp_pa
         f"reward.n_gpus=2 {apart} {rollout}.n_gpus_per_node=6": ([8, 8, 6], 2, True),
     }
     variables = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
-    done = network.hosts[0].run(PYTHON, JUDGE_PROBE, "3x8x80", str(tmp_path / "run"), *cases, **variables)
+    done = network.hosts[0].run(PYTHON, JUDGE_PROBE, "3x8x80", str(tmp_path), *cases, **variables)
     found = [(one["roles"], one["server"], one["beside"]) for one in json.loads(done.stdout.splitlines()[-1])]
     assert found == list(cases.values())
 
