@@ -19,6 +19,7 @@ SETTINGS = (
     "trainer.experiment_name=tinywiki-search-r1-grpo-qwen2-em",
 )
 BAR = re.compile(r"tinywiki-search-\S* [\u2501\u2578\u257a]+ (\d+) of (\d+) steps, (.*)")
+LEFT_AND_REWARD = re.compile(r"\d+ (s|min) left, reward \d\.\d{3}")
 
 
 def bars(screen: Screen) -> list[tuple[int, str]]:
@@ -48,9 +49,10 @@ def test_a_run_to_its_end(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_p
     screen = Screen(columns, run.said)
     assert_readable(screen)
     shown = bars(screen)
-    assert shown[0] == (0, "nothing yet after 0 s") and [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert shown[0][1].startswith("nothing yet after ")
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
     between = [text for done, text in shown if done == 1]
-    assert any(re.match(r"([\d.]+ \S+( \S+)?, )?(\d+ min )?\d+ s left, reward \d\.\d{3}", text) for text in between)
+    assert any(LEFT_AND_REWARD.search(text) for text in between), between
     assert shown[-1][0] == 2 and "left" not in shown[-1][1] and "reward" in shown[-1][1], "the last one stays"
     steps = [line for line in screen.lines if re.match(r"step [12]/2 \| reward \d\.\d{3} \|", line)]
     assert len(steps) == 2
@@ -60,8 +62,8 @@ def test_a_run_to_its_end(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_p
     assert told["reward"].endswith("(step 2)")
     for name, path in (("model", folder / "actor/global_step_2"), ("report", folder / "report.md")):
         assert told[name] == str(path) and path.exists()
-    assert told["trajectories"] == f".venv/bin/search-r1 view {folder}"
-    assert told["a question"] == f'.venv/bin/search-r1 infer --run {folder} --question "..."'
+    assert told["trajectories"].endswith(f"bin/search-r1 view {folder}")
+    assert told["a question"].endswith(f'bin/search-r1 infer --run {folder} --question "..."')
 
 
 def test_ctrl_c(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
@@ -69,12 +71,13 @@ def test_ctrl_c(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path)
     folder, columns = tmp_path / "run", 80
     steps = ("trainer.total_training_steps=50", "trainer.save_freq=1")
     run = TerminalRun(small_run(tinywiki, policy, tinywiki_url, folder, *SETTINGS, *steps), tmp_path / "log", columns)
-    run.wait_until(lambda: saved_state.newest(folder)[0])
+    run.wait_until((folder / "state" / "global_step_1").is_dir)
     run.press(CTRL_C)
     assert run.end() == 130, run.said[-6000:]
     screen = Screen(columns, run.said)
     assert_readable(screen)
-    left = [text for done, text in bars(screen) if done]
-    assert any(re.search(r"\d+ s left, reward \d\.\d{3}", text) for text in left), left
-    assert "interrupted: finishing what is being written, for at most 20 s" in " ".join(screen.lines)
+    between = [text for done, text in bars(screen) if done]
+    assert any(LEFT_AND_REWARD.search(text) for text in between), between
+    words = " ".join(" ".join(screen.lines).split())
+    assert "interrupted: finishing what is being written, for at most 20 s" in words
     assert said_behind_the_bar(run.said)[-1] == f"interrupted: {saved_state.how_to_resume(folder)}"
