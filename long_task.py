@@ -44,7 +44,9 @@ QUIET_S = 30.0
 SLOW = 0.1
 """Items a second: of fewer the seconds that each takes are told."""
 WIDE = 100
-"""Columns of a terminal: on a narrower one the bar is half as long, so that counts, rate and note have room."""
+"""Columns of a terminal: on a narrower one the bar is short, so that counts, time left and note have room."""
+NAME_SHARE = 4
+"""A name takes at most this part of a terminal's columns (a quarter), and is cut."""
 _READ_BYTES = 1 << 20
 
 
@@ -155,14 +157,28 @@ class Progress:
 
     def pace(self) -> str:
         """`33.1 a second, 9 min 31 s left`; how long it has been going on while nothing is done."""
-        rate, left = self.rate(), self.seconds_left()
+        return ", ".join(filter(None, [self._speed(), self._left()]))
+
+    def told(self, columns: int | None = None) -> str:
+        """Counts, pace and note; without the rate, which the time left implies, where there is no room for all."""
+        told = [self.counts(), self._speed(), self._left(), self.note]
+        text = ", ".join(filter(None, told))
+        if columns is None or len(text) <= columns or not self._left():
+            return text
+        return ", ".join(filter(None, [told[0], *told[2:]]))
+
+    def _speed(self) -> str:
+        rate = self.rate()
         if not rate:
             return f"nothing yet after {duration(time.monotonic() - self._started)}"
         if self.unit == BYTES:
-            speed = f"{size(rate)} a second"
-        else:
-            speed = f"{1 / rate:.3g} s each" if rate < SLOW else f"{rate:{'.0f' if rate > 100 else '.3g'}} a second"
-        return speed if left is None or self._is_done() else f"{speed}, {duration(left)} left"
+            return f"{size(rate)} a second"
+        return f"{1 / rate:.3g} s each" if rate < SLOW else f"{rate:{'.0f' if rate > 100 else '.3g'}} a second"
+
+    def _left(self) -> str:
+        """Empty where that is not known, and at the end."""
+        left = self.seconds_left()
+        return "" if left is None or self._is_done() else f"{duration(left)} left"
 
     def _is_done(self) -> bool:
         return self.total is not None and self.done >= self.total
@@ -174,9 +190,8 @@ class Progress:
 
     def _tell(self) -> None:
         self._told_at = time.monotonic()
-        note = f", {self.note}" if self.note else ""
         seconds = time.time() - psutil.Process().create_time()
-        print(f"[{seconds:3.0f} s] {self.what}: {self.counts()}, {self.pace()}{note}", file=sys.stderr, flush=True)
+        print(f"[{seconds:3.0f} s] {self.what}: {self.told()}", file=sys.stderr, flush=True)
 
     def _beat(self) -> None:
         while not self._over.wait(max(0.01, self._told_at + QUIET_S - time.monotonic())):
@@ -276,23 +291,43 @@ class _Display:
 
 
 def _bars(console: Console) -> Bars:
+    from rich.console import ConsoleOptions, RenderableType, RenderResult
+    from rich.constrain import Constrain
+    from rich.measure import Measurement
     from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
     from rich.progress import Progress as Bars
     from rich.table import Column
     from rich.text import Text
 
+    class InItsColumns:
+        """What is told of a task in as many columns as are left."""
+
+        def __init__(self, progress: Progress) -> None:
+            self._progress = progress
+
+        def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+            return Measurement(1, len(self._progress.told()))
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            yield Text(self._progress.told(options.max_width), overflow="ellipsis", no_wrap=True)
+
     class Told(ProgressColumn):
-        max_refresh = 0.5
+        def render(self, task: Task) -> Any:
+            return InItsColumns(task.fields["progress"])
 
-        def render(self, task: Task) -> Text:
-            progress: Progress = task.fields["progress"]
-            note = f", {progress.note}" if progress.note else ""
-            return Text(f"{progress.counts()}, {progress.pace()}{note}", overflow="ellipsis", no_wrap=True)
+    class RoomForCtrlC(Bars):
+        """Bars that leave room for what a terminal writes behind them when that is pressed: else it would be below, and
+        the bars be drawn again on another line.
+        """
 
-    name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+        def get_renderable(self) -> RenderableType:
+            return Constrain(super().get_renderable(), console.width - len("^C"))
+
+    cut = Column(no_wrap=True, overflow="ellipsis", max_width=console.width // NAME_SHARE)
+    name = TextColumn("{task.description}", markup=False, table_column=cut)
     # What is printed meanwhile goes above the bars; standard output only where it is a terminal too, and not a file.
-    columns = (name, BarColumn(bar_width=20 if console.width >= WIDE else 10), Told())
-    return Bars(*columns, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty())
+    columns = (name, BarColumn(bar_width=20 if console.width >= WIDE else 6), Told())
+    return RoomForCtrlC(*columns, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty())
 
 
 _STDERR: list[_Display] = []  # one for all, made when there is a bar to draw

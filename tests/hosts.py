@@ -154,12 +154,12 @@ def _port_of(host: Host) -> str:
 
 
 @contextlib.contextmanager
-def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2) -> Iterator[str]:
-    """A raylet on every host, the first one the head; its address."""
+def ray_cluster(hosts: Sequence[Host], num_cpus: int = 2, num_gpus: int = 0) -> Iterator[str]:
+    """A raylet on every host, the first one the head; its address. `num_gpus` of each are said, not there."""
     address = f"{hosts[0].address}:6379"
     with contextlib.ExitStack() as at_the_end:
         for host in hosts:
-            at_the_end.enter_context(ray_node(host, address, num_cpus))
+            at_the_end.enter_context(ray_node(host, address, num_cpus, num_gpus=num_gpus))
         yield address
 
 

@@ -31,9 +31,21 @@ class SmallDisk:
     def make_room(self) -> None:
         (self.path / "filler").unlink()
 
-    def remount(self, how: str) -> None:
-        """`how`: "ro" or "rw"."""
-        subprocess.run(["mount", "-o", f"remount,{how}", self.path], check=True)
+    def make_read_only(self) -> None:
+        """For all that is opened, made, renamed or removed from now on, until `make_writable`.
+
+        By a mount on top. The disk itself cannot be remounted while a file on it is open for writing, which the lock of
+        a run's folder always is. That file stays open, as it does where a kernel stops writing to a disk with errors.
+        """
+        prepared = self.path.with_name(f"{self.path.name}.read_only")
+        prepared.mkdir(exist_ok=True)
+        _mount("--bind", self.path, prepared)
+        _mount("-o", "remount,bind,ro", prepared)
+        _mount("--bind", prepared, self.path)  # read-only from its first moment, as what it is a copy of
+        subprocess.run(["umount", prepared], check=True)
+
+    def make_writable(self) -> None:
+        subprocess.run(["umount", "-l", self.path], check=True)
 
 
 @contextlib.contextmanager
@@ -42,4 +54,9 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", "-l", path], check=True)
+        while path.is_mount():
+            subprocess.run(["umount", "-l", path], check=True)
+
+
+def _mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)

@@ -83,11 +83,11 @@ def fail(disk: SmallDisk, command: tuple[str, ...], log: Path, leave: int | None
     process = TrainingProcess(command, log)
     try:
         process.wait_until(lambda: GOING_ON in process.said)
-        disk.remount("ro") if leave is None else disk.fill(leave)
+        disk.make_read_only() if leave is None else disk.fill(leave)
         assert process.end() == 1, process.said[-6000:]
     finally:
         process.kill()
-        disk.remount("rw") if leave is None else disk.make_room()
+        disk.make_writable() if leave is None else disk.make_room()
     reason = "the file system is read-only; mount" if leave is None else "the disk is full; make room"
     assert the_error(process.said).startswith(f"error: {disk.path / 'run' / name} could not be written: {reason}")
     assert_first_state(disk.path / "run", process.said, kept=1)
@@ -127,7 +127,7 @@ def test_a_run_folder_that_is_read_only_from_the_start(
     tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", MIB) as disk:
-        disk.remount("ro")
+        disk.make_read_only()
         command = small_run(tinywiki, policy, tinywiki_url, disk.path / "run", *TWO_STEPS)
         process, loading, started = TrainingProcess(command, tmp_path / "log"), [], time.monotonic()
         while process.process.poll() is None:

@@ -55,7 +55,7 @@ def test_a_file_that_does_not_fit_leaves_the_older_one(disk: SmallDisk) -> None:
 
 
 def test_read_only(disk: SmallDisk) -> None:
-    disk.remount("ro")
+    disk.make_read_only()
     with pytest.raises(StorageError, match="the file system is read-only; mount it for writing"):
         append(disk.path / "file", b"x")
 
@@ -128,7 +128,7 @@ def test_a_run_folder_that_cannot_be_made_or_changed(disk: SmallDisk) -> None:
     run_dir = disk.path / "run"
     with Tracker([], "project", "experiment", run_dir, {}) as tracker:
         tracker.log({"loss": 1.0}, 1)
-    disk.remount("ro")
+    disk.make_read_only()
     for act in (
         lambda: archive(run_dir),
         lambda: Tracker([], "project", "experiment", run_dir, {}),

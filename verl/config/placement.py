@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from verl.config.predicates import estimator_traits
@@ -98,6 +99,15 @@ def devices_of_nodes(config: Config) -> list[int]:
     """How many the run takes of each of its nodes."""
     trainer, sampling_nodes = config.trainer, config.actor_rollout_ref.rollout.nnodes
     return [trainer.n_gpus_per_node] * trainer.nnodes + [_sampling(config)] * sampling_nodes
+
+
+def fits_on_nodes(config: Config, gpus: Sequence[int], reward_server: int) -> bool:
+    """Whether nodes with so many `gpus` each have those of all roles, and beside them, on one node, `reward_server` for
+    the reward's server.
+    """
+    needed, offered = sorted(devices_of_nodes(config), reverse=True), sorted(gpus, reverse=True)
+    left = [has - need for has, need in zip_longest(offered, needed, fillvalue=0)]
+    return len(offered) >= len(needed) and min(left) >= 0 and max(left) >= reward_server
 
 
 def placement_problems(config: Config) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import sys
 from traceback import format_exception
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,6 +54,15 @@ def connect(worker_logs: bool) -> None:
         init_patiently(log_to_driver=worker_logs, logging_level="error")
     except Exception as error:
         raise WorkerError(_why(error)) from error
+
+
+def disconnect() -> None:
+    """End the Ray that was started, or leave the cluster. Nothing is sent to the terminal when the process ends: Ray's
+    library for colours would send a control code, behind all that a run says.
+    """
+    ray.shutdown()
+    if colours := sys.modules.get("colorama.initialise"):
+        atexit.unregister(colours.reset_all)
 
 
 def init_patiently(**options: Any) -> None:

@@ -35,7 +35,8 @@ WORTH_TELLING = 0.01  # of a step's time
 class ConsoleBackend:
     """Prints a line for every `log`, with the remaining time; on a terminal, a bar stays below the lines.
 
-    The bar shows the current phase of the run, and the latest reward, exact match and validation score.
+    The bar shows the latest reward, exact match and validation score, then the current phase of the run, which a
+    narrow terminal cuts first.
     """
 
     def __init__(self, run: Run, console: Console | None = None) -> None:
@@ -71,7 +72,7 @@ class ConsoleBackend:
 
     def _show(self) -> None:
         scores = (f"{short} {self._scores[name]:.3f}" for name, short in SCORES if name in self._scores)
-        self._bar.update(0, note=", ".join(filter(None, [self._phase, *scores])))
+        self._bar.update(0, note=", ".join(filter(None, [*scores, self._phase])))
 
 
 def compact_line(metrics: Mapping[str, float], step: int, total_steps: int | None = None) -> str:

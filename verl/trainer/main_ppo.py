@@ -63,7 +63,7 @@ def run(config: Config) -> None:
         import ray
 
         from verl.single_controller import device_of_cluster
-        from verl.single_controller.cluster import connect
+        from verl.single_controller.cluster import connect, disconnect
         from verl.trainer.ending import ending  # its curves come with matplotlib
         from verl.trainer.fewer_nodes import on_nodes_that_are_there
         from verl.trainer.janitor import Janitor
@@ -78,7 +78,7 @@ def run(config: Config) -> None:
         if not ray.is_initialized():
             with phase("starting Ray"):
                 connect(worker_logs=bool(os.environ.get("VERL_WORKER_LOGS")))
-            at_the_end.callback(ray.shutdown)
+            at_the_end.callback(disconnect)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
         janitor.watch()
         device = device_of_cluster(config.trainer.device)

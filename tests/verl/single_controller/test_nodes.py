@@ -14,12 +14,13 @@ from hosts import Network, ray_cluster
 from verl.single_controller.nodes import interface_of
 
 PYTHON, PROBE = str(ROOT / ".venv/bin/python"), str(Path(__file__).with_name("nodes_probe.py"))
+JUDGE_PROBE = str(Path(__file__).with_name("judge_probe.py"))
 COPIES_PROBE = str(Path(__file__).with_name("folder_copies_probe.py"))
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with Network(3, tmp_path_factory.mktemp("hosts")) as network, ray_cluster(network.hosts) as address:
+    with Network(3, tmp_path_factory.mktemp("hosts")) as network, ray_cluster(network.hosts, num_gpus=8) as address:
         network.address = address
         yield network
 
@@ -51,6 +52,25 @@ def test_a_run_that_may_have_fewer_nodes_takes_those_that_are_there(network: Net
     assert asked(network, 0, tmp_path, "trainer.min_nnodes=2", nnodes=5)["table"].startswith("layout: 3 training ranks")
     pairs = ("trainer.min_nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
     assert asked(network, 0, tmp_path, *pairs, nnodes=4)["table"].startswith("layout: 2 training ranks")
+
+
+def test_a_judge_gets_the_gpus_that_a_dry_run_leaves_it(network: Network, tmp_path: Path) -> None:
+    """Of three nodes of eight: all of one node, some of one node, what each node has left, and what one that samples
+    has left.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    apart = f"trainer.layout=split {rollout}.nnodes=1"
+    cases = {
+        "reward.n_gpus=8": ([8, 8], 8, False),
+        "reward.n_gpus=6": ([8, 8], 6, False),
+        "reward.n_gpus=1": ([7, 7, 7], 1, True),
+        f"reward.n_gpus=8 {apart}": ([8, 8], 8, False),
+        f"reward.n_gpus=2 {apart} {rollout}.n_gpus_per_node=6": ([8, 8, 6], 2, True),
+    }
+    variables = {"RAY_ADDRESS": network.address, "RAY_AUTH_MODE": "token"}
+    done = network.hosts[0].run(PYTHON, JUDGE_PROBE, "3x8x80", str(tmp_path), *cases, **variables)
+    found = [(one["roles"], one["server"], one["beside"]) for one in json.loads(done.stdout.splitlines()[-1])]
+    assert found == list(cases.values())
 
 
 def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:

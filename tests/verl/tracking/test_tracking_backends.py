@@ -273,8 +273,21 @@ def test_the_bar_has_phase_reward_exact_match_and_the_time_left(tmp_path: Path) 
         time.sleep(1.5)  # the bar is drawn several times a second
     console_backend.finish()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
-    assert re.search(r"1 of 4 steps, .* left, update_actor, reward 0.500, em 0.250, val 0.125", plain)
+    assert re.search(r"1 of 4 steps, .* left, reward 0.500, em 0.250, val 0.125, update_actor", plain)
     assert re.search(r"step 1/4 \| reward 0.500 \| em 0.250 \| s 100.0 \| .*left", plain)
+
+
+def test_a_narrow_terminal_has_room_for_steps_time_left_and_reward(tmp_path: Path) -> None:
+    """Beside a long name, which is cut, and without the rate."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80)
+    backend = ConsoleBackend(Run("project", "nq-search-r1-grpo-qwen2.5-7b-em", tmp_path, {}, total_steps=1005), console)
+    backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 71.0}, step=1)
+    backend.finish()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    [*_, bar] = re.split(r"[\r\n]+", plain.rstrip())
+    assert len(bar) == 78 and re.match(r"nq-search-r1-grpo-q\u2026 \u2501+ 1 of 1005 steps, 19 h 48 min left, ", bar)
+    assert "left, reward 0.500" in bar
 
 
 def test_a_terminal_shows_the_bar(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from measured_allocations import measure, measure_rank
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.config import load_config
+from verl.config import Config, load_config
 from verl.config.placement import RoleName
 from verl.errors import ConfigError
 from verl.phases import Phase
@@ -274,6 +274,9 @@ JUDGE = [
         ("1x8x80", 2, (1, 6)),
         ("2x8x80", 1, (2, 7)),  # 14 are more than the 8 of one node
         ("2x8x80", 6, (1, 8)),  # and 4 less
+        ("2x8x80", 4, (1, 8)),  # as many, without a network between them
+        ("2x8x80", 8, (1, 8)),
+        ("3x8x80", 8, (2, 8)),
         ("3x8x80", 0, (3, 8)),
         ("4xCPU", 2, (1, 4)),  # the server's GPUs are elsewhere
     ],
@@ -284,14 +287,44 @@ def test_the_gpus_of_a_judge_are_none_of_the_roles(gpus: str, server: int, nodes
     assert (trainer.nnodes, trainer.n_gpus_per_node) == nodes
 
 
+@pytest.mark.parametrize(
+    ("server", "layout", "gpus"),
+    [
+        (1, ("tensor_model_parallel_size=2",), 8),  # engines of two cannot divide the seven that each node has left
+        (2, ("nnodes=1", "n_gpus_per_node=6"), 8),  # the other node samples on six, and has two left
+        (6, ("nnodes=1",), 2),  # one node trains, the other samples
+    ],
+)
+def test_a_judge_is_where_the_layout_of_the_roles_leaves_room(server: int, layout: tuple[str, ...], gpus: int) -> None:
+    """On two nodes, of which one trains."""
+    rollout = [f"actor_rollout_ref.rollout.{setting}" for setting in layout]
+    rollout += ["trainer.layout=split"] if "nnodes=1" in layout else []
+    config = load_config("tinywiki", overrides_of(Path("model"), *JUDGE, *rollout, f"reward.n_gpus={server}"))
+    trainer = located(config, parse_gpus("2x8x80")).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (1, gpus)
+
+
 def test_a_judge_that_leaves_no_gpu_is_refused_and_one_that_does_is_reported(tmp_path: Path) -> None:
-    config = load_config("tinywiki", overrides_of(save_model(tmp_path, TINYWIKI), *JUDGE, "reward.n_gpus=8"))
-    for gpus in ("8x80", "2x8x80"):
+    model = save_model(tmp_path, TINYWIKI)
+
+    def config_of(server: int, *more: str) -> Config:
+        return load_config("tinywiki", overrides_of(model, *JUDGE, f"reward.n_gpus={server}", *more))
+
+    for gpus in ("8x80", "1x8x80"):
         with pytest.raises(ConfigError, match=r"reward\.n_gpus=8 .* of 8: none is left"):
-            located(config, parse_gpus(gpus))
-    found = dry_run(config, parse_gpus("10x80"))
+            located(config_of(8), parse_gpus(gpus))
+    for gpus in ("2x8x80", "24x80"):
+        with pytest.raises(ConfigError, match=r"reward\.n_gpus=9: .* GPUs of one node, and a node has 8: lower it"):
+            located(config_of(9), parse_gpus(gpus))
+    apart = ("trainer.layout=split", "actor_rollout_ref.rollout.nnodes=1")
+    with pytest.raises(ConfigError, match=r"of 2 nodes of 8 GPUs, 1 only sample .* 8 GPUs of a node are the reward"):
+        located(config_of(8, *apart), parse_gpus("2x8x80"))
+    found = dry_run(config_of(8), parse_gpus("10x80"))
     assert "rank 0 of 2; on 1 x 2 GPUs" in found.report
     assert "besides these, 8 of one node are the reward's server's" in found.report
+    [title] = [line for line in dry_run(config_of(6), parse_gpus("2x8x80")).report.splitlines() if "besides" in line]
+    assert title.startswith("rank 0 of 8; on 1 x 8 GPUs")
+    assert title.endswith("6 of one node are the reward's server's, and no role uses that node; 2 GPUs are left unused")
 
 
 def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.config.placement import devices_of_nodes, placement_problems
+from verl.config.placement import ROLLOUT, devices_of_nodes, fits_on_nodes, placement_problems
 from verl.errors import ConfigError
 from verl.trainer.dry_run.gpus import GIB, GPUS, NODE, Gpu
 
@@ -80,40 +80,65 @@ def located(config: Config, place: Place) -> Config:
     """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
 
     Nodes have the number of GPUs that is said, else the one of the settings where that divides all of them, else 8;
-    fewer are one node. The GPUs of the reward's server are none of theirs.
+    fewer are one node. The GPUs of the reward's server are none of theirs. They are on one node, as in a run: what a
+    node of a role has left, or those of a node of its own.
     """
-    moved = copy.deepcopy(config)
-    trainer, server = moved.trainer, config.reward.n_gpus if place.on_gpu else 0
-    trainer.device = "cuda" if place.on_gpu else "cpu"
-    num_devices = place.num_devices - server
-    there = place.per_node or place.num_devices
-    if server >= there:
+    server = config.reward.n_gpus if place.on_gpu else 0
+    sizes = _sizes(config, place, server)
+    possible = [moved for nodes, each in sizes if (moved := _divided(config, place, nodes, each))]
+    possible.sort(key=lambda moved: (-sum(devices_of_nodes(moved)), moved.trainer.nnodes))
+    if not possible:
+        nodes, each = sizes[0]
+        apart, judge = config.actor_rollout_ref.rollout, f", and {server} GPUs of a node are the reward server's"
         raise ConfigError(
-            f"reward.n_gpus={server} GPUs of a node are the reward server's alone, of {there}: "
+            f"of {nodes} nodes of {each} GPUs, {apart.nnodes} only sample ({ROLLOUT}.nnodes), with "
+            f"{apart.n_gpus_per_node or each} GPUs each{judge * bool(server)}: none is left to train"
+        )
+    for moved in possible:
+        if not list(placement_problems(moved)):
+            return moved
+    raise ConfigError("\n".join(placement_problems(possible[0])))
+
+
+def _sizes(config: Config, place: Place, server: int) -> list[tuple[int, int]]:
+    """Numbers of nodes, and of GPUs of each, that may be for the roles; first all there are. Raises ConfigError."""
+    num_devices, wanted = place.num_devices - server, config.trainer.n_gpus_per_node
+    settings = devices_of_nodes(config)
+    if place.per_node is None and num_devices == sum(settings):
+        return [(len(settings), wanted)]
+    of_a_node = place.per_node or min(place.num_devices, max(NODE, wanted))
+    if server > of_a_node:
+        raise ConfigError(
+            f"reward.n_gpus={server}: the reward's server has GPUs of one node, and a node has {of_a_node}: lower it, "
+            "or say how many a node has, as in --gpus 2x16x80"
+        )
+    if num_devices < 1:
+        raise ConfigError(
+            f"reward.n_gpus={server} GPUs of a node are the reward server's alone, of {place.num_devices}: "
             "none is left for the roles; lower it, or take more GPUs"
         )
-    if place.per_node or num_devices != sum(devices_of_nodes(moved)):
-        if place.per_node:
-            nodes, each = _beside(server, place.num_devices // place.per_node, place.per_node)
-        else:
-            each = _per_node(num_devices, trainer.n_gpus_per_node)
-            nodes = num_devices // each
-        apart = moved.actor_rollout_ref.rollout.nnodes
-        trainer.n_gpus_per_node, trainer.nnodes = each, nodes - apart
-        if trainer.nnodes < 1:
-            raise ConfigError(
-                f"of {nodes} nodes of {each} GPUs, {apart} only sample "
-                "(actor_rollout_ref.rollout.nnodes): none is left to train"
-            )
-    problems = list(placement_problems(moved))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if place.per_node is None:
+        each = _per_node(num_devices, wanted)
+        return [(num_devices // each, each)]
+    nodes, each = place.num_devices // place.per_node, place.per_node
+    beside_the_server = [(nodes, each - server), (nodes - 1, each)] if server else []
+    return [(nodes, each), *(size for size in beside_the_server if all(size))]
+
+
+def _divided(config: Config, place: Place, nodes: int, each: int) -> Config | None:
+    """On so many nodes, those that only sample among them; None where none is left to train or the nodes that are said
+    have too few GPUs for that.
+    """
+    moved = copy.deepcopy(config)
+    trainer = moved.trainer
+    trainer.device = "cuda" if place.on_gpu else "cpu"
+    trainer.n_gpus_per_node, trainer.nnodes = each, nodes - moved.actor_rollout_ref.rollout.nnodes
+    if trainer.nnodes < 1:
+        return None
+    if place.on_gpu and place.per_node:
+        there = [place.per_node] * (place.num_devices // place.per_node)
+        return moved if fits_on_nodes(moved, there, config.reward.n_gpus) else None
     return moved
-
-
-def _beside(server: int, nodes: int, each: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each, that are left beside the server's: all but its node, or fewer GPUs of every node."""
-    return max((nodes, each - server), (nodes - bool(server), each), key=math.prod)
 
 
 def _per_node(num_devices: int, wanted: int) -> int:

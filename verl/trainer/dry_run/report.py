@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl.config import Config
 from verl.config.counts import trajectories_per_step, window_of
-from verl.config.placement import Placement, critic_gpus, placement_of
+from verl.config.placement import Placement, critic_gpus, devices_of_nodes, placement_of
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DeviceUse
 from verl.trainer.dry_run.gpus import GIB, Gpu
@@ -34,9 +34,19 @@ def _parameters(role: Role) -> str:
 def _devices(config: Config, place: Place) -> str:
     """Who sits where."""
     found = placement_of(config, place.kind)
-    server = config.reward.n_gpus if place.on_gpu else 0
-    besides = f"; besides these, {server} of one node are the reward's server's" if server else ""
-    return f"{_others(found, place)}{_critic(found)}{besides}"
+    return f"{_others(found, place)}{_critic(found)}{_reward_server(config, place)}"
+
+
+def _reward_server(config: Config, place: Place) -> str:
+    """On what a node of a role has left where it can be there, since one of its own has nothing else to do."""
+    server, used = config.reward.n_gpus if place.on_gpu else 0, devices_of_nodes(config)
+    if not server:
+        return ""
+    words = f"; besides these, {server} of one node are the reward's server's"
+    if place.per_node and server > place.per_node - min(used):
+        words += ", and no role uses that node"
+    idle = place.num_devices - server - sum(used)
+    return words + (f"; {idle} GPUs are left unused" if idle else "")
 
 
 def _critic(found: Placement) -> str:

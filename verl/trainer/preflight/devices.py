@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import ray
 
 from verl.config import Config
-from verl.config.placement import critic_gpus, devices_of_nodes
+from verl.config.placement import critic_gpus, devices_of_nodes, fits_on_nodes
 from verl.trainer.preflight.finding import Finding, judge
 
 
@@ -36,9 +35,7 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
     server = config.reward.n_gpus
     besides = f", and {server} of one node for the reward's server (reward.n_gpus)" if server else ""
     found = f"{_counted(needed)} are required{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
-    offered = sorted(gpus, reverse=True)
-    left = [has - need for has, need in zip_longest(offered, needed, fillvalue=0)]
-    enough = len(offered) >= len(needed) and min(left) >= 0 and max(left) >= server
+    enough = fits_on_nodes(config, gpus, server)
     return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
 
 
