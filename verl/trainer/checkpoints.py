@@ -124,7 +124,7 @@ class Checkpoints:
         self._rotate(step)
 
     def _is_here(self, temporary: Path) -> bool:
-        """Whether all of a state is written, and what lay on other nodes has been brought."""
+        """Whether all of a state is written, and its files on other nodes have been copied here."""
         return self._nobody_writes() and self._bringing(temporary).done()
 
     def _bringing(self, temporary: Path) -> Future[Digests]:

@@ -171,7 +171,7 @@ class CriticGroup(Role):
         return self._values(batch, self.group.begin_all("values", share(batch, SCORED)))
 
     def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
-        """Like `values`, but the wait is what is returned. Only a critic on GPUs of its own works before that."""
+        """Like `values`, but returns a `Call` to wait for. Only a critic on its own GPUs works before that."""
         if not self.apart:
             return partial(self.values, batch)
         return partial(self._values, batch, self.group.begin_all("values", share(batch, SCORED)))

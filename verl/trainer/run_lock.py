@@ -28,7 +28,7 @@ def check_not_in_use(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the folder, which is made, against other runs; the operating system lets go of it however this one ends.
+    """Make the folder and lock it against other runs; the operating system releases the lock however this run ends.
 
     Raises ConfigError as `check_not_in_use` does, and StorageError.
     """

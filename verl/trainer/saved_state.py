@@ -53,7 +53,7 @@ def finish(temporary: Path, path: Path, digests: Digests) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what `begin` made, as far as that is possible: its space is needed, and nobody reads it."""
+    """Remove what `begin` made, as far as possible: its space is needed, and it is never read."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
