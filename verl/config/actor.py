@@ -111,6 +111,11 @@ class ActorConfig:
         "number of workers and of the model's attention heads (docs/long_context.md).",
         ge=1,
     )
+    use_prefix_grouper: bool = setting(
+        True,
+        "Compute a prompt that several rows of a micro-batch begin with once, for policy and anchor (does not change "
+        "the result). Needs packed rows; without effect where workers share sequences (Ulysses).",
+    )
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
     num_threads: int | None = setting(
