@@ -96,7 +96,7 @@ def init_process_group(
 
 
 def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
-    """One dimension `shard` of all ranks; with smaller groups of `fsdp_size` ranks, `replicate` over them before it.
+    """One dimension, `shard`; with groups of `fsdp_size` ranks two: `replicate` over the groups, `shard` within each.
 
     A group has consecutive ranks: those of one node, if it has that many. Raises ConfigError for a size that does not
     divide the number of ranks.

@@ -13,7 +13,7 @@ from verl.engine.batching import RankValues, flat_positions
 def exchange(
     own: RankValues, lengths_B: torch.Tensor, wanted: Sequence[Sequence[int]], device: torch.device
 ) -> RankValues:
-    """This rank's part of `wanted`: rows by rank, each sent once to a rank that wants it by the rank that has it.
+    """The rows `wanted[rank]` of this rank. Each row is sent once, by the rank that has it, to a rank that wants it.
 
     `own`: this rank's rows of a batch whose rows have `lengths_B` tokens; `wanted`: the same on all ranks. A collective
     on `device`, the process group's. Raises ValueError for a row that no rank has.

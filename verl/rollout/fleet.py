@@ -140,7 +140,7 @@ class Fleet:
         elif self._restarts_left:
             self._restarts_left -= 1
             self._restarts_at[address] += 1
-            log.warning("%s. The engine is restarted; %d restarts are left", error, self._restarts_left)
+            log.warning("%s. The engine is restarted (restarts left: %d)", error, self._restarts_left)
             self._empty.append(engine.seat)
             if not self.takes_turns:
                 self._start(self._empty)

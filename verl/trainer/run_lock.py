@@ -17,7 +17,7 @@ from verl.storage import writing
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""In the run folder: which process has it. It stays when the run ends, and counts only while that process lives."""
+"""In the run folder: which process uses it. It stays when the run ends, but counts only while that process lives."""
 
 
 def check_not_in_use(run_dir: Path) -> None:
