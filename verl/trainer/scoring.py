@@ -176,7 +176,7 @@ def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], 
     try:
         scores = list(given)
     except TypeError as error:
-        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is no list of scores") from error
+        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is not a list of scores") from error
     if len(scores) != len(trajectories):
         raise RewardError(f"reward {name_of(rule)} gave {len(scores)} scores for {len(trajectories)} trajectories")
     return scores
