@@ -64,7 +64,7 @@ class Stream:
     def abandon(self) -> None:
         """End all running episodes on the engines; waits for that, at most SHUTDOWN_S seconds.
 
-        `abandon` is sent again until no call is left: Ray may begin a `play` after an `abandon` that was sent later, and
+        `abandon` is sent until no call is left: Ray may begin a `play` after an `abandon` that was sent later, and
         its episodes would reach the next stream, which has other slots.
         """
         left, give_up = set(self._calls), time.monotonic() + SHUTDOWN_S
