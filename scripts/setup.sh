@@ -169,7 +169,7 @@ if [[ $kind == cpu ]]; then
   install_cpu_torch
 fi
 say "$(grep -c == "$lock") packages of $lock"
-pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to go on"
+pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to resume"
 pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
 pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
 "$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"

@@ -148,7 +148,7 @@ train() {
     fail "no Ray cluster is named: start one (docs/multinode.md), then set RAY_DASHBOARD_ADDRESS=http://HEAD:8265 to" \
       "submit a job, or RAY_ADDRESS=HEAD:6379 to lead the run from here"
   # exec, not a pipe: signals reach the trainer itself, and -i lets tee write its last words after Ctrl-C. The log of an
-  # earlier run is added to: this one may go on with it, or be refused.
+  # earlier run is added to: this one may resume it, or be refused.
   export PYTHONUNBUFFERED=1
   exec "${command[@]}" > >(exec tee -ia "$EXPERIMENT_NAME.log") 2>&1
 }

@@ -250,7 +250,7 @@ def test_the_driver_goes_on_where_it_was(
     ]
     printed = capsys.readouterr().out
     assert "slow, seed 3: FAILED" in printed and "fast, seed 4: done in" in printed
-    assert "Not finished, so not in here: Slow (seed 3)." in Path("runs/pair/pair.md").read_text()
+    assert "Unfinished runs are left out: Slow (seed 3)." in Path("runs/pair/pair.md").read_text()
     assert not list((tmp_path / "results").iterdir())
 
     calls.unlink()
@@ -349,7 +349,7 @@ def test_table_by_hand(experiment: Experiment, tmp_path: Path) -> None:
         "| Slow | 0.850 (0.800 to 0.900) | 0.950 (0.900 to 1.000) | 0.750 (0.700 to 0.800) | 2 | 5.0 | 2.0 |",
         "| Fast | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) | 1 | 3.0 | 0.1 |",
     ]
-    assert "Not finished, so not in here: Fast (seed 4)." in table.read_text()
+    assert "Unfinished runs are left out: Fast (seed 4)." in table.read_text()
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 

@@ -64,7 +64,7 @@ class _StderrOfNow(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def quiet_libraries() -> None:
-    """Keep out of the output what nobody can act on. What the user set in the environment stays."""
+    """Keep messages out of the output that no user can act on. Settings of the user's environment stay."""
     for name, value in ENGINE_VARIABLES.items():
         os.environ.setdefault(name, value)
 

@@ -16,7 +16,7 @@ from verl.errors import StorageError
 
 Digests = dict[str, tuple[int, str]]
 """By file name: bytes, and SHA-256 in hex."""
-_FULL_BYTES = 2**20  # so little is left where a write failed for want of space
+_FULL_BYTES = 2**20  # when less than this is left, a write failed for lack of space
 _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "the disk is full; make room there",
     errno.EDQUOT: "the disk quota is used up; make room there",

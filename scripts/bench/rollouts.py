@@ -11,8 +11,8 @@ on the same prompts and seeds, and have to give the same ids:
                   when the last one has, all their queries are one request
     in_process    the same loop with `LLM.generate` of vLLM in this process, which is how TRL samples
     over_sample   steps with `rollout.over_sample`: more prompts are in progress, a step ends when enough groups are
-                  complete, and the others go on in the next one. Its ids are its own. `age` is how many steps ago the
-                  groups of a step were begun, in the mean. A side for each value of `--over_sample`
+                  complete, and the others are resumed in the next one. Its ids are its own. `age` is how many steps ago
+                  a step's groups were begun, on average. A side for each value of `--over_sample`
 
 Each step begins with an empty prefix cache, as under new weights. `--retriever_ms` puts slow_retriever.py in front of
 the server. `idle` is the share of time in which the engine has no request. `--set key=value` changes settings of the

@@ -4,7 +4,7 @@
 
 A run's vLLM engine samples with the random Qwen2 of step_growth.py, and the points are those of step_growth.py: a row
 has a prompt of 64 tokens, then turns of 64 sampled tokens and 192 appended ones, as from a retriever that answers at
-once. All rows of a point are sampled beside each other; every turn goes on from the cache that the one before left.
+once. All rows of a point are sampled beside each other; every turn continues from the cache that the one before left.
 Seconds are the processor's, of the engine's process and of this one: the least of the rounds, each with ids of its own.
 An iteration of the engine samples a token of every row, so that more rows cost less than in proportion.
 """

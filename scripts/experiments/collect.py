@@ -126,12 +126,12 @@ def _explanation(experiment: Experiment, results: Results) -> list[str]:
     ]
     some = next(run for by_seed in results.values() for run in by_seed.values())
     text = [
-        f"Runs of `scripts/experiments/{experiment.name}.yaml` by `scripts/experiments/grid.py`:",
-        f"{max(some.metrics)} steps, seeds {', '.join(map(str, seeds))}. Scores are exact match on the test questions",
-        "after the last step, greedy: mean over seeds (lowest to highest). `s/step` is the median, `minutes` the mean",
-        "of a run's time in training and evaluation, without loading.",
+        f"These are the runs of `scripts/experiments/{experiment.name}.yaml`, made with `scripts/experiments/grid.py`:",
+        f"{max(some.metrics)} steps, seeds {', '.join(map(str, seeds))}. A score is exact match on the test questions",
+        "after the last step, sampled greedily: mean over seeds (lowest to highest seed). `s/step` is the median time",
+        "of a step; `minutes` is a run's mean time for training and evaluation, without loading.",
     ]
-    return text + ([f"Not finished, so not in here: {', '.join(missing)}."] if missing else [])
+    return text + ([f"Unfinished runs are left out: {', '.join(missing)}."] if missing else [])
 
 
 def _before(results: Results) -> list[str]:

@@ -3,7 +3,7 @@
 .venv/bin/python scripts/experiments/grid.py scripts/experiments/algorithms.yaml [--seeds 3,4,5] [--jobs 2] [--steps N]
 
 Finished runs are kept and the others start anew (what they left goes to archive/ in their folder), so the same command
-goes on after an interruption. Per seed it makes the data and a warm-started policy (once, for all experiments) and
+continues after an interruption. Per seed it makes the data and a warm-started policy (once, for all experiments) and
 keeps one retrieval server.
 """
 
@@ -45,7 +45,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, the same command goes on with the others", file=sys.stderr)
+        print("interrupted: finished runs are kept, the same command continues with the others", file=sys.stderr)
         return 130
     print(f"results: {publish(table) if options.publish else table}")
     unfinished = [reason for run in runs if (reason := run.why_unfinished())]

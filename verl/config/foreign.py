@@ -1,4 +1,4 @@
-"""What an unknown key is answered with. It may be one of verl, Search-R1 or TRL that is named differently here."""
+"""The error for an unknown key, which may be one of verl, Search-R1 or TRL that has another name here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from verl.config.keys import leaves, nearest
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 STEPS = "in RL steps: sample, score, update"
-FSDP = "models are sharded by FSDP2 alone"
-CLUSTER = "Ray is started here, or the cluster used that RAY_ADDRESS names"
+FSDP = "models are sharded with FSDP2 only"
+CLUSTER = "Ray is started on this machine, or RAY_ADDRESS names the cluster to use"
 MICRO_BATCH = "which counts the trajectories of all workers together"
-REWARD = "a function or class by its dotted name"
-TOOL_TURNS = "the turns that may use a tool; one more, without, follows"
-ALL_TURNS = "one less: it counts the turns that may use a tool, and one more, without, follows"
+REWARD = "the dotted name of a function or class"
+TOOL_TURNS = "the number of turns that may use a tool; a last turn without tools follows"
+ALL_TURNS = "one less: it counts the turns that may use a tool; a last turn without tools follows"
 
 FSDP_KEYS = {
     "model_dtype": "weights are always kept in float32",
@@ -28,18 +28,18 @@ RENAMED = {
     "critic.ppo_micro_batch_size_per_gpu": ("critic.ppo_micro_batch_size", MICRO_BATCH),
     "critic.forward_micro_batch_size_per_gpu": ("critic.forward_micro_batch_size", MICRO_BATCH),
     f"{ACTOR}.policy_loss.loss_mode": (f"{ACTOR}.policy_loss", "ppo, gspo, cispo or reinforce"),
-    f"{ACTOR}.optim.lr_warmup_steps": (f"{ACTOR}.optim.lr_warmup_steps_ratio", "a share of all steps"),
+    f"{ACTOR}.optim.lr_warmup_steps": (f"{ACTOR}.optim.lr_warmup_steps_ratio", "a fraction of all steps"),
     f"{ACTOR}.optim.lr_scheduler_type": (f"{ACTOR}.optim.warmup_style", ""),
-    f"{ROLLOUT}.max_model_len": ("data.max_prompt_length", "the window is this + data.max_response_length"),
-    f"{ROLLOUT}.seed": ("trainer.seed", "from which every request's own seed is made"),
+    f"{ROLLOUT}.max_model_len": ("data.max_prompt_length", "the context window is this + data.max_response_length"),
+    f"{ROLLOUT}.seed": ("trainer.seed", "from which each request's seed is derived"),
     f"{ROLLOUT}.multi_turn.enable": ("do_search", "false: one turn"),
     f"{ROLLOUT}.multi_turn.max_turns": ("max_turns", ALL_TURNS),
     f"{ROLLOUT}.multi_turn.max_user_turns": ("max_turns", TOOL_TURNS),
     f"{ROLLOUT}.multi_turn.max_assistant_turns": ("max_turns", ALL_TURNS),
     f"{ROLLOUT}.multi_turn.max_tool_response_length": ("data.max_obs_length", "in tokens, not characters"),
-    f"{ROLLOUT}.multi_turn.tool_config_path": ("agent.environment", "a class by its dotted name"),
-    f"{ROLLOUT}.multi_turn.interaction_config_path": ("agent.environment", "a class by its dotted name"),
-    f"{ROLLOUT}.agent.agent_loop_config_path": ("agent.environment", "a class by its dotted name"),
+    f"{ROLLOUT}.multi_turn.tool_config_path": ("agent.environment", "the dotted name of a class"),
+    f"{ROLLOUT}.multi_turn.interaction_config_path": ("agent.environment", "the dotted name of a class"),
+    f"{ROLLOUT}.agent.agent_loop_config_path": ("agent.environment", "the dotted name of a class"),
     "custom_reward_function.path": ("reward.function", REWARD),
     "custom_reward_function.name": ("reward.function", REWARD),
     "custom_reward_function.reward_kwargs": ("reward.kwargs", ""),
@@ -52,8 +52,8 @@ RENAMED = {
     "trainer.rollout_data_dir": ("trainer.save_trajectories", "they are written to the run's folder"),
     "trainer.validation_data_dir": ("trainer.save_trajectories", "they are written to the run's folder"),
     "trainer.log_val_generations": ("trainer.save_trajectories", "they are written to the run's folder"),
-    "trainer.max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep", "of all roles"),
-    "trainer.max_critic_ckpt_to_keep": ("trainer.max_ckpt_to_keep", "of all roles"),
+    "trainer.max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep", "for all roles"),
+    "trainer.max_critic_ckpt_to_keep": ("trainer.max_ckpt_to_keep", "for all roles"),
     # TRL
     "num_generations": (f"{ROLLOUT}.n_agent", ""),
     "learning_rate": (f"{ACTOR}.optim.lr", ""),
@@ -73,14 +73,14 @@ RENAMED = {
     "num_iterations": (f"{ACTOR}.ppo_epochs", ""),
     "scale_rewards": (
         "algorithm.norm_adv_by_std_in_grpo",
-        "group: true, none: false, batch: algorithm.norm_adv_by_batch_std=true besides false",
+        "group: true, none: false, batch: false with algorithm.norm_adv_by_batch_std=true",
     ),
     "mask_truncated_completions": ("algorithm.filter_overlong", ""),
-    "sync_ref_model": ("algorithm.ref_policy_ema_tau", "1: the reference stays as it is"),
-    "ref_model_mixup_alpha": ("algorithm.ref_policy_ema_tau", "1 - alpha: the share of the reference that stays"),
+    "sync_ref_model": ("algorithm.ref_policy_ema_tau", "1 keeps the reference policy fixed"),
+    "ref_model_mixup_alpha": ("algorithm.ref_policy_ema_tau", "1 - alpha: the weight of the old reference policy"),
     "ref_model_sync_steps": ("algorithm.ref_policy_ema_update_period", STEPS),
     "per_device_train_batch_size": (f"{ACTOR}.ppo_micro_batch_size", MICRO_BATCH),
-    "gradient_accumulation_steps": (f"{ACTOR}.ppo_mini_batch_size", "the trajectories of an optimizer step"),
+    "gradient_accumulation_steps": (f"{ACTOR}.ppo_mini_batch_size", "the number of trajectories per optimizer step"),
     "gradient_checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing", ""),
     "model_name_or_path": ("actor_rollout_ref.model.path", ""),
     "max_prompt_length": ("data.max_start_length", "the prompt alone; data.max_prompt_length counts the turns too"),
@@ -90,7 +90,7 @@ RENAMED = {
     "output_dir": ("trainer.default_local_dir", ""),
     "save_steps": ("trainer.save_freq", STEPS),
     "eval_steps": ("trainer.test_freq", STEPS),
-    "report_to": ("trainer.logger", "a list, as in [console,wandb]"),
+    "report_to": ("trainer.logger", "a list such as [console,wandb]"),
     "run_name": ("trainer.experiment_name", ""),
     "reward_funcs": ("reward.function", REWARD),
     "reward_weights": ("reward.kwargs", "of search_r1.rewards.composite.CompositeReward, as {weights: ...}"),
@@ -106,22 +106,22 @@ UNSUPPORTED = {
     "critic.megatron": FSDP,
     f"{ACTOR}.use_torch_compile": "nothing is compiled in training",
     f"{ACTOR}.checkpoint": "a checkpoint always holds model, optimizer and random state",
-    f"{ROLLOUT}.mode": "sampling is always asynchronous, an episode by itself",
+    f"{ROLLOUT}.mode": "sampling is always asynchronous, each episode on its own",
     f"{ROLLOUT}.val_kwargs.n": "each validation prompt is answered once",
-    f"{ROLLOUT}.agent.num_workers": f"each engine plays its own episodes, {ROLLOUT}.max_concurrent at once",
-    f"{ROLLOUT}.enable_chunked_prefill": "it is on for GPUs and off on CPU",
+    f"{ROLLOUT}.agent.num_workers": f"each engine runs its own episodes, {ROLLOUT}.max_concurrent at once",
+    f"{ROLLOUT}.enable_chunked_prefill": "it is on for GPUs and off for CPUs",
     f"{ROLLOUT}.engine_kwargs": "the engine's settings are those below actor_rollout_ref.rollout",
     "data.truncation": "a prompt is never cut; data.filter_overlong_prompts=true drops those that are too long",
     "data.gen_batch_size": "each round of sampling draws data.train_batch_size prompts",
     "data.image_key": "prompts are text",
     "data.return_full_prompt": "the trajectory files (trainer.save_trajectories=true) always hold the prompt",
     "trainer.balance_batch": "rows are always balanced over the workers",
-    "trainer.ray_wait_register_center_timeout": "there is none; trainer.step_timeout_s ends every wait",
+    "trainer.ray_wait_register_center_timeout": "trainer.step_timeout_s limits every wait",
     "ray_init": CLUSTER,
     "ray_kwargs": CLUSTER,
     "global_profiler": "the time of each phase is in metrics.jsonl (timing_s/*)",
     "use_vllm": "vLLM always samples",
-    "bf16": "it is used on GPUs; actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype changes it",
+    "bf16": "it is the default on GPUs (actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype)",
     # Search-R1: optional keys below each model's fsdp_config
     **{
         f"{section}.{key}": reason

@@ -83,7 +83,7 @@ def needs_ref_log_probs(config: Config) -> bool:
 
 
 def _reads_ref_in_update(config: Config) -> bool:
-    """Each epoch of an update would read the anchor anew, and off-loaded parameters would be beside the policy's."""
+    """Each epoch of an update would read the anchor again, and off-loaded parameters would be beside the policy's."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     beside = not ref.fsdp_config.param_offload or anchor_is_base(config)
     once = actor.ppo_epochs == 1 and beside

@@ -1,6 +1,6 @@
 """A model's adapters on disk, in the format that `peft.PeftModel.from_pretrained` reads.
 
-Beside the adapters it holds whatever else is trained: the output layer of a critic (`modules_to_save`).
+The files also hold whatever else is trained: a critic's output layer (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_tensors(model: Decoder) -> dict[str, torch.Tensor]:
-    """All that is trained, sharded as it is, under peft's names; {} for a model without adapters."""
+    """All trained tensors, still sharded, under peft's names; {} for a model without adapters."""
     if not any(adapted_layers(model)):
         return {}
     trained = ((name, tensor) for name, tensor in model.model.named_parameters() if tensor.requires_grad)
@@ -33,7 +33,7 @@ def adapter_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def write_adapter(folder: Path, model: Decoder, parts: Iterator[torch.Tensor]) -> None:
-    """To `folder/adapter`, if there are adapters; their values are next in `parts`, in order."""
+    """Write the adapters, if any, to `folder/adapter`; their values come next in `parts`, in order."""
     tensors = adapter_tensors(model)
     if not tensors:
         return
@@ -45,7 +45,7 @@ def write_adapter(folder: Path, model: Decoder, parts: Iterator[torch.Tensor]) -
 
 
 def adapter_config(model: Decoder) -> dict[str, Any]:
-    """Configuration of peft; layers by their full names, so that no other layer of the base matches."""
+    """peft's configuration. It names layers in full, so that no other layer of the base model matches."""
     layers = dict(adapted_layers(model.model))
     lora = next(iter(layers.values())).lora
     trained = [name for name, tensor in model.model.named_parameters() if tensor.requires_grad]
@@ -66,7 +66,7 @@ def adapter_config(model: Decoder) -> dict[str, Any]:
 
 
 def adapter_weights(path: Path) -> WeightFiles:
-    """Those of a folder that `write_adapter` wrote into. Raises CheckpointError."""
+    """The adapter weights in a folder that `write_adapter` wrote to. Raises CheckpointError."""
     file = path / FOLDER / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{path} has no {FOLDER}/{WEIGHTS}: it was saved by a run without adapters (lora_rank)")

@@ -1,7 +1,7 @@
-"""What the loss may see of the anchor: its distributions at the tokens of a micro-batch, without gradient.
+"""Reads the anchor for the loss: its distributions at the tokens of a micro-batch, without gradient.
 
-Its gathered weights are released at once, so that they are not beside the policy's activations; after `view`, whose
-head is read again in the backward, by `release`.
+Its gathered weights are released at once, so that they take no memory beside the policy's activations. After `view`,
+whose head is read again in the backward, `release` does that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AnchorReader:
 
     @torch.no_grad()
     def view(self, inputs: ModelInput, divergence: ExactKL) -> AnchorView:
-        """For a KL over the whole vocabulary."""
+        """What a KL over the whole vocabulary needs of the anchor."""
         self.anchor.eval()
         self._viewed = True
         return AnchorView(self.anchor.hidden(inputs), self.anchor.head(), divergence)
@@ -53,7 +53,7 @@ class AnchorReader:
         return stats
 
     def release(self) -> None:
-        """Let go of what a `view` left gathered."""
+        """Release the weights that `view` left gathered."""
         if self._viewed:
             end_reading(self.anchor)
             self._viewed = False

@@ -1,4 +1,4 @@
-"""Which base model adapters belong to: its path, for people, and a checksum of its weights, which is compared."""
+"""Which base model the adapters belong to: its path, for people, and a checksum of its weights, for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = "base.json"
 
 
 class BaseWeights:
-    """The frozen weights of `model`, which has adapters. They never change, so the checksum is made once."""
+    """The frozen weights of `model`, which has adapters. They never change, so the checksum is computed once."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -28,11 +28,11 @@ class BaseWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> BaseWeights | None:
-        """None for a model without adapters."""
+        """The base weights of `model`; None if it has no adapters."""
         return cls(model) if isinstance(model, Decoder) and any(adapted_layers(model)) else None
 
     def checksum(self) -> int:
-        """Of all frozen parameters in their number format. A collective."""
+        """Of all frozen parameters, in their number format. A collective."""
         if self._checksum is None:
             frozen = ((name, tensor) for name, tensor in self._model.named_parameters() if not tensor.requires_grad)
             own = sum((2 * zlib.crc32(name.encode()) + 1) * _own_sum(tensor) for name, tensor in frozen) % MODULUS
@@ -42,7 +42,7 @@ class BaseWeights:
         return self._checksum
 
     def write(self, folder: Path) -> Path:
-        """After `checksum`; by one rank."""
+        """Write the file and return its path. Call it on one rank, after `checksum`."""
         file = folder / FILE
         file.write_text(json.dumps({"path": self._path, "checksum": f"{self.checksum():016x}"}, indent=2) + "\n")
         sync(file)
@@ -53,13 +53,13 @@ class BaseWeights:
         mine = f"{self.checksum():016x}"
         if not (folder / FILE).is_file():
             raise CheckpointError(
-                f"it has no {FILE}, so that run trained all weights: set lora_rank to 0, or start a new run"
+                f"it has no {FILE}, because that run trained all weights: set lora_rank=0, or start a new run"
             )
         saved = json.loads((folder / FILE).read_text())
         if saved["checksum"] != mine:
             raise CheckpointError(
                 f"its adapters were trained on the weights of {saved['path']} (checksum {saved['checksum']}), but "
-                f"{self._path} has other weights ({mine}): restore the model's path, override_config and "
+                f"{self._path} has different weights ({mine}): restore the model's path, override_config and "
                 "mixed_precision.param_dtype"
             )
 

@@ -31,7 +31,7 @@ class Precision:
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str) -> Iterator[None]:
-    """Inside, a CPU takes the paths of a device of that kind ("cuda"): for measuring without one."""
+    """Inside, a CPU takes the code paths of that kind of device ("cuda"): for measuring without one."""
     token = _STANDS_FOR.set(kind)
     try:
         yield
@@ -40,7 +40,7 @@ def cpu_stands_for(kind: str) -> Iterator[None]:
 
 
 def kind_of(device: torch.device) -> str:
-    """`cuda` or `cpu`: whose paths are taken on the device."""
+    """`cuda` or `cpu`: whose code paths the device takes."""
     return _STANDS_FOR.get() or device.type
 
 
@@ -73,7 +73,7 @@ def resolve_head_dtype(device: torch.device, name: str, precision: Precision) ->
 
 
 def backend_of(device: torch.device) -> str:
-    """On CUDA gloo serves the CPU tensors (off-loaded gradients, metrics) beside NCCL."""
+    """On CUDA, gloo handles CPU tensors (off-loaded gradients, metrics), and NCCL all others."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -82,7 +82,7 @@ def init_process_group(
 ) -> None:
     """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path).
 
-    A collective for which one of them keeps the others waiting for `timeout_s` seconds fails.
+    A collective fails when one of them keeps the others waiting for `timeout_s` seconds.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -96,10 +96,10 @@ def init_process_group(
 
 
 def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
-    """All ranks in one dimension, `shard`; with groups of `fsdp_size` ranks before it `replicate`, over the groups.
+    """One dimension, `shard`; with groups of `fsdp_size` ranks two: `replicate` over the groups, `shard` within each.
 
-    The ranks of a group are neighbours: those of one node, when it has as many. Raises ConfigError for a size that does
-    not divide the number of ranks.
+    A group has consecutive ranks: those of one node, if it has that many. Raises ConfigError for a size that does not
+    divide the number of ranks.
     """
     num_ranks = dist.get_world_size()
     size = num_ranks if fsdp_size == -1 else fsdp_size
@@ -111,7 +111,7 @@ def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Use `num_threads` CPU threads in this process; None leaves what the environment says.
+    """Use `num_threads` CPU threads in this process; None keeps the environment's setting.
 
     More threads than free cores make a small model several times slower.
     """
@@ -120,6 +120,6 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def prepare_matmul(device: torch.device, precision: Precision) -> None:
-    """Let float32 products (a head in float32) use TF32 when the inputs are bfloat16 anyway: no bit of them is lost."""
+    """Let float32 products (a head in float32) use TF32 when the inputs are bfloat16 anyway, which loses no bits."""
     if device.type == "cuda" and precision.param_dtype is torch.bfloat16:
         torch.set_float32_matmul_precision("high")

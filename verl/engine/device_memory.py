@@ -15,14 +15,14 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 
 class Usage(NamedTuple):
-    """Bytes at the worst moment: of this process, and on its device by all processes (None: there is no device)."""
+    """Peak bytes: of this process, and of all processes on its device (None: there is no device)."""
 
     process: int
     device: int | None
 
 
 class DeviceMemory:
-    """Of a CPU: tensors are where they are."""
+    """Memory of a CPU: there is nothing to pin, wait for or free."""
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
         """Host memory [num_bytes] for copies from and to the device."""
@@ -31,24 +31,24 @@ class DeviceMemory:
         return host
 
     def pin(self, host: torch.Tensor) -> None:
-        """Lock the tensor's pages, so that copies from and to it run beside other work. Undone when it is freed."""
+        """Pin the tensor's pages, so that copies from and to it overlap with other work. Undone when it is freed."""
 
     def wait(self) -> None:
         """Wait until all requested copies are done."""
 
     def give_back(self) -> None:
-        """Return what nobody uses to the device, for other processes on it."""
+        """Return unused memory to the device, for other processes."""
 
     def restart_peak(self) -> None:
-        """Begin a new `usage`."""
+        """Reset the peak that `usage` reports."""
 
     def usage(self) -> Usage:
-        """Since `restart_peak`. On CPU no peak is kept: it is the memory of the process as it is now."""
+        """Peak since `restart_peak`. On a CPU no peak is kept: the memory that the process has now."""
         return Usage(psutil.Process().memory_info().rss, None)
 
 
 class CudaMemory(DeviceMemory):
-    """Of a GPU."""
+    """Memory of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,7 +70,7 @@ class CudaMemory(DeviceMemory):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def usage(self) -> Usage:
-        """What PyTorch's allocator held at most; what others have on the device is taken as it is now."""
+        """Peak of PyTorch's allocator; other processes count with what they have on the device now."""
         free, total = torch.cuda.mem_get_info(self.device)
         peak = torch.cuda.max_memory_reserved(self.device)
         return Usage(peak, total - free - torch.cuda.memory_reserved(self.device) + peak)
@@ -81,7 +81,7 @@ _STAND_IN: ContextVar[DeviceMemory | None] = ContextVar("stand_in", default=None
 
 @contextlib.contextmanager
 def memory_stands_in(memory: DeviceMemory) -> Iterator[None]:
-    """Inside, `device_memory` is this one: for measuring without a GPU."""
+    """Inside, `device_memory` returns `memory`: for measuring without a GPU."""
     token = _STAND_IN.set(memory)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rows that a rank needs, from the ranks that have them."""
+"""Sends rows of a batch from the ranks that have them to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from verl.engine.batching import RankValues, flat_positions
 def exchange(
     own: RankValues, lengths_B: torch.Tensor, wanted: Sequence[Sequence[int]], device: torch.device
 ) -> RankValues:
-    """The rows `wanted[rank]`, of which every rank has some: each row goes from its owner to who wants it, once.
+    """The rows `wanted[rank]` of this rank. Each row is sent once, by the rank that has it, to a rank that wants it.
 
-    `own` are this rank's rows of a batch of `lengths_B` tokens; `wanted` is the same on all ranks. Collective: tensors
-    travel on `device`, the process group's. Raises ValueError for a row that no rank has.
+    `own`: this rank's rows of a batch whose rows have `lengths_B` tokens; `wanted`: the same on all ranks. A collective
+    on `device`, the process group's. Raises ValueError for a row that no rank has.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     owner_B = _owners(own, len(lengths_B), device)
     if missing := [row for row in wanted[rank] if owner_B[row] < 0]:
-        raise ValueError(f"no rank has row {missing[0]} of the batch; they were not computed for it")
+        raise ValueError(f"no rank has row {missing[0]} of the batch: its values were not computed")
     if num_ranks == 1:
         return _pick(own, lengths_B, wanted[0])
     sent = [[row for row in rows if owner_B[row] == rank] for rows in wanted]
@@ -37,7 +37,7 @@ def exchange(
 
 
 def rows_of(own: RankValues, lengths_B: torch.Tensor, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-    """[T', ...] by name: the values of `rows`, which `own` has, one row after the other."""
+    """[T', ...] by name: the values of `rows`, which must be in `own`, concatenated."""
     return _pick(own, lengths_B, rows).tokens
 
 

@@ -8,8 +8,8 @@ distribution p = softmax(z). The backward computes the logits again, chunk by ch
     d KL / d z_v                               `ExactKL.logit_gradient`
 
 so that it needs three [chunk, vocabulary] tensors at most without an exact KL, and adds the head's gradient in place.
-The factors of the products are in `HeadRequest.dtype`; they add up in float32, and everything from the logits on is
-float32 (or float64), whatever format the decoder ran in. bfloat16 factors lose nothing in the forward pass when the
+Matrix products take their inputs in `HeadRequest.dtype` and accumulate in float32, and everything from the logits on is
+float32 (or float64), whatever format the decoder ran in. bfloat16 inputs lose nothing in the forward pass when the
 decoder and its weights are bfloat16 anyway; in the backward pass they round the gradient of the logits.
 """
 
@@ -26,8 +26,8 @@ from verl.algorithms.kl import ExactKL
 from verl.engine.device import kind_of
 
 SHORT = (torch.bfloat16, torch.float16)
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # float32 logits: busy on a GPU, in the cache of a CPU
-SMALLEST_CHUNK = 64  # tokens: below it, reading the head's weights takes the time
+CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of float32 logits: keeps a GPU busy, fits a CPU's cache
+SMALLEST_CHUNK = 64  # tokens: smaller chunks mostly read the head's weights
 
 
 class Head(NamedTuple):
@@ -37,7 +37,7 @@ class Head(NamedTuple):
     bias_V: torch.Tensor | None = None
 
     def cast(self, dtype: torch.dtype) -> Head:
-        """The same with weights in `dtype` and the bias in float32, or as it is if it is float64."""
+        """The head with weights in `dtype` and the bias in float32; float64 stays float64."""
         weight_VH = self.weight_VH if self.weight_VH.dtype == torch.float64 else self.weight_VH.to(dtype)
         return Head(weight_VH, None if self.bias_V is None else _precise(self.bias_V))
 
@@ -53,8 +53,8 @@ class Head(NamedTuple):
 
 
 def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tensor | None = None) -> torch.Tensor:
-    """Of two matrices of one format, summed in float32 (or float64); added in place to `add_to_AC` where given."""
-    if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies short numbers into float32
+    """Of two matrices of one dtype, accumulated in float32 (or float64); added in place to `add_to_AC` if given."""
+    if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies 16-bit inputs into float32
         left_AB, right_BC = left_AB.float(), right_BC.float()
     if left_AB.dtype not in SHORT:
         return left_AB @ right_BC if add_to_AC is None else add_to_AC.addmm_(left_AB, right_BC)
@@ -64,7 +64,7 @@ def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tens
 
 
 def default_chunk(vocabulary: int, device_type: str) -> int:
-    """Tokens whose float32 logits fill CHUNK_BYTES."""
+    """Number of tokens whose float32 logits fill CHUNK_BYTES."""
     return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
 
 
@@ -82,9 +82,9 @@ class HeadRequest(NamedTuple):
     chunk_tokens: tokens per chunk; None: `default_chunk`.
     entropy_gradient: False computes the entropy for reporting only.
     index_Nk: int64 ids whose log-probs are requested too.
-    top_k: so many most likely tokens are requested, with their log-probs. Not together with `index_Nk`.
-    anchor: what the exact KL is taken to.
-    dtype: number format of the factors of the head's products.
+    top_k: how many of the most likely tokens are requested, with their log-probs. Not together with `index_Nk`.
+    anchor: the distribution that the exact KL compares with.
+    dtype: number format of the inputs of the head's matrix products.
     """
 
     label_N: torch.Tensor
@@ -97,7 +97,7 @@ class HeadRequest(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def part(self, span: slice) -> HeadRequest:
-        """The request for some of the tokens; an anchor's hidden states are of these already."""
+        """The request for the tokens of `span`; the anchor stays as it is."""
         index_Nk = None if self.index_Nk is None else self.index_Nk[span]
         return self._replace(label_N=self.label_N[span], index_Nk=index_Nk)
 
@@ -119,8 +119,8 @@ class TokenStats(NamedTuple):
 def token_stats(hidden_NH: torch.Tensor, head: Head, request: HeadRequest) -> TokenStats:
     """The requested statistics of tokens with the last hidden states `hidden_NH`; gradient to these and to the head.
 
-    With no token at all the result is empty but still hangs on the head's weights, so that a backward gives them a
-    zero gradient. Raises ValueError for `top_k` beside `index_Nk`.
+    Without tokens the result is empty but still depends on the head's weights, so that a backward gives them a zero
+    gradient. Raises ValueError for `top_k` beside `index_Nk`.
     """
     if request.top_k and request.index_Nk is not None:
         raise ValueError("request log-probs at one set of ids: either those of index_Nk or the top_k most likely ones")
@@ -220,7 +220,7 @@ def _anchor(request: HeadRequest, span: slice) -> torch.Tensor:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """In which float32 products add up."""
+    """To accumulate products in."""
     return torch.zeros_like(tensor, dtype=torch.float32 if tensor.dtype in SHORT else tensor.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face models as an engine wants them: float32, without dropout, loaded whole or without their weights."""
+"""Hugging Face models as the engine needs them: float32, without dropout, loaded whole or without their weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from verl.pretrained import load_model_config
 
 @dataclass(frozen=True)
 class HfModel(ABC):
-    """A model folder (or hub name) and how a model is made of it; a subclass says which kind of model.
+    """A model folder (or hub name) and how to build the model from it; a subclass says which kind of model.
 
-    Attention is flash-attention 2 where `device` is CUDA and that package is installed, else PyTorch's own. Both ways
-    of making it raise ConfigError when there is no usable model at `path`.
+    Attention is flash-attention 2 where `device` is CUDA and that package is installed, else PyTorch's own. `whole` and
+    `blank` raise ConfigError when there is no usable model at `path`.
     """
 
     path: str
@@ -35,20 +35,20 @@ class HfModel(ABC):
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
 
-    auto_class: ClassVar[Any]  # of transformers
-    setting: ClassVar[str]  # that names the path
-    kind: ClassVar[str]  # in words
+    auto_class: ClassVar[Any]  # transformers' class
+    setting: ClassVar[str]  # the config key of the path
+    kind: ClassVar[str]  # for messages
     new_head: ClassVar[bool] = False  # whether an output layer that the files lack may start at zero
 
     @classmethod
     def of(cls, path: str, settings: ModelConfig, device: torch.device, trained: bool = False) -> Self:
-        """The model at `path` as `settings` say; one that is not `trained` keeps no activations to recompute."""
+        """The model at `path` with `settings`; gradient checkpointing is off unless it is `trained`."""
         checkpointing = trained and settings.enable_gradient_checkpointing
         return cls(path, device, settings.override_config, settings.trust_remote_code, checkpointing)
 
     @property
     def source(self) -> str:
-        """What transformers loads from. Raises ConfigError for a folder without a model in it."""
+        """The folder or hub name for transformers. Raises ConfigError for a folder without a model."""
         folder = Path(self.path).expanduser()
         if self.path.startswith((".", "/", "~")) and not (folder / "config.json").is_file():
             raise ConfigError(
@@ -59,20 +59,20 @@ class HfModel(ABC):
         return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
-        """A new one, without dropout. Raises as `source`, OSError or ValueError when there is no usable config.json."""
+        """A new one, without dropout. Raises like `source`, and OSError or ValueError for an unusable config.json."""
         config = load_model_config(self.source, self.trust_remote_code, self.override_config)
         switch_off_dropout(config)
         return config
 
     def whole(self) -> PreTrainedModel:
-        """With all its weights in CPU memory."""
+        """The model with all its weights in CPU memory."""
         with self._named():
             model, report = self.auto_class.from_pretrained(self.source, output_loading_info=True, **self._arguments())
         self._complete(model, set(report["missing_keys"]))
         return self._ready(model)
 
     def blank(self) -> PreTrainedModel:
-        """With parameters on `meta` and buffers on the CPU: no memory is taken and no weight is read."""
+        """The model with parameters on `meta` and buffers on the CPU: it takes no memory, and no weights are read."""
         with self._named():
             arguments = self._arguments()
             with torch.device("meta"), meta_device_safe_creation_ops():
@@ -85,11 +85,11 @@ class HfModel(ABC):
 
     @abstractmethod
     def _complete(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """See to the weights that the files lack."""
+        """Handle the weights that the files lack."""
 
     @abstractmethod
     def _check(self, model: PreTrainedModel) -> None:
-        """Raise ConfigError for a model that the engine would not compute right."""
+        """Raise ConfigError for a model that the engine would compute wrongly."""
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -124,13 +124,13 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def switch_off_dropout(config: Any) -> None:
-    """Old and new log-probs (or values) of one token are compared, so the forward must not be random."""
+    """Old and new log-probs (or values) of a token are compared, so the forward pass must not be random."""
     for name, value in config.to_dict().items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
 
 
 def attention_for(device: torch.device) -> str:
-    """Name of the attention that Hugging Face should use on `device`."""
+    """Name of the attention implementation that Hugging Face should use on `device`."""
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if flash else "sdpa"

@@ -1,8 +1,8 @@
 """The KL between policy and anchor as a term of the actor's loss: sampled, Top-k, or exact over the vocabulary.
 
-Which tokens a Top-k KL sums over (k = kl_topk_tokens): for `full_reverse` those that were most likely under the policy
-that sampled (`batch.tokens["top_index"]`, computed before the step's first update; without it the policy is still that
-one, and they come from the same forward pass); for `full_forward` the anchor's, computed when they are needed.
+A Top-k KL sums over k = kl_topk_tokens tokens. For `full_reverse` they are the most likely ones under the policy before
+the step's first update: `batch.tokens["top_index"]`, or, if that is missing, those of the same forward pass, since then
+nothing was updated yet. For `full_forward` they are the anchor's most likely ones, computed when they are needed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SampledTerm:
 
 
 class FullTerm:
-    """Summed over the vocabulary, next to the anchor."""
+    """Exact over the whole vocabulary, which needs the anchor's distribution too."""
 
     def __init__(self, actor: ActorConfig, anchor: AnchorReader) -> None:
         self.divergence = EXACT_KL[actor.kl_loss_type]
@@ -109,7 +109,7 @@ class TopkTerm:
         return KLRequest({"index_Nk": index_Nk}, lambda stats: self._kl(batch, inputs, stats, reference, index_Nk))
 
     def _after(self, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
-        """Once the policy's tokens are known."""
+        """The KL, once the policy's most likely tokens are known."""
         assert stats.index_Nk is not None
         return self._kl(batch, inputs, stats, self.anchor.at(inputs, stats.index_Nk), stats.index_Nk)
 
@@ -138,7 +138,7 @@ def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: To
 
 
 def old_log_probs(batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:
-    """[N] of the policy before the step's first optimizer step; of a batch without them that is the policy itself."""
+    """[N] of the policy before the step's first optimizer step; without that column, of the current policy."""
     if "old_log_probs" not in batch.tokens:
         return stats.log_prob_N.detach()
     return values_at(batch, "old_log_probs", inputs)

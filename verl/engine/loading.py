@@ -37,7 +37,7 @@ def load_sharded(
 ) -> CausalModel:
     """The language model at `path`, sharded; without `trained` it has no gradients, and no adapters.
 
-    `seed` is for the first values of adapters. Raises ConfigError.
+    `seed` initializes adapters. Raises ConfigError.
     """
     hf = CausalLm.of(path, settings, device, trained)
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
@@ -46,7 +46,7 @@ def load_sharded(
 
 
 def load_sharded_critic(settings: CriticModelConfig, device: torch.device, seed: int = 0) -> ValueModel:
-    """The value model that `settings` describe, sharded. `seed` is for adapters. Raises ConfigError."""
+    """The value model that `settings` describe, sharded. `seed` initializes adapters. Raises ConfigError."""
     hf = TokenClassifier.of(settings.path, settings, device, trained=True)
     mixed = settings.fsdp_config.mixed_precision
     precision = resolve_precision(device, mixed.param_dtype, mixed.reduce_dtype)
@@ -62,7 +62,7 @@ def _load(
     trained: bool,
     seed: int,
 ) -> D:
-    """Blank, then sharded, then filled slice by slice; loaded whole where the files cannot be read by slices."""
+    """Built blank, sharded, then filled slice by slice; loaded whole if the files cannot be read by slices."""
     import_modules(settings.external_lib)
     hf_model = hf.blank()
     with _damage_is_named():
@@ -84,14 +84,14 @@ def _load(
 
 
 def import_modules(external_lib: str | list[str] | None) -> None:
-    """Import what registers model classes (`external_lib` of a model's settings)."""
+    """Import the modules that register model classes (`external_lib` of a model's settings)."""
     for name in [external_lib] if isinstance(external_lib, str) else external_lib or []:
         importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def _damage_is_named() -> Iterator[None]:
-    """What cannot be read when a run starts is a mistake in its settings."""
+    """Files that cannot be read at the start of a run are a mistake in its settings."""
     try:
         yield
     except CheckpointError as error:

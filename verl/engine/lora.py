@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W [out, in] acts as W + (alpha / r) B A.
 
-A [r, in] begins with values drawn from the uniform distribution on +-1 / sqrt(in), as peft's do, and B [out, r] with
-zeros, so that the model begins as its base to the bit. Only adapters are trained, and a critic's output layer.
+A [r, in] is initialized uniformly in +-1 / sqrt(in), as in peft, and B [out, r] to zero, so that the model starts
+bitwise equal to its base. Only adapters are trained, and a critic's output layer.
 
-Why this layer is not peft's: peft puts each linear layer below another module, which renames every weight of the base,
-and the names are what weights are read, sent and saved by. Here W keeps its name, and FSDP2 cuts W and B into the same
-rows, so that merging them takes no communication but A's. What is on disk is peft's format (`adapter_files`).
+This layer is not peft's because peft wraps each linear layer in another module, which renames every weight of the base,
+and weights are read, sent and saved by name. Here W keeps its name, and FSDP2 shards W and B by the same rows, so that
+merging them communicates only A. Files on disk have peft's format (`adapter_files`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class Lora:
-    """Rank r, alpha, and which layers: the last parts of their names, or `all-linear`."""
+    """Rank r, alpha, and the target layers: the ends of their names, or `all-linear`."""
 
     rank: int
     alpha: float
@@ -39,17 +39,17 @@ class Lora:
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> Lora | None:
-        """None where all weights are trained."""
+        """The settings of `model`; None if all weights are trained."""
         return cls(model.lora_rank, model.lora_alpha, model.target_modules) if model.lora_rank else None
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """alpha / r."""
         return self.alpha / self.rank
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with the parameters of `layer`, which are frozen, and an adapter in float32."""
+    """A linear layer with the frozen parameters of `layer` and an adapter in float32."""
 
     def __init__(self, layer: nn.Linear, lora: Lora) -> None:
         nn.Module.__init__(self)
@@ -60,7 +60,7 @@ class LoraLinear(nn.Linear):
             for shape in ((lora.rank, self.in_features), (self.out_features, lora.rank))
         )
         self.adapter_is_on = True
-        self.stored_name = ""  # of the weight, in the model's files
+        self.stored_name = ""  # the weight's name in the model's files
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out]."""
@@ -73,11 +73,11 @@ class LoraLinear(nn.Linear):
 def add_adapters(
     model: PreTrainedModel, lora: Lora, dtype: torch.dtype, stored: Mapping[str, str | None] | None = None
 ) -> None:
-    """Freeze the model and put adapters beside its target layers; `begin_adapters` gives them values.
+    """Freeze the model and add adapters to its target layers; `begin_adapters` initializes them.
 
     The frozen weights are kept in `dtype`, to which the forward pass casts them anyway. A critic's output layer stays
-    as it is, and is trained. stored: what weights are called in the model's files, where that is another name. Raises
-    ConfigError for unknown targets.
+    as it is, and is trained. stored: the weights' names in the model's files, where they differ. Raises ConfigError for
+    unknown targets.
     """
     names = target_layers(model, lora.targets)
     for part in (model.base_model, model.get_output_embeddings()):
@@ -99,7 +99,7 @@ def _freeze(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
-    """Names of the linear layers of the decoder that `targets` mean. Raises ConfigError, which says what there is."""
+    """Names of the decoder's linear layers that match `targets`. Raises ConfigError with the possible names."""
     decoder = model.base_model_prefix
     modules = model.base_model.named_modules()
     linear = [f"{decoder}.{name}" for name, module in modules if type(module) is nn.Linear]
@@ -119,7 +119,7 @@ def target_layers(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
 
 @torch.no_grad()
 def begin_adapters(model: nn.Module, seed: int) -> None:
-    """Give A and B their first values. Each A is drawn whole, by the seed and its name, whatever the sharding."""
+    """Initialize A and B. A depends on the seed and its own name, not on the sharding."""
     for name, layer in adapted_layers(model):
         draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         bound = 1 / math.sqrt(layer.in_features)
@@ -129,7 +129,7 @@ def begin_adapters(model: nn.Module, seed: int) -> None:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """With their names; none in a model without adapters."""
+    """Layers with adapters, and their names; none in a model without adapters."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield name, module
@@ -142,7 +142,7 @@ def is_adapter(name: str) -> bool:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what its base does."""
+    """Inside, the model computes what its base would."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.adapter_is_on = False
@@ -154,9 +154,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merge(weight: torch.Tensor, scaled_B: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """W + ((alpha / r) B) A in float32, of all rows of W and B or of the same ones. `scaled_B` has the factor in it.
+    """W + ((alpha / r) B) A in float32, for all rows of W and B or the same part of them. `scaled_B` is (alpha / r) B.
 
-    W is always the base's own weight: merging into what was merged before would add up roundings.
+    W must be the base's own weight: merging into merged weights would accumulate rounding errors.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # a trainer in bfloat16 lets float32 products use TF32

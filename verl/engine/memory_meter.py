@@ -15,7 +15,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class MemoryMeter:
-    """The most by phase since the last `metrics`."""
+    """Peak memory by phase since the last `metrics`."""
 
     def __init__(self, memory: DeviceMemory, role: str) -> None:
         self._memory, self._role = memory, role
@@ -23,21 +23,21 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Count what is taken inside."""
+        """Count the memory used inside for `phase`."""
         self._memory.restart_peak()
         yield
         self.note(phase)
 
     def note(self, phase: Phase) -> None:
-        """Count what was taken since `during` began, and what is there now."""
+        """Count the peak since `during` began, and the memory in use now."""
         usage = self._memory.usage()
         self._count(f"memory_gib/{phase}/{self._role}", usage.process)
         if usage.device is not None:
             self._count(f"memory_gib/{phase}/device", usage.device)
 
     def metrics(self) -> dict[str, float]:
-        """`memory_gib/{phase}/{role}`: of this process, on a GPU what PyTorch's allocator held at most.
-        `memory_gib/{phase}/device`: what all processes together had on its GPU.
+        """`memory_gib/{phase}/{role}`: of this process; on a GPU the peak of PyTorch's allocator.
+        `memory_gib/{phase}/device`: of all processes together on its GPU.
         """
         most, self._most = self._most, {}
         return most

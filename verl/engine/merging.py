@@ -1,4 +1,4 @@
-"""Weights as everyone else knows them: under their Hugging Face names, with adapters merged into them."""
+"""Weights for export: under their Hugging Face names, with adapters merged into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.engine.sharding import local, on_mesh
 
 @dataclass(frozen=True)
 class Exported:
-    """A weight as others see it. `make` gives it, sharded; a collective where it has an adapter to be merged."""
+    """A weight to export. `make` returns it, sharded; a collective if it has an adapter to merge."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -40,14 +40,14 @@ def exported(model: Decoder | ReferencePolicy) -> dict[str, Exported]:
 
 
 def merged_tensors(model: Decoder | ReferencePolicy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and sharded tensors, each made when it is its turn. Every rank must exhaust it."""
+    """Names and sharded tensors, each made when it is reached. Every rank must exhaust the iterator."""
     for name, weight in exported(model).items():
         yield name, weight.make()
 
 
 @torch.no_grad()
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
-    """[out, in] float32, sharded as the weight is. A collective: A is gathered."""
+    """[out, in] float32, sharded like the weight. A collective: A is gathered."""
     weight, B = (_here(tensor) for tensor in (layer.weight, layer.lora_B))
     A = whole_here(layer.lora_A)
     rows = merge(local(weight), layer.lora.scale * local(B), A)

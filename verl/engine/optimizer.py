@@ -32,13 +32,13 @@ class Schedule:
 
     @classmethod
     def from_config(cls, optim: OptimConfig, run_steps: int) -> Schedule:
-        """Of `optim.total_training_steps` steps, or where that is negative of the run's own `run_steps`."""
+        """Over `optim.total_training_steps` steps, or over the run's `run_steps` if that is negative."""
         total_steps = run_steps if optim.total_training_steps < 0 else optim.total_training_steps
         warmup_steps = int(optim.lr_warmup_steps_ratio * total_steps)
         return cls(optim.lr, warmup_steps, total_steps, optim.warmup_style, optim.min_lr_ratio or 0.0)
 
     def at(self, step: int) -> float:
-        """The rate of step `step`, counted from 0; beyond the last step a cosine stays at its minimum."""
+        """The rate of step `step`, counted from 0; after the last step a cosine stays at its minimum."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.style == "constant":
@@ -57,6 +57,6 @@ def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) ->
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the rate `lr`."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -27,8 +27,8 @@ from verl.protocol import TrainBatch
 class PolicyObjective:
     """The actor's loss on one micro-batch; needs `advantages` [T] float32 in `batch.tokens`.
 
-    Without `old_log_probs` [T] float32 the policy is still the one before the step: l_old is l without gradient, the
-    ratio 1. `kl_objective` says what the KL needs.
+    Without `old_log_probs` [T] float32 the policy must not have been updated in this step: l_old is then l without
+    gradient, and the ratio is 1. `kl_objective` says what the KL needs.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PolicyObjective:
 
 
 def require_old_policy(actor: ActorConfig, batch: TrainBatch, own: RankValues | None, num_steps: int) -> None:
-    """Several optimizer steps need what the policy was before the first one. Raises ValueError for what is missing."""
+    """Raise ValueError when several optimizer steps lack values of the policy from before the first one."""
     if num_steps < 2:
         return
     there = batch.tokens.keys() | (own.tokens.keys() if own is not None else set())

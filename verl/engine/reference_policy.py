@@ -28,14 +28,14 @@ class ReferencePolicy(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: ModelInput, temperature: float, **requested: Any) -> TokenStats:
-        """As the policy's, with adapters off."""
+        """Like the policy's, with adapters off."""
         with adapters_off(self.policy):
             stats: TokenStats = self.policy(inputs, temperature, **requested)
         return stats
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> torch.Tensor:
-        """As the policy's, with adapters off."""
+        """Like the policy's, with adapters off."""
         with adapters_off(self.policy):
             return self.policy.hidden(inputs)
 
@@ -44,5 +44,5 @@ class ReferencePolicy(nn.Module):
         return self.policy.head()
 
     def train(self, mode: bool = True) -> ReferencePolicy:
-        """Leaves the policy in its mode: it may be read in the middle of the policy's update."""
+        """Does nothing: the policy keeps its mode, as it may be in the middle of an update."""
         return self

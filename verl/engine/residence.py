@@ -1,9 +1,9 @@
-"""What of a role is on its device, phase by phase: parameters, gradients and optimizer state move to host memory and
-back, each by one call.
+"""Which parts of a role are on its device in each phase: parameters, gradients and optimizer state move to host memory
+and back, each by one call.
 
 Only the local parts of sharded tensors (DTensors) move. The tensor objects stay the same, so that the optimizer and
 FSDP2 notice nothing, and what is in host memory can be read, saved and written there as usual. Host memory is one block
-for each group of tensors, pinned on CUDA and kept for the next time; copies are asynchronous and waited for once.
+for each group of tensors, pinned on CUDA and reused; copies are asynchronous and waited for once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 256  # bytes
 
 
 class Slot(NamedTuple):
-    """A contiguous tensor that can be put elsewhere: `put` takes a [n] tensor with the same values."""
+    """A contiguous tensor that can be moved: `put` replaces its memory by a [n] tensor with the same values."""
 
     flat: torch.Tensor
     put: Callable[[torch.Tensor], None]
@@ -44,7 +44,7 @@ class Movable:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Copy what is not there already, and let go of the device's memory."""
+        """Copy what is not there already, and release the device's memory."""
         slots = [slot for slot in self._slots() if slot.flat.numel()]
         if all(self._at_home(slot.flat) for slot in slots):
             return
@@ -56,21 +56,21 @@ class Movable:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """What follows on the current stream finds the tensors there."""
+        """Copy all to the device; later work on the current stream finds the tensors there."""
         for slot in self._slots():
             if slot.flat.numel() and (slot.flat.device != self._device or self._at_home(slot.flat)):
                 slot.put(torch.empty_like(slot.flat, device=self._device).copy_(slot.flat, non_blocking=True))
 
     @property
     def on_device(self) -> bool:
-        """Whether any of them is."""
+        """Whether any of them is on the device."""
         return any(slot.flat.numel() and not self._at_home(slot.flat) for slot in self._slots())
 
     def _at_home(self, flat: torch.Tensor) -> bool:
         return flat.untyped_storage()._cdata == self._home.untyped_storage()._cdata
 
     def _room(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A place in host memory for each tensor, in order."""
+        """Space in host memory for each tensor, in order."""
         sizes = [-(-flat.nbytes // ALIGNMENT) * ALIGNMENT for flat in flats]
         if self._home.nbytes != sum(sizes) or any(map(self._at_home, flats)):  # those at home may be at other places
             self._home = self._memory.host_block(sum(sizes))
@@ -86,7 +86,7 @@ class Residence:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, *parts: Part) -> Iterator[None]:
-        """Have on the device what the phase needs (of that only `parts`, when some are named); leave afterwards."""
+        """Move to the device what the phase needs (only `parts` of that, if given); `leave` afterwards."""
         wanted = RESIDENT[phase].intersection(parts) if parts else RESIDENT[phase]
         for part, movable in self._movable.items():
             if part in wanted:
@@ -98,18 +98,18 @@ class Residence:
 
     @property
     def on_device(self) -> set[Part]:
-        """The movable parts that are there now."""
+        """The movable parts that are on the device now."""
         return {part for part, movable in self._movable.items() if movable.on_device}
 
     def leave(self) -> None:
-        """Move everything to host memory, and give free memory back: others on the device need it next."""
+        """Move everything to host memory, and return free memory to the device, where others need it next."""
         for movable in self._movable.values():
             movable.to_host()
         self._memory.give_back()
 
 
 def moves_on(device: torch.device) -> bool:
-    """Whether host memory is another memory than the device's."""
+    """Whether host memory is separate from the device's."""
     return kind_of(device) == "cuda"
 
 
@@ -120,7 +120,7 @@ def residence(
     device: torch.device,
     anchor: tuple[FrozenFsdpConfig, nn.Module] | None = None,
 ) -> Residence:
-    """Of a trained role, as its `*_offload` keys say."""
+    """Of a trained role, according to its `*_offload` keys."""
     memory = device_memory(device)
     slots: dict[Part, Slots] = {}
     if fsdp.param_offload:
@@ -155,7 +155,7 @@ def _parameter_slot(parameter: object) -> Slot:
 
 
 def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
-    """The local parts of those that are DTensors."""
+    """Slots of the local parts of those `tensors` that are DTensors."""
     return [_tensor_slot(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
 
 

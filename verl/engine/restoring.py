@@ -13,9 +13,9 @@ from verl.errors import CheckpointError
 
 
 def load_saved(model: Decoder, path: Path) -> None:
-    """Copy the weights of a folder that `saving.save_model` wrote into `model`, each rank reading its own slices.
+    """Load the weights that `saving.save_model` wrote to `path` into `model`; each rank reads its own slices.
 
-    Into a model with adapters only these are copied. Raises CheckpointError when a weight is missing, has another
+    For a model with adapters only these are loaded. Raises CheckpointError when a weight is missing, has another
     shape, or its file is damaged; nothing is changed then.
     """
     reshard(model)

@@ -1,8 +1,8 @@
 """All that an engine needs to resume exactly, in PyTorch's distributed checkpoint format.
 
-Weights, optimizer and anchor are written shard by shard, so that any number of ranks reads what any other number wrote.
-Of a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
-Files are written in the background while training continues: what is written are copies in CPU memory.
+Weights, optimizer and anchor are written shard by shard, so that another number of ranks can load them.
+For a model with adapters only what is trained is written, and which base it belongs to (`base_weights`).
+Files are written in the background, from copies in CPU memory, while training continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 class Resumable:
     """The models of an engine and the optimizer of one of them. All ranks call all methods, in the same order.
 
-    `models` by role; `optimizer` is that of the model `trained`.
+    `models`: by role; `optimizer`: of the role `trained`.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], trained: str, optimizer: torch.optim.Optimizer) -> None:
@@ -47,9 +47,9 @@ class Resumable:
         self._written: Future[Digests] | None = None
 
     def start_saving(self, folder: Path, counters: Mapping[str, float]) -> None:
-        """Copy everything and return; files are written to `folder` (which is there) afterwards.
+        """Copy everything and return; files are written to `folder`, which must exist, afterwards.
 
-        Waits for an earlier save; `saved` says before whether that failed.
+        Waits for an earlier save; call `saved` before to know whether that failed.
         """
         if self._written is not None:
             self._written.exception()
@@ -69,16 +69,16 @@ class Resumable:
         return self._written is None or self._written.done()
 
     def saved(self) -> Digests:
-        """Wait for the end of writing: what this rank wrote since the last `start_saving`, {} before the first.
+        """Wait until all is written. Returns what this rank wrote since the last `start_saving`, {} before the first.
 
-        Raises CheckpointError when it failed, each time.
+        Raises CheckpointError when it failed, on every call.
         """
         if self._written is None:
             return {}
         return self._written.result()
 
     def load(self, folder: Path, counters: Mapping[str, float]) -> dict[str, float]:
-        """Put back what is in `folder`; returns the counters that were saved under these names.
+        """Load what is in `folder`; returns the counters that were saved under these names.
 
         Raises CheckpointError when something is missing or has another shape.
         """
@@ -101,7 +101,7 @@ class Resumable:
         if self._base is not None:
             self._base.check(folder)
         elif (folder / BASE_FILE).is_file():
-            raise CheckpointError(f"it has adapters ({BASE_FILE}): set lora_rank as it was, or start a new run")
+            raise CheckpointError(f"it has adapters ({BASE_FILE}): set lora_rank as that run did, or start a new run")
 
     def _write(self, tensors: Tensors, folder: Path) -> Digests:
         try:
@@ -132,7 +132,7 @@ class Resumable:
         }
 
     def _prepare_optimizer(self, used: bool) -> None:
-        """Make the optimizer's tensors, to be filled, if the saved one had been used."""
+        """Allocate the optimizer's tensors, to be filled, if the saved one had taken a step."""
         self._optimizer.state.clear()
         if not used:
             return

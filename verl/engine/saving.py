@@ -30,7 +30,7 @@ MAX_FILE_BYTES = 5 * 2**30
 def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Save config, float32 weights and tokenizer to the folder `path`, replacing what is there. All ranks call it.
 
-    Adapters are merged into the weights, and lie by themselves in the folder `adapter` (`adapter_files`).
+    Adapters are merged into the weights, and also saved separately in the folder `adapter` (`adapter_files`).
 
     Rank 0 writes, holding one shard of one weight at a time; the others send theirs and hold nothing. A failure (a full
     disk, say) removes what was written, leaves an older `path` as it was, and raises CheckpointError on every rank.
@@ -98,7 +98,7 @@ def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[
 
 
 def write_weights(folder: Path, parts: Iterator[torch.Tensor], files: Mapping[str, Sequence[Entry]]) -> None:
-    """`parts` holds the values of all entries, in the order of `files`; several files get an index."""
+    """Write `parts`, the values of all entries in the order of `files`; several files get an index."""
     for file, entries in files.items():
         write_safetensors(folder / file, entries, parts)
     if len(files) > 1:

@@ -1,12 +1,12 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): neighbouring ranks share rows, and each has a slice of the tokens.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): a group of ranks shares rows, and each has a slice of the tokens.
 
-The rows of a micro-batch lie packed in one row of T tokens, filled up to a multiple of the group's size. A rank has
-T / size of them in all that is done token by token. Around attention an all-to-all swaps the two: all tokens, of
-heads / size heads. What the head says of the selected tokens is gathered, and every rank of the group computes the same
-loss on whole rows.
+The rows of a micro-batch are packed into one row of T tokens, padded to a multiple of the group's size. A rank has
+T / size of them wherever tokens are computed independently. For attention, an all-to-all gives it all tokens of
+heads / size heads instead. The outputs for the selected tokens are gathered, and every rank of the group computes the
+same loss on whole rows.
 
 In the backward each rank takes the part of that loss's gradient that belongs to its slice, without a sum. So the
-parameters' gradients of a group add up to the gradient of its loss, taken once.
+parameters' gradients of a group add up to the gradient of its loss, counted once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from verl.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """`size` neighbouring ranks, of which this one is number `place`."""
+    """`size` consecutive ranks; this one is number `place`."""
 
     process_group: dist.ProcessGroup = field(repr=False)
     size: int
     place: int
 
     def scatter_heads(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Each [1, heads, T / size, D] of this rank's tokens as [1, heads / size, T, D] of all tokens.
+        """Turn each [1, heads, T / size, D] of this rank's tokens into [1, heads / size, T, D] of all tokens.
 
-        Heads of keys and values that are fewer are repeated as often as it takes for each rank to have those that its
-        heads of the query read.
+        Where there are fewer key and value heads (GQA), they are repeated until each rank has those that its query
+        heads read.
         """
         repeated = [self._enough_heads(x) for x in inputs]
         outgoing = [_parts_of_heads(x[0], self.size) for x in repeated]
@@ -65,21 +65,21 @@ class SequenceShare:
 
     @property
     def own(self) -> slice:
-        """Which of the N are in this rank's."""
+        """Which of the N selected tokens are in this rank's slice."""
         start = sum(self.counts[: self.group.place])
         return slice(start, start + self.counts[self.group.place])
 
     def gather(self, value_n: torch.Tensor) -> torch.Tensor:
-        """[N, ...] on every rank of the group, from what each has for its own tokens [n, ...]. The gradient of a loss
-        that is the same on all of them goes back to where a value came from.
+        """[N, ...] on every rank of the group, from each rank's values [n, ...] of its own tokens. The loss must be the
+        same on all of them; its gradient returns to the rank that has the value.
         """
         gathered_N: torch.Tensor = _Gather.apply(value_n, self)
         return gathered_N
 
 
 def sequence_group(device: torch.device, size: int) -> SequenceGroup | None:
-    """This rank's; None for a group of one. Collective, over all ranks. Raises ConfigError when `size` does not divide
-    their number.
+    """This rank's group; None for a group of one. A collective of all ranks. Raises ConfigError when `size` does not
+    divide their number.
     """
     if size == 1:
         return None
@@ -93,12 +93,12 @@ def sequence_group(device: torch.device, size: int) -> SequenceGroup | None:
 
 
 def require_divisible_heads(config: PreTrainedConfig, size: int) -> None:
-    """Raises ConfigError for a model whose heads `size` ranks cannot share equally."""
+    """Raise ConfigError for a model whose heads `size` ranks cannot share equally."""
     heads = getattr(config, "num_attention_heads", None)
     if size > 1 and (heads is None or heads % size):
         raise ConfigError(
-            f"ulysses_sequence_parallel_size is {size}; it must divide the attention heads of the model, "
-            f"{heads or 'which its config.json does not count'}, as each rank of a group attends with some of them"
+            f"ulysses_sequence_parallel_size is {size}; it must divide the number of attention heads of the "
+            f"model ({heads or 'not in its config.json'}), because each rank of a group computes some of them"
         )
 
 

@@ -32,8 +32,8 @@ class SftEngine:
         fsdp = config.fsdp_config
         if fsdp.param_offload or fsdp.grad_offload or fsdp.optimizer_offload:
             raise ConfigError(
-                "fsdp_config.*_offload frees a device between the phases of RL, and supervised training has one phase: "
-                "set them to False; to save memory lower trainer.max_token_len_per_gpu or use more devices"
+                "fsdp_config.*_offload frees a device between the phases of RL, but supervised training has only one: "
+                "set it to False; to save memory, lower trainer.max_token_len_per_gpu or use more devices"
             )
         self.model = load_sharded(
             config.model.path,

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params: int = 0) -> None:
     """Shard `model` in place over `mesh`.
 
-    Each decoder layer of at least `min_num_params` parameters is one unit, all else (embedding, norm, head, small
-    layers) is the root unit. The root stays gathered from its forward to its backward: the head's chunks are computed
-    again there, and an exact KL reads the anchor's head after the anchor's forward. It therefore must be released by
-    `reshard` after passes without a backward, before its weights change. With one rank in a shard group nothing is
-    released early. A unit's weights are gathered while the unit before it computes.
+    Each decoder layer of at least `min_num_params` parameters is one unit; all else (embedding, norm, head, small
+    layers) is the root unit. The root stays gathered from its forward to its backward, which recomputes the head's
+    chunks; and an exact KL reads the anchor's head after the anchor's forward. So after passes without a backward,
+    `reshard` must release it before its weights change. With one rank in a shard group nothing is released early. A
+    unit's weights are gathered while the unit before it computes.
     """
     mixed = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     layers = [layer for layer in decoder_layers(model.model) if num_parameters(layer) >= min_num_params]
@@ -45,8 +45,8 @@ def shard(model: Decoder, mesh: DeviceMesh, precision: Precision, min_num_params
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
-    """By the order of the forward pass. FSDP2 would gather a unit's weights when the unit is called: as early on the
-    device, but not before the host has come so far.
+    """Gather weights one unit ahead. FSDP2 by itself gathers a unit's weights when the host calls the unit, which may
+    be late.
     """
     sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(sharded):
@@ -56,9 +56,9 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, last: bool, every_time: bool) -> None:
-    """Set before the backward of a micro-batch how its gradients are reduced. Those of the `last` one of a mini-batch
-    are reduced over all ranks. Before it they are reduced within a shard group only (`every_time`), and replicas (HSDP)
-    add up their shards; or not at all, and every rank adds up whole gradients.
+    """Set, before the backward of a micro-batch, how its gradients are reduced. Those of the `last` one of a mini-batch
+    are reduced over all ranks. Earlier ones are reduced within a shard group only (`every_time`), and each rank
+    accumulates its shard; or not at all, and each rank accumulates whole gradients.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -79,8 +79,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def end_reading(model: nn.Module) -> None:
-    """Like `reshard`, after forward passes that no backward follows: FSDP2 notes their order for a backward, and would
-    keep it for ever. Nothing for a model that reads the layers of another, whose backward may be still to come.
+    """Like `reshard`, after forward passes without a backward: FSDP2 records their order for a backward, and would keep
+    it forever. Does nothing for a model that uses the layers of another, whose backward may still follow.
     """
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
@@ -94,9 +94,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowShards:
-    """A weight of which each rank of a group holds some rows, one after the other.
+    """A weight whose rows are split over the ranks of a group, in order.
 
-    groups: the ranks of each by place; all groups hold the same. replica, place: this rank's group and place.
+    groups: the ranks of each group by place; all groups hold the same. replica, place: this rank's group and place.
     """
 
     tensor: DTensor
@@ -106,7 +106,7 @@ class RowShards:
 
     @property
     def ranks(self) -> list[int]:
-        """Of this rank's group."""
+        """The ranks of this rank's group."""
         return self.groups[self.replica]
 
     def rows_at(self, place: int) -> slice:
@@ -116,7 +116,7 @@ class RowShards:
 
     @property
     def values(self) -> slice:
-        """Those that this rank holds, counted row by row."""
+        """Which values this rank holds, counted row by row."""
         rows, size = self.rows_at(self.place), self.tensor.numel() // max(1, self.tensor.shape[0])
         return slice(rows.start * size, rows.stop * size)
 
@@ -126,7 +126,7 @@ class RowShards:
 
 
 def row_shards(tensor: torch.Tensor) -> RowShards | None:
-    """None for a weight that is not split by rows: every rank has it whole, or a model splits it in its own way."""
+    """None for a weight that is not split by rows: every rank has all of it, or the model splits it in its own way."""
     if not isinstance(tensor, DTensor) or tensor.placements[-1] != Shard(0):
         return None
     if not all(placement.is_replicate() for placement in tensor.placements[:-1]):
@@ -137,9 +137,9 @@ def row_shards(tensor: torch.Tensor) -> RowShards | None:
 
 
 def own_values(tensor: torch.Tensor) -> slice:
-    """Which values of a weight, counted row by row, belong to this rank: each belongs to exactly one.
+    """Which values of a weight, counted row by row, belong to this rank; each value belongs to exactly one rank.
 
-    Of a weight that every rank has whole, all belong to the main rank; of replicas the first has them.
+    If every rank has the whole weight, all values belong to the main rank; of several replicas, to the first.
     """
     shards = row_shards(tensor)
     if shards is None:
@@ -168,5 +168,5 @@ def is_main_rank() -> bool:
 
 
 def named_tensors(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and saved buffers under their Hugging Face names, sharded as they are."""
+    """Parameters and saved buffers under their Hugging Face names, still sharded."""
     return weights_of(model.model)

@@ -1,7 +1,7 @@
 """Filling a sharded model from files, each rank reading its own slices: no rank ever holds the whole model.
 
 The names in the files are translated by transformers' own rules. Where those rules also change the layout of weights
-(experts that are stored one by one, say), slices of the file are not slices of the model, and there is no `Slices`.
+(experts that are stored one by one, say), slices of the file are not slices of the model, so it is loaded whole.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from verl.engine.weight_files import WeightFiles, weight_files
 
 logger = logging.getLogger(__name__)
 
-COMPARED_VALUES = 2**22  # at a time, when two stored weights should be one
+COMPARED_VALUES = 2**22  # compared at a time, where two stored weights should be equal
 
 _UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
 
 
 @contextlib.contextmanager
 def unread_weights() -> Iterator[None]:
-    """Inside, models need a config.json alone: their weights get memory and no values. For measuring."""
+    """Inside, models need only a config.json: their weights get memory, but no values. For measuring."""
     token = _UNREAD.set(True)
     try:
         yield
@@ -43,14 +43,14 @@ def unread_weights() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Where each weight of a model lies in `files`: `stored` has its name there, None for one that is to be zero."""
+    """Where each weight of a model is in `files`: `stored` has its name there, or None for one that starts at zero."""
 
     files: WeightFiles
     stored: Mapping[str, str | None]
 
     @torch.no_grad()
     def fill(self, model: Decoder, device: torch.device) -> None:
-        """Give the parameters of a blank model, sharded by now, memory on `device` and this rank's values.
+        """Allocate the parameters of a blank, sharded model on `device`, and read this rank's values.
 
         Raises CheckpointError when a file cannot be read.
         """
@@ -61,13 +61,13 @@ class Slices:
 
 
 class Unread(Slices):
-    """Of weights that nobody reads."""
+    """Weights that are not read from files."""
 
     def __init__(self) -> None:
         super().__init__(WeightFiles({}), {})
 
     def fill(self, model: Decoder, device: torch.device) -> None:
-        """Give the parameters of a blank model, sharded by now, memory on `device`, whatever is in it."""
+        """Allocate the parameters of a blank, sharded model on `device`, uninitialized."""
         _give_memory(model, device)
 
 
@@ -76,10 +76,10 @@ class NotSliceableError(Exception):
 
 
 def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> Slices | None:
-    """Where the weights of a blank model lie in the files of a folder or hub name.
+    """Where the weights of a blank model are in the files of a folder or hub name.
 
-    None, with the reason in the log, where it must be loaded as a whole. `new_head`: an output layer that the files
-    lack is to be zero. Raises CheckpointError when a file is damaged.
+    None, with the reason in the log, if the model must be loaded whole. `new_head`: an output layer that the files
+    lack starts at zero. Raises CheckpointError when a file is damaged.
     """
     if _UNREAD.get():
         return Unread()
@@ -91,7 +91,7 @@ def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> 
             raise NotSliceableError(f"{len(absent)} weights are not in the files, the first is {absent[0]}")
         return Slices(files, stored)
     except NotSliceableError as reason:
-        logger.warning("%s: every worker loads the whole model, then keeps its shard: %s", source, reason)
+        logger.warning("%s: every worker loads the whole model and then keeps its shard, because %s", source, reason)
         return None
 
 
@@ -131,10 +131,10 @@ def _usable_files(model: PreTrainedModel, source: str) -> WeightFiles:
 
 
 def _stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str | None]:
-    """By name in the model; None for what is not in the files."""
+    """Names in the files, by name in the model; None for a weight that is not in the files."""
     held = _translated(model, files)
     if unused := sorted(files.file_of.keys() - set(held.values())):
-        logger.info("%d stored weights are not the model's, the first is %s", len(unused), unused[0])
+        logger.info("%d stored weights are not part of the model, the first is %s", len(unused), unused[0])
     stored: dict[str, str | None] = {}
     for name, tensor in weights_of(model):
         where = [held[alias] for alias in _aliases(model, name) if alias in held]
@@ -143,12 +143,12 @@ def _stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str |
             if files.shape(one) != tensor.shape:
                 raise NotSliceableError(f"{one} has shape {list(files.shape(one))}, not {list(tensor.shape)}")
         if not all(_same(files, where[0], other) for other in where[1:]):
-            raise NotSliceableError(f"{' and '.join(where)} should be one weight and differ")
+            raise NotSliceableError(f"{' and '.join(where)} should be equal, but differ")
     return stored
 
 
 def _translated(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """By name in the model the name in the files, as transformers translates it when it loads."""
+    """Names in the files, by name in the model, as transformers translates them when it loads."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -1,7 +1,7 @@
 """The weights of a sharded model as a stream of bytes through one rank, and safetensors files made of that stream.
 
-Shards are rows of a weight, so the shards of all ranks, one after the other, are the weight as a file holds it: the
-writing rank needs memory for one shard of one weight, and the others for nothing.
+Shards are rows of a weight, so the shards of all ranks in order are the weight as stored in a file: the writing rank
+needs memory for one shard of one weight, the others for none.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Entry:
 
 @torch.no_grad()
 def stream(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Flat CPU tensors on the main rank: the values of all tensors in order. The other ranks send theirs, and get none.
+    """Flat CPU tensors on the main rank: the values of all tensors in order. Other ranks send theirs and yield none.
 
-    Every rank must exhaust it.
+    Every rank must exhaust the iterator.
     """
     for tensor in tensors:
         for part in _parts(tensor):
@@ -56,7 +56,7 @@ def stream(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], parts: Iterator[torch.Tensor]) -> None:
-    """Write what `parts` holds next: the values of `entries`, in order."""
+    """Write the next values of `parts`, which are those of `entries`, in order."""
     with path.open("wb") as file:
         file.write(_header(entries))
         left = sum(entry.num_bytes for entry in entries)
@@ -105,7 +105,7 @@ def _received(shards: RowShards) -> Iterator[torch.Tensor]:
 
 
 def _sent(shards: RowShards) -> Iterator[torch.Tensor]:
-    """Nothing, when they are sent: the main rank has those of its own replica."""
+    """Sends them and yields nothing; the main rank has the shards of its own replica."""
     own = local(shards.tensor)
     if own.numel() and shards.replica == 0:
         dist.send(own.contiguous(), dst=0)

@@ -40,7 +40,7 @@ class ValueEngine(TrainedEngine):
         super().__init__(config, self.critic, *of_critic, failures="failures/critic")
 
     def values(self, batch: TrainBatch) -> RankValues:
-        """`value` [T] float32: at each of the loss mask's tokens in this rank's rows, that of the state before it.
+        """`value` [T] float32: for each token of the loss mask in this rank's rows, the value of the state before it.
 
         Raises NumericalError when one of them is not finite.
         """

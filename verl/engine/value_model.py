@@ -1,7 +1,7 @@
-"""A decoder with one output per token: the value of the state that a token was chosen in.
+"""A decoder with one output per token: the value of the state before that token.
 
-The model is Hugging Face's token classification with one label, the format of published critics, so a saved critic
-loads there, and a causal language model or a critic saved there loads here.
+The model is Hugging Face's token classifier with one label, the format of published critics. So transformers loads the
+critics saved here, and published critics and causal language models load here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ValueModel(Decoder):
 
 
 class TokenClassifier(HfModel):
-    """A token classifier with one label. A head that is not in the files starts at zero: every value is 0 then."""
+    """A token classifier with one label. A head that is not in the files starts at zero, so that every value is 0."""
 
     auto_class = AutoModelForTokenClassification
     setting = "critic.model.path"

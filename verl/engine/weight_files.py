@@ -24,20 +24,20 @@ class WeightFiles:
 
     @classmethod
     def of(cls, file: Path) -> WeightFiles:
-        """All that one file holds. Raises CheckpointError when it cannot be read."""
+        """All weights of one file. Raises CheckpointError when it cannot be read."""
         with _opened(file, "names") as opened:
             return cls(dict.fromkeys(opened.keys(), file))
 
     def shape(self, name: str) -> torch.Size:
-        """Raises CheckpointError when the file cannot be read."""
+        """Shape of a weight. Raises CheckpointError when the file cannot be read."""
         with _opened(self.file_of[name], name) as source:
             return torch.Size(source.get_slice(name).get_shape())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
         """A copy of the part at `index`, in the file's number format. Raises CheckpointError when it cannot be read.
 
-        The file is opened for this one weight: as long as a mapped file is open, all that was ever read of it counts
-        as memory of the process.
+        The file is opened for this one weight: as long as a mapped file is open, all that was read from it counts as
+        memory of the process.
         """
         with _opened(self.file_of[name], name) as source:
             part = source.get_slice(name)[index or ...]
@@ -45,7 +45,7 @@ class WeightFiles:
 
 
 def weight_files(source: str | Path) -> WeightFiles | None:
-    """Those of a folder or hub name (downloaded if need be), None where there are no safetensors files.
+    """The files of a folder or hub name (downloaded if need be); None if there are no safetensors files.
 
     Raises CheckpointError when a file is absent or damaged.
     """

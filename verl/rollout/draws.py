@@ -12,13 +12,13 @@ from verl.rollout.groups import Group
 from verl.rollout.worker import EpisodeRequest
 
 Feed = Callable[[Sequence[Group]], Sequence[Group] | None]
-"""Given the groups that have been completed since it was asked last: those to begin now; None when there are enough."""
+"""Given the groups completed since the last call, the groups to begin now; None when there are enough."""
 
 
 class Draws:
-    """What is missing of `groups`, and of those that `feed` adds; a slot is one trajectory.
+    """What is still to be sampled of `groups`, and of those that `feed` adds; a slot is one trajectory.
 
-    Slots wait in one queue, in order. One that failed goes to its end, to be drawn again with another seed, at most
+    Slots wait in one queue, in order. A slot that failed goes to its end and is retried with another seed, at most
     `agent.max_redraws` times.
     """
 
@@ -44,7 +44,7 @@ class Draws:
             self.num_unfinished += len(slots)
 
     def settle(self) -> None:
-        """Tell `feed` of the groups that are complete."""
+        """Report the complete groups to `feed`."""
         while self._complete and self._feed and not self.is_enough:
             complete, self._complete = self._complete, []
             further = self._feed(complete)
@@ -52,9 +52,9 @@ class Draws:
             self.add(further or ())
 
     def take(self, most: int, engine: str = "") -> list[EpisodeRequest]:
-        """The next episodes of the queue, for an engine of that name; those that were begun at another one come last.
+        """The next episodes of the queue for the engine of that name; those begun on another engine come last.
 
-        Where an episode was interrupted its search goes on: elsewhere it has to be asked again.
+        An interrupted episode's search continues on its own engine; on another one it has to be repeated.
         """
         taken, elsewhere = list[int](), list[int]()
         while self.waiting and len(taken) < most:
@@ -74,7 +74,7 @@ class Draws:
         return index in group.begun and group.begun_at.get(index, engine) != engine
 
     def record(self, slot: int, trajectory: Trajectory, engine: str = "") -> None:
-        """Of an engine. Raises RolloutError once so much has failed that the share is out of bounds whatever comes."""
+        """Record a result. Raises RolloutError once the share of failures is sure to exceed its limit."""
         group, index = self.slots[slot]
         if trajectory.status is None:  # interrupted
             if trajectory.num_turns:
@@ -99,16 +99,16 @@ class Draws:
         self._raise_if_too_many_failed()
 
     def require_few_failures(self) -> None:
-        """At the end, when nothing more is sampled. Raises RolloutError."""
+        """Call it at the end, when sampling is over. Raises RolloutError."""
         self.num_unfinished = 0
         self._raise_if_too_many_failed()
 
     def return_first(self, slots: Iterable[int]) -> None:
-        """What was being sampled there is lost: it is the next to be sampled, with the seeds that it had."""
+        """Put slots whose samples are lost at the front of the queue, with the same seeds."""
         self.waiting.extendleft(sorted(slots, reverse=True))
 
     def put_back(self) -> None:
-        """All that was being sampled is lost: it waits again, with the seeds that it had."""
+        """Put all unfinished slots, whose samples are lost, back into the queue, with the same seeds."""
         self.waiting = deque(slot for slot, (group, index) in enumerate(self.slots) if index not in group.results)
 
     def stats(self) -> dict[str, float]:
@@ -118,9 +118,9 @@ class Draws:
         }
 
     def _raise_if_too_many_failed(self) -> None:
-        """Even if everything unfinished succeeds at its next attempt, the share of failures must be in bounds.
+        """Raise if the limit is exceeded even if everything unfinished succeeds at its next attempt.
 
-        A further failure and its redraw never bring the share back, so when this is said does not depend on the order.
+        Further failures and retries cannot undo that, so the outcome does not depend on their order.
         """
         limit = self.config.agent.max_failed_ratio
         if self.num_failures > limit * (self.num_attempts + self.num_unfinished):

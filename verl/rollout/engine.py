@@ -29,19 +29,19 @@ from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 from verl.rollout.weights.exported import ExportedWeights  # noqa: E402
 
-HEALTH_S = 1.0  # between looks whether a process that owes an answer still lives
+HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed
-TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # as vLLM calls them, in the order of waking
+TAGS = {Part.ENGINE_WEIGHTS: "weights", Part.KV_CACHE: "kv_cache"}  # vLLM's names, in the order of waking
 DISCARD = 2  # sleep level: nothing is copied to host memory; the next sync brings the weights
-LITTER_PREFIX = "verl-vllm-"  # short: paths of sockets are, too
+LITTER_PREFIX = "verl-vllm-"  # short, because socket paths must be
 
 
 class VLLMEngine:
     """Implements `verl.agent.environment.StreamingSampler` with one vLLM engine in a child process.
 
-    Log-probs are of the distribution that was sampled from: after temperature, top-k and top-p. For a greedy request
-    (temperature 0) they are those of the model at temperature 1. With float32 weights on CPU and a seed per request,
-    the ids and the log-prob bits of a request do not depend on what else is in the batch.
+    Log-probs are those of the distribution that was sampled from: after temperature, top-k and top-p. For a greedy
+    request (temperature 0) they are those of the model at temperature 1. With float32 weights on CPU and a seed per
+    request, the ids and the log-prob bits of a request do not depend on what else is in the batch.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -51,13 +51,13 @@ class VLLMEngine:
         self.weight_version = 0
         self._awake = frozenset(TAGS)
         self._has_weights = True
-        self._expected: tuple[int, int] | None = None  # version and bucket that come next, within a version
+        self._expected: tuple[int, int] | None = None  # the next version and bucket, within a version
         args = engine_args(settings, self._on_cpu)
         variables = engine_variables(settings, self._on_cpu)
-        # What the engine puts into the temporary folder (sockets, a rendezvous file) it never takes away.
+        # The engine never removes what it puts into the temporary folder (sockets, a rendezvous file).
         self._litter = OwnedFolder(LITTER_PREFIX)
         variables["VLLM_RPC_BASE_PATH"] = str(self._litter.path)
-        if self._on_cpu:  # on a GPU its compiler caches kernels there, for the next engine too
+        if self._on_cpu:  # on a GPU its compiler caches kernels there, which the next engine uses
             variables["TMPDIR"] = str(self._litter.path)
         try:
             with _environment(variables):
@@ -67,9 +67,9 @@ class VLLMEngine:
             raise
 
     async def start(self) -> None:
-        """Tie the engine's process to this one, so that it cannot outlive it. Optional, once, before the first use.
+        """Tie the engine's process to this one, so that it cannot outlive it. Optional; once, before the first use.
 
-        On a CPU it samples the same ids in less time from then on.
+        On a CPU it also makes sampling faster, with the same ids.
         """
         await self.on_ranks("join_run", os.getpid())
         if self._on_cpu:
@@ -94,9 +94,9 @@ class VLLMEngine:
                 yield _generation(completion, self.weight_version)
 
     async def interrupt(self) -> None:
-        """End every turn that is being sampled after its next token; what there is of it is its generation.
+        """End every turn that is being sampled after its next token; its generation is what was sampled so far.
 
-        A turn whose request is on the way to the engine may be missed: ask again while one is awaited.
+        A request that is still on its way to the engine may be missed: call it again while a turn is awaited.
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={INTERRUPT: True})
         async for _ in self._complete((0,), params):
@@ -109,12 +109,12 @@ class VLLMEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that are being sampled, or wait for it."""
+        """Number of requests that are running or waiting."""
         return int(self._llm.output_processor.get_num_unfinished_requests())
 
     @property
     def whole_sequences(self) -> float:
-        """Sequences of `max_model_len` tokens that the key-value cache holds."""
+        """Number of sequences of `max_model_len` tokens that fit into the key-value cache."""
         return self._llm.vllm_config.cache_config.kv_cache_max_concurrency or 1.0
 
     async def _complete(self, ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[CompletionOutput, None]:
@@ -136,11 +136,11 @@ class VLLMEngine:
             ) from error
 
     async def load_weights(self, exported: ExportedWeights) -> None:
-        """Take a bucket of new weights; those of a version have to come in order, while no request is running.
+        """Load a bucket of new weights; the buckets of a version must come in order, while no request is running.
 
-        The engine does not sample from the first bucket on until it has the last one. Raises `WeightSyncError` when
-        something else arrived, or it could not be loaded; if nothing of the version was loaded by then the engine is as
-        it was, else it is of no more use.
+        Between the first bucket and the last one the engine does not sample. Raises `WeightSyncError` when the bucket
+        is wrong or could not be loaded; if nothing of the version was loaded by then, the engine is unchanged, else it
+        cannot be used any more.
         """
         index, count = exported.index, exported.count
         what = f"weights version {exported.version}" + f", bucket {index + 1} of {count}" * (count > 1)
@@ -148,7 +148,7 @@ class VLLMEngine:
             raise WeightSyncError(f"{what}: an earlier load broke off half-way; start a new engine to sample again")
         had_weights, self._has_weights, self._expected = self._has_weights, False, (exported.version, index + 1)
         refused = await self._load(exported, what)
-        if index == 0 and all(refused):  # nobody took any of it
+        if index == 0 and all(refused):  # no rank loaded any of it
             self._has_weights, self._expected = had_weights, None
         _require_accepted(what, refused)
         if index + 1 == count:
@@ -156,7 +156,7 @@ class VLLMEngine:
             await self._loaded(exported.version)
 
     async def _load(self, exported: ExportedWeights, what: str) -> list[list[str]]:
-        """By rank, what is wrong with the bucket."""
+        """What is wrong with the bucket, by rank."""
         sums = (dict(exported.exports), dict(exported.sums))
         try:
             return await self.on_ranks("load_bucket", *sums, exported.index, exported.count)
@@ -166,7 +166,7 @@ class VLLMEngine:
             raise WeightSyncError(f"{what}: the engine could not load them: {error}") from error
 
     async def on_ranks(self, method: str, *args: Any) -> list[Any]:
-        """The answers of the engine's ranks to a method of `WeightSyncExtension`. Raises `EngineDied`."""
+        """Call a method of `WeightSyncExtension` on the engine's ranks. Returns their answers. Raises `EngineDied`."""
         with _death_is_told():
             call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
             try:
@@ -177,16 +177,16 @@ class VLLMEngine:
                 call.cancel()
 
     async def _loaded(self, version: int) -> None:
-        """Take note of new weights that all ranks of the engine have."""
+        """Record new weights that all ranks of the engine have loaded."""
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError(f"weights version {version}: requests were still running while weights were loaded")
         self.weight_version = version
         self._has_weights = True
 
     async def enter(self, phase: Phase) -> None:
-        """Have in GPU memory what `verl.phases` lists of an engine. Does nothing on CPU, or without `sleep_mode`.
+        """Keep in GPU memory what `verl.phases` lists for an engine. Does nothing on CPU, or without `sleep_mode`.
 
-        Weights that leave are gone: the engine does not sample again before new ones were loaded in `Phase.SYNC`.
+        Weights that leave are dropped: the engine cannot sample until new ones are loaded in `Phase.SYNC`.
         """
         if not self._sleep_mode:
             return
@@ -240,7 +240,7 @@ def _death_is_told() -> Iterator[None]:
 
 
 def _is_cpu(device: str) -> bool:
-    """Which build of vLLM is installed decides where it runs; `device` has to agree with it."""
+    """The installed build of vLLM decides where it runs; `device` must agree with it."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
@@ -256,7 +256,7 @@ def _is_cpu(device: str) -> bool:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for child processes, then put everything back, also what vLLM sets on its way."""
+    """Set variables for child processes, then restore the environment, including what vLLM changed."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -275,8 +275,8 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
         extra_args={STOP: list(sampling.stop), BEGUN: sampling.num_begun},
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        detokenize=False,  # ids are what a turn is
-        logprobs=0,  # the sampled token's alone
+        detokenize=False,  # a turn consists of ids
+        logprobs=0,  # only the sampled token's
         flat_logprobs=True,
         output_kind=output_kind,
         skip_clone=True,
@@ -284,11 +284,11 @@ def _sampling_params(sampling: Sampling, output_kind: RequestOutputKind) -> Samp
 
 
 def _generation(completion: CompletionOutput, weight_version: int) -> Generation:
-    """Of a whole turn, or of a piece of one: then there is a reason only at its end."""
+    """Of a whole turn, or of a piece, which has a stop reason only if it is the last."""
     if completion.finish_reason not in (None, "stop", "length"):
         raise RolloutError(f"the engine ended a request with '{completion.finish_reason}'")
     log_probs = tuple(completion.logprobs.logprobs)
     if not math.isfinite(sum(log_probs)):
-        raise NumericalError(f"the sampler reported a log-prob that is not finite, of ids {completion.token_ids}")
+        raise NumericalError(f"the engine returned a log-prob that is not finite, for ids {completion.token_ids}")
     reason = INTERRUPTED if completion.stop_reason == INTERRUPT else completion.finish_reason or ""
     return Generation(tuple(completion.token_ids), log_probs, reason, weight_version)

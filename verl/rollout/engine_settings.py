@@ -1,4 +1,4 @@
-"""What one engine is told, by device: the typed settings, vLLM's arguments for them, and the engine's environment."""
+"""The settings of one engine, by device: typed settings, vLLM's arguments for them, and environment variables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Of one engine.
+    """Settings of one engine.
 
-    max_model_len: most tokens of context and continuation together.
-    kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a share) decides.
-    enforce_eager: run without CUDA graphs; None: with them on a GPU, and without a compiler on CPU.
-    tensor_parallel_size: ranks of the engine, each a process on a device of its own; all of them on this node.
+    max_model_len: maximum number of tokens of context and continuation together.
+    kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a fraction) decides.
+    enforce_eager: run without CUDA graphs; None: with CUDA graphs on a GPU, without a compiler on CPU.
+    tensor_parallel_size: ranks of the engine, each with its own process and device, all on this node.
     num_threads: CPU threads of the model; None: see `verl.threads`.
     sleep_mode: let `sleep` free GPU memory.
     batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
@@ -56,15 +56,15 @@ def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
 
     return AsyncEngineArgs(
         model=settings.model_path,
-        dtype=settings.dtype,  # type: ignore[arg-type]  # one of its literals, or vLLM says so
+        dtype=settings.dtype,  # type: ignore[arg-type]  # vLLM refuses other values
         max_model_len=settings.max_model_len,
         enforce_eager=settings.is_eager(on_cpu),
         tensor_parallel_size=settings.tensor_parallel_size,
-        # Left to itself, an engine of several ranks inside a Ray placement group asks Ray for a bundle per rank.
+        # By default, an engine of several ranks inside a Ray placement group asks Ray for a bundle per rank.
         distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
         seed=settings.seed,
         max_num_seqs=settings.max_num_seqs,
-        # A prompt is never split on CPU, where the pieces of one break a request's own random numbers.
+        # A prompt is never split on CPU, where splitting breaks a request's own random numbers.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(
             settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len if on_cpu else 0
@@ -83,7 +83,7 @@ def engine_args(settings: EngineSettings, on_cpu: bool) -> AsyncEngineArgs:
 
 
 def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
-    """Engine arguments that only one kind of device has."""
+    """Engine arguments that exist for only one kind of device."""
     if on_cpu:
         # 32 tokens a block, not the default 128: the turns of an episode share more of their prefix.
         return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB), "block_size": 32}
@@ -91,7 +91,7 @@ def device_args(on_cpu: bool, kv_cache_gib: float, gpu_memory_utilization: float
 
 
 def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
-    """Environment of the engine's process."""
+    """Environment variables of the engine's process."""
     quiet = ENGINE_VARIABLES | (CPU_ENGINE_VARIABLES if on_cpu else {})
     variables = {name: value for name, value in quiet.items() if name not in os.environ}
     if settings.batch_invariant:

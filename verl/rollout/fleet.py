@@ -1,4 +1,4 @@
-"""The engines of a run: where they sit, which of them can be asked now, and what becomes of those that die."""
+"""The engines of a run: where they are, which of them can be called now, and what happens when one dies."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Seat:
 
     @property
     def node(self) -> int:
-        """Which one of the pool."""
+        """The number of its node in the pool."""
         return self.rank // self.pool.workers_per_node
 
     @property
     def address(self) -> str:
-        """Of its node; empty where there is only one."""
+        """The address of its node; empty if there is only one node."""
         return self.pool.nodes[self.node].address if self.pool.nodes else ""
 
 
 @dataclass(eq=False)
 class Engine:
-    """An engine's worker, which is `starting` (a reference to its answer) or plays `at_once` episodes."""
+    """An engine's worker, which is `starting` (a reference to its answer) or runs `at_once` episodes."""
 
     worker: Any
     seat: Seat
@@ -56,21 +56,21 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Where it is, for people."""
+        """Where it is, for messages."""
         return f"engine {self.seat.address} {self.seat.rank}".replace("  ", " ")
 
 
 class Fleet:
-    """Starts the engines and keeps `engines`, those that can be asked.
+    """Starts the engines and keeps `engines`, those that can be called.
 
-    One that dies is started anew in its seat, in the background, up to `rollout.max_restarts` times in a run; the
-    others go on. Those of a node that is lost are not, and nodes that join the cluster get engines, up to
-    `rollout.max_nnodes`. Where engines and trained roles take turns on GPUs an engine is started only between two
+    An engine that dies is restarted in its seat, in the background, up to `rollout.max_restarts` times in a run; the
+    others continue. Engines of a lost node are not restarted, and nodes that join the cluster get engines, up to
+    `rollout.max_nnodes`. Where engines and trained roles take turns on GPUs, an engine is started only between two
     versions of the weights, since it measures the free memory.
     """
 
     def __init__(self, config: Config, pool: ResourcePool, nodes: SamplingNodes | None) -> None:
-        """On the nodes of `pool`, or on `nodes`."""
+        """Start engines on the nodes of `pool`, or on `nodes` if given."""
         self.engines: list[Engine] = []
         self.takes_turns = pool.device == "cuda" and config.trainer.layout == "colocated"
         self._config, self._nodes = config, nodes
@@ -82,7 +82,7 @@ class Fleet:
         self._empty: list[Seat] = []
         self._restarts_at = Counter[str]()  # by address
         self._joined: set[str] = set()  # addresses of nodes that were not there at the start
-        self._died = EngineDied("there is no rollout engine")  # how the latest one did
+        self._died = EngineDied("there is no rollout engine")  # of the latest engine that died
         self._retrievers = NodeRetrievers(config)
         if nodes is None:
             seats = self._seats(pool, self._place.num_engines)
@@ -97,7 +97,7 @@ class Fleet:
         return not (self.engines or self._coming or self._empty)
 
     def wait(self) -> None:
-        """Until all that start have started. Raises what they raise, and EngineDied when all are lost."""
+        """Wait until all starting engines have started. Raises their errors, and EngineDied when all are lost."""
         self._leave_lost_nodes()
         self._start(self._empty)
         if self._coming:
@@ -106,7 +106,7 @@ class Fleet:
         self._require_engines()
 
     def renew(self) -> None:
-        """Between two versions of the weights: take in engines that have started, and nodes that have joined."""
+        """Call it between two versions of the weights: adds engines that have started and nodes that have joined."""
         self._leave_lost_nodes()
         for pool in self._nodes.join(self._most_nodes) if self._nodes else []:
             log.warning("node %s has joined; it samples as soon as its engines have started", pool.address)
@@ -125,12 +125,12 @@ class Fleet:
         self._require_engines()
 
     def ask_each(self, method: str, args: Mapping[Engine, tuple[Any, ...]]) -> dict[Engine, Any]:
-        """Call a method of some engines, each with arguments of its own. The answers of those that live."""
+        """Call a method of some engines, each with its own arguments. Returns the answers of those that are alive."""
         calls = {getattr(engine.worker, method).remote(*own): engine for engine, own in args.items()}
         return dict(self._answers(calls, f"rollout {method}"))
 
     def lose(self, engine: Engine, error: VerlError) -> None:
-        """Go on without an engine that has died of `error`; fine to be told twice."""
+        """Continue without an engine that died of `error`; may be called twice for one engine."""
         if engine not in self._everyone:
             return
         self._died = EngineDied(str(error))
@@ -140,22 +140,22 @@ class Fleet:
         elif self._restarts_left:
             self._restarts_left -= 1
             self._restarts_at[address] += 1
-            log.warning("%s. The engine is restarted, at most %d more times", error, self._restarts_left)
+            log.warning("%s. The engine is restarted (restarts left: %d)", error, self._restarts_left)
             self._empty.append(engine.seat)
             if not self.takes_turns:
                 self._start(self._empty)
         else:
-            log.warning("%s. It is not restarted (actor_rollout_ref.rollout.max_restarts)", error)
+            log.warning("%s. It is not restarted: no restart is left (actor_rollout_ref.rollout.max_restarts)", error)
 
     def lose_at(self, address: str, error: VerlError) -> None:
-        """Go on without the engines of a node that cannot be given weights."""
+        """Continue without the engines of a node that cannot receive weights."""
         for engine in [one for one in self._everyone if one.seat.address == address]:
             self.lose(engine, error)
 
     def shutdown(self) -> None:
         """End all engines, also those that did not start or do not answer."""
         engines = self._everyone
-        with contextlib.suppress(Exception):  # whatever is wrong with a worker, it is killed next
+        with contextlib.suppress(Exception):  # the worker is killed next, whatever is wrong with it
             ray.wait([one.worker.shutdown.remote() for one in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         self._remove(engines)
         self._retrievers.close()
@@ -169,7 +169,7 @@ class Fleet:
         return [Seat(pool, number * self._place.gpus_per_engine % pool.world_size) for number in range(num_engines)]
 
     def _start(self, seats: list[Seat]) -> None:
-        """Start an engine in each of the seats, which are taken then."""
+        """Start an engine in each of the seats, and clear the list."""
         remote_class = ray.remote(RolloutWorker)
         # One thread for the event loop's own process; the engine's process is given its threads by the engine.
         variables = {"OMP_NUM_THREADS": "1"}
@@ -189,7 +189,7 @@ class Fleet:
             self.engines.append(engine)
 
     def _answers(self, calls: dict[Any, Engine], what: str) -> list[tuple[Engine, Any]]:
-        """Of those that live; the others are lost. Raises whatever else an engine raises, as soon as it does."""
+        """Answers of the live engines; dead ones are lost. Raises any other error of an engine as soon as it occurs."""
         begun, waiting, answers = time.monotonic(), dict(calls), list[tuple[Engine, Any]]()
         while waiting:
             for call in wait_for_any(list(waiting), what, self._timeout_s, since=begun):
@@ -207,24 +207,24 @@ class Fleet:
         return [(engine, answer) for engine, answer in answers if engine in self._everyone]
 
     def _leave_lost_nodes(self) -> None:
-        """Also those on which nobody was asked for anything, or Ray waits for a place."""
+        """Also those where no call was made, or Ray is still waiting for a placement."""
         for address in {pool.address for pool in self._nodes.pools} if self._nodes else ():
             if not is_alive(address):
                 self._leave(address)
 
     def _leave(self, address: str, unusable: str = "") -> None:
-        """A node that is lost, or is `unusable` for that reason."""
+        """Leave a node that is lost, or that is `unusable` for the given reason."""
         self._remove([engine for engine in self._everyone if engine.seat.address == address])
         self._empty = [seat for seat in self._empty if seat.address != address]
         self._retrievers.leave(address)
         if self._nodes:
             self._nodes.give_up(address, unusable)
         if not unusable:
-            self._restarts_left += self._restarts_at.pop(address, 0)  # it takes a while before a node is known as lost
+            self._restarts_left += self._restarts_at.pop(address, 0)  # Ray notices a lost node only after a while
             log.warning("node %s is lost; %s left", address, _count(self.engines))
 
     def _remove(self, engines: Sequence[Engine]) -> None:
-        """Forget them, and let them end if they have not."""
+        """Forget them, and kill those that are still alive."""
         self.engines = [engine for engine in self.engines if engine not in engines]
         self._coming = [engine for engine in self._coming if engine not in engines]
         for engine in engines:

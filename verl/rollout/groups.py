@@ -1,4 +1,4 @@
-"""The trajectories that a step wants of one prompt, as far as there are any."""
+"""The trajectories of one prompt in a step, as far as they have been sampled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verl.protocol import Prompt, Trajectory
 
 @dataclass(eq=False)
 class Group:
-    """Of `prompt`, one trajectory for each of `hows`; `results` are those that have ended.
+    """One trajectory of `prompt` for each of `hows`; `results` are those that have ended.
 
-    `begun` are those that were interrupted. They go on when the group is sampled again, maybe in a later step under
-    newer weights; `step` is the one in which the group was begun.
+    `begun` are those that were interrupted. They are resumed when the group is sampled again, maybe in a later step
+    under newer weights; `step` is the one in which the group was begun.
     """
 
     prompt: Prompt
@@ -40,16 +40,16 @@ class Group:
         return [index for index in range(len(self.hows)) if index not in self.results]
 
     def trajectories(self, how: How) -> list[Trajectory]:
-        """Those of the group that have ended, in order."""
+        """The group's trajectories that have ended, in order."""
         return [self.results[index] for index in sorted(self.results) if self.hows[index] == how]
 
     def oldest_version(self) -> int | None:
-        """Of the weights that have sampled any of it; None where nothing was sampled."""
+        """Oldest version of the weights that sampled any of it; None if nothing was sampled."""
         sampled = [*self.results.values(), *self.begun.values()]
         return min((version for one in sampled for version, _ in one.weight_versions), default=None)
 
     def seed(self, config: Config, index: int) -> int | None:
-        """In [0, 2^63): a function of the run's seed and of what is drawn, not of which engine draws it or when."""
+        """In [0, 2^63): depends on the run's seed and on what is sampled, not on which engine samples it or when."""
         if not config.actor_rollout_ref.rollout.seed_per_request:
             return None
         how = self.hows[index]
@@ -59,5 +59,5 @@ class Group:
 
 
 def groups_of(prompts: Sequence[Prompt], hows: Sequence[How], step: int, first: int = 0) -> list[Group]:
-    """One for each prompt, numbered from `first`."""
+    """One group per prompt, numbered from `first`."""
     return [Group(prompt, hows, step, first + number) for number, prompt in enumerate(prompts)]

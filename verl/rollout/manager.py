@@ -39,22 +39,21 @@ SPANS_S = 5.0
 class RolloutManager:
     """Starts the engines and spreads prompts over them. Every wait ends after `trainer.step_timeout_s`.
 
-    The engines load in the background: the first call waits for them. On GPUs that they share with the trained roles
-    they are waited for here, since an engine measures the free memory while it starts. `stats` describes the latest
-    `collect`.
+    The engines load in the background, and the first call waits for them. On GPUs shared with the trained roles, the
+    constructor waits, since an engine measures the free memory while it starts. `stats` describes the latest `collect`.
 
-    When an engine dies the others go on, and what it was asked for is asked of them again; what becomes of it says
-    `Fleet`. When none is left that is an `EngineDied`. When the trainer dies while its weights are loaded, that is a
-    `WorkerDied`, and the engines do not sample again.
+    When an engine dies, the others continue and take over its episodes; `Fleet` restarts it. When none is left,
+    `EngineDied` is raised. When the trainer dies while its weights are loaded, `WorkerDied` is raised, and the engines
+    cannot sample any more.
     """
 
     def __init__(self, config: Config, pool: ResourcePool, nodes: SamplingNodes | None = None) -> None:
-        """Engines on the nodes of `pool`, where the trained roles are, or else on `nodes`."""
+        """Start engines on the nodes of `pool`, where the trained roles are, or on `nodes` if given."""
         self.config = config
         self.timeout_s = config.trainer.step_timeout_s
         self.stats: dict[str, float] = {}
         self._device = pool.device
-        self._publish: PublishWeights | None = None  # those that the engines have
+        self._publish: PublishWeights | None = None  # the weights that the engines have
         self._abandoned = threading.Event()
         self._nodes = nodes
         self._relay = WeightRelay(pool, self.timeout_s) if nodes else None
@@ -65,7 +64,7 @@ class RolloutManager:
 
     @property
     def num_engines(self) -> int:
-        """Those that can be asked at the moment."""
+        """Number of engines that can be called now."""
         return len(self._fleet.engines)
 
     def check(self) -> None:
@@ -75,19 +74,19 @@ class RolloutManager:
     def collect(self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
-        A trajectory that failed (infrastructure) is drawn again, with another seed, at most `agent.max_redraws` times;
-        what still fails is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when
-        more than `agent.max_failed_ratio` of all attempts failed, or are sure to.
+        A trajectory that failed (infrastructure) is retried with another seed, at most `agent.max_redraws` times; if it
+        still fails, it is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when more
+        than `agent.max_failed_ratio` of all attempts failed, or are sure to fail.
         """
         groups = groups_of(prompts, [how] * n, step)
         self.collect_groups(groups, step)
         return [trajectory for group in groups for trajectory in group.trajectories(how)]
 
     def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed | None = None) -> None:
-        """Complete all of `groups`, and of those that `feed` adds as others are complete, until it has enough of them.
+        """Complete `groups`, and those that `feed` adds as others are completed, until it has enough.
 
-        Then the other trajectories are interrupted, and their groups have what was sampled of them. `collect` says how
-        failures are met.
+        Then the other trajectories are interrupted, and their groups keep what was sampled of them. Failures are
+        handled as in `collect`.
         """
         draws = Draws(self.config, groups, step, feed)
         self._surviving(partial(self._sample, draws))
@@ -97,37 +96,37 @@ class RolloutManager:
         self.stats = draws.stats()
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """What each engine did since the last call, by its name; of one that does not answer, nothing.
+        """What each engine did since the last call, by its name; nothing for an engine that does not answer.
 
-        May be called while another method is at work.
+        May be called while another method is running.
         """
         calls = {engine.worker.take_spans.remote(): engine.name for engine in list(self._fleet.engines)}
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=SPANS_S) if calls else ([], [])
         spans = {}
         for call in ready:
-            with contextlib.suppress(RayError):  # the engine has died, which the next call of the fleet finds out
+            with contextlib.suppress(RayError):  # the engine has died, which the fleet's next call notices
                 spans[calls[call]] = ray.get(call)
         return spans
 
     def abandon(self) -> None:
-        """End what another thread's `collect` is sampling: that raises `SamplingAbandoned`, until `allow` is called.
+        """Make another thread's `collect` stop sampling and raise `SamplingAbandoned`, until `allow` is called.
 
-        May be called while another method is at work.
+        May be called while another method is running.
         """
         self._abandoned.set()
         for engine in self._fleet.engines:
             engine.worker.abandon.remote()
 
     def allow(self) -> None:
-        """Sample again after `abandon`."""
+        """Allow sampling again after `abandon`."""
         self._abandoned.clear()
 
     def load_weights(self, publish: PublishWeights) -> None:
-        """Give the weights that `publish` offers to every engine; it is called again for engines started later.
+        """Load the weights that `publish` offers into every engine; it is called again for engines started later.
 
-        On a GPU the engines drop what they have there, wake for the weights alone, and for the cache when these are
-        loaded and the trainer's part of the memory is released, which happens whether or not that went well. Raises
-        `WeightSyncError` when an engine read something else; one that has taken some buckets by then samples no more.
+        On a GPU the engines drop their weights and cache, then wake for the weights alone, and for the cache once these
+        are loaded and the trainer's part of the memory is released, which happens even after a failure. Raises
+        `WeightSyncError` when an engine read wrong values; if it had loaded some buckets, it cannot sample any more.
         """
         self._surviving(partial(self._renew_and_give, publish), with_weights=False)
         self._publish = publish
@@ -143,7 +142,7 @@ class RolloutManager:
             self._relay.close()
 
     def _surviving(self, call: Callable[[], None], with_weights: bool = True) -> None:
-        """Call it once there are engines, which have the latest weights; again each time all of them have died."""
+        """Call it once there are engines that have the latest weights; repeat it each time all of them have died."""
         while True:
             try:
                 if not self._fleet.engines:
@@ -170,14 +169,14 @@ class RolloutManager:
             for bucket in stream.buckets:
                 self._fleet.ask("load_weights", self._everywhere(bucket, stream.sender))
         except BaseException:
-            with contextlib.suppress(WorkerError):  # of a trainer that is dead, and has been told
+            with contextlib.suppress(WorkerError):  # of a dead trainer, which has been reported
                 stream.release()
             raise
         stream.release()
         self._enter(Phase.SAMPLE)
 
     def _everywhere(self, bucket: ExportedWeights, sender: WeightSender | None) -> ExportedWeights:
-        """The bucket when all engines can read it."""
+        """The bucket, once all engines can read it."""
         received = self._broadcast.received(bucket, sender) if self._broadcast and sender else None
         if received or not self._relay:
             return received or bucket

@@ -11,20 +11,20 @@ from verl.single_controller import ResourcePool
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
 
 ALREADY = (
-    "where retriever.placement=per_node starts a retriever of the run's own: end it, or set retriever.placement=apart "
-    "to use it"
+    "where retriever.placement=per_node would start a retriever: stop the other program, or set "
+    "retriever.placement=apart to use it"
 )
 
 
 class NodeRetrievers:
-    """Those of a run, by the address of their node; none unless they are asked for."""
+    """The retrievers of a run, by the address of their node; none unless the config asks for them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._started: dict[str, StartedServer] = {}
 
     def ready_at(self, pool: ResourcePool, node: int) -> Any:
-        """A reference that is there when a node of `pool` has its retriever; None where the run has none of its own."""
+        """A reference that is ready when a node of `pool` has its retriever; None if the run does not start one."""
         retriever = self._config.retriever
         if retriever.placement != "per_node" or retriever.launch is None:
             return None
@@ -46,7 +46,7 @@ class NodeRetrievers:
         return self._started[address].ready
 
     def leave(self, address: str) -> None:
-        """Forget that of a node that is lost, or not used any more."""
+        """End the retriever of a node that is lost, or not used any more."""
         if address in self._started:
             end_servers([self._started.pop(address)])
 

@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlive their owner for long, however it ends."""
+"""Temporary folders that are removed soon after their owner ends, however it ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LOCK = "owner.lock"
 
 
 class OwnedFolder:
-    """A folder `{prefix}...` in `parent` (None: the temporary folder) that is taken away with its owner.
+    """A folder `{prefix}...` in `parent` (None: the temporary folder) that is removed with its owner.
 
-    An owner that was killed leaves it behind: the next owner of such a folder removes those whose lock is free.
+    A killed owner leaves it behind; the next owner of such a folder removes those whose lock is free.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:

@@ -1,7 +1,7 @@
 """The random numbers of a CPU engine, drawn ahead.
 
-vLLM's sampler for CPUs draws one number a token from the generator of each request: at hundreds of sequences this call
-is a tenth of what a small model costs. Here a generator gives a block of numbers at a time. They are the same numbers.
+vLLM's sampler for CPUs draws one number per token from the generator of each request: at hundreds of sequences, this
+takes a tenth of the time of a small model. Here a generator draws the same numbers in blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 class SeedDraws:
-    """The next numbers of generators."""
+    """The next random numbers of each generator."""
 
     def __init__(self) -> None:
         self._ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
@@ -31,7 +31,7 @@ class SeedDraws:
 
 
 def draw_ahead(sampler: Any) -> None:
-    """Let vLLM's `TopKTopPSampler` do so where it is the one for CPUs, with log-probs of what was sampled from."""
+    """Make vLLM's `TopKTopPSampler` for CPUs draw ahead, if it returns log-probs of the distribution sampled from."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     is_for_cpu = getattr(sampler.forward, "__name__", "") == "forward_cpu"

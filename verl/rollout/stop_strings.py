@@ -1,4 +1,4 @@
-"""Whether sampled ids hold a stop string, asked once a token for every sequence of an engine."""
+"""Whether sampled ids contain a stop string, checked once per token for every sequence of an engine."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 class StopStrings:
     """The texts at which a turn ends, by the ids of one tokenizer.
 
-    A text is whole when its last character is there. So ids are decoded only when the latest one can have brought that
-    character, which a look into a set tells: for `</search>` the few tokens that have a `>` in them, and before it
-    nothing else than what the text has there.
+    A stop string is complete when its last character is there. So ids are decoded only if the latest one can contain
+    that character, which a set lookup tells: for `</search>`, the few tokens with a `>` in them and before it nothing
+    that is not in the stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._backend: Any = getattr(tokenizer, "_tokenizer", None)  # of a fast tokenizer: decodes without detours
+        self._backend: Any = getattr(tokenizer, "_tokenizer", None)  # of a fast tokenizer: decodes faster
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._endings = self._tokens_that_end_one() if stops else frozenset()
 
     def may_end_with(self, token: int) -> bool:
-        """Whether a stop string may be complete with this one."""
+        """Whether this token may complete a stop string."""
         return self._endings is None or token in self._endings
 
     def found(self, ids: Sequence[int]) -> str | None:
-        """The stop string that the last one of `ids`, those of a turn so far, completes; of several the first to end.
+        """The stop string that the last of `ids` (the turn so far) completes; of several, the one that ends first.
 
-        Ids have to be asked about one by one as they are sampled: what an earlier id completed is not looked for.
+        Call it for every id as it is sampled: a stop string that an earlier id completed is not found.
         """
         if not self.may_end_with(ids[-1]):
             return None
@@ -40,8 +40,8 @@ class StopStrings:
     def _tokens_that_end_one(self) -> frozenset[int] | None:
         """The ids whose text can end a stop string.
 
-        None where any id may: several tokens may share the bytes of a character beyond ASCII, and a decoder may leave
-        out the space of a token that it is given alone.
+        None if any id may: several tokens may share the bytes of a non-ASCII character, and a decoder may drop the
+        space of a single token.
         """
         if not all("!" <= stop[-1] <= "~" for stop in self._stops):
             return None
@@ -56,12 +56,12 @@ class StopStrings:
 
 
 def _can_end(text: str, stop: str) -> bool:
-    """Whether `stop` may end within a token's `text`, of which the beginning and the spaces depend on its company."""
+    """Whether `stop` may end within a token's `text`, whose beginning and spaces depend on the tokens around it."""
     text, stop = ("".join(one.split()) for one in (text, stop))
     ends = (place for place, character in enumerate(text, 1) if character == stop[-1])
     return any(stop.endswith(known) or known.endswith(stop) for known in (_known(text[:end]) for end in ends))
 
 
 def _known(text: str) -> str:
-    """What follows the last byte that is no character by itself."""
+    """What follows the last byte that is not a character on its own."""
     return text.rpartition("\ufffd")[2]

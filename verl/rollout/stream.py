@@ -1,4 +1,4 @@
-"""One queue of episodes for several engines: each takes the next ones when it has room; there are no rounds."""
+"""One queue of episodes for all engines: each takes the next ones when it has room, without synchronized rounds."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class Place:
 
     @property
     def most(self) -> int:
-        """A few more than it plays, so that it has the next one at hand while its answer is on the way."""
+        """A few more than it runs at once, so that it has the next one while its answer is on the way."""
         return self.engine.at_once + self.engine.at_once // 8 + 1
 
 
 class Stream:
-    """Plays all of `draws` on the engines, or until these are enough: then what is being played is interrupted.
+    """Runs all of `draws` on the engines, or until there are enough: then running episodes are interrupted.
 
-    An engine's call ends as soon as some of its episodes have, and the next call brings it new ones. While the queue
-    is shorter than the room that there is, all engines are given equally much. The episodes of an engine that dies
-    go to the others. Raises `EngineDied` when none is left, `Stalled` when an engine has finished nothing for
-    `timeout_s` seconds, `SamplingAbandoned` soon after `abandoned` is set and the engines have been told to end their
-    episodes, and what `Draws.record` and the episodes raise.
+    A call to an engine returns as soon as some of its episodes have ended, and the next call brings new ones. If the
+    queue does not fill all engines, it is shared equally. The episodes of an engine that dies go to the others. Raises
+    `EngineDied` when none is left, `Stalled` when an engine has finished nothing for `timeout_s` seconds,
+    `SamplingAbandoned` soon after `abandoned` is set and the engines have been told to end their episodes, and what
+    `Draws.record` and the episodes raise.
     """
 
     def __init__(self, fleet: Fleet, draws: Draws, timeout_s: float, abandoned: threading.Event) -> None:
         self.fleet, self.draws, self.timeout_s, self.abandoned = fleet, draws, timeout_s, abandoned
         self.places = [Place(engine) for engine in fleet.engines]
-        self._calls: dict[Any, tuple[Place, float]] = {}  # with the time at which each was made
-        self._interrupts: set[Any] = set()  # those of the calls that interrupt
+        self._calls: dict[Any, tuple[Place, float]] = {}  # with the start time of each
+        self._interrupts: set[Any] = set()  # the calls that interrupt
 
     def run(self) -> None:
         self._require_wanted()
@@ -62,9 +62,9 @@ class Stream:
                 self._hand_out()
 
     def abandon(self) -> None:
-        """End what the engines are playing, and wait for it, at most SHUTDOWN_S seconds.
+        """End all running episodes on the engines; waits for that, at most SHUTDOWN_S seconds.
 
-        They are told again until no call is left: Ray may begin a `play` after an `abandon` that was sent later, and
+        `abandon` is sent until no call is left: Ray may begin a `play` after an `abandon` that was sent later, and
         its episodes would reach the next stream, which has other slots.
         """
         left, give_up = set(self._calls), time.monotonic() + SHUTDOWN_S
@@ -76,7 +76,7 @@ class Stream:
                 return
 
     def _take_in(self) -> None:
-        """Wait until some of the calls have ended, and record what they bring."""
+        """Wait until some of the calls have ended, and record their results."""
         calls, oldest = list(self._calls), min(made for _, made in self._calls.values())
         while not ray.wait(calls, timeout=NOTICE_S)[0] and time.monotonic() < oldest + self.timeout_s:
             self._require_wanted()
@@ -95,9 +95,9 @@ class Stream:
                 self.draws.record(slot, trajectory, place.engine.name)
 
     def _interrupt(self) -> None:
-        """Call for what the engines still hold, besides the calls that are under way.
+        """Interrupt the engines and collect what they hold, beside the calls that are running.
 
-        Until it has come: Ray may begin a `play` after an `interrupt` that was sent later.
+        Repeat until all has arrived: Ray may start a `play` after an `interrupt` that was sent later.
         """
         asked = {id(self._calls[call][0]) for call in self._interrupts}
         for place in self.places:
@@ -120,7 +120,7 @@ class Stream:
             raise EngineDied(str(error)) from error
 
     def _hand_out(self) -> None:
-        """A call for every engine that has none and has, or is given, something to play."""
+        """Call every engine that is not being called and has, or gets, episodes to run."""
         share = -(-(len(self.draws.waiting) + sum(len(place.held) for place in self.places)) // len(self.places))
         busy = {id(place) for place, _ in self._calls.values()}
         for place in self.places:

@@ -1,9 +1,9 @@
-"""vLLM's scheduler, which itself knows when a turn is over and then sends the whole turn.
+"""vLLM's scheduler, changed to detect the end of a turn itself and then send the whole turn.
 
-vLLM's engine sends every token of every sequence to the process that asked, which makes text of it, looks for stop
-strings and tells the engine to stop: at hundreds of sequences this costs more than a small model does, and a sequence
-goes on while the word to stop is on its way. Here ids are compared in the engine's process, between two steps; one
-message brings a turn's ids and log-probs.
+vLLM's engine sends every token of every sequence to the calling process, which detokenizes it, looks for stop strings
+and tells the engine to stop: at hundreds of sequences this costs more than a small model, and a sequence continues
+until the stop arrives. Here ids are checked in the engine's process, between two steps; one message brings a turn's ids
+and log-probs.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from verl.rollout.stop_strings import StopStrings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-STOP = "stop_strings"  # where a request carries them: vLLM's own `stop` has the asking process look for them
-BEGUN = "num_begun"  # how many ids at the end of the prompt are of the turn
-INTERRUPT = "interrupt_others"  # in a request that ends all others, and what these have as their reason to stop
+STOP = "stop_strings"  # the request's key for them: vLLM's own `stop` is checked in the calling process
+BEGUN = "num_begun"  # how many ids at the end of the prompt belong to the turn
+INTERRUPT = "interrupt_others"  # in a request that ends all others, and their stop reason
 
 
 @dataclass(slots=True)
 class Turn:
-    """What is known of a request while it is sampled; asked once a token."""
+    """The state of a request while it is sampled; used once per token."""
 
     stops: StopStrings | None
     begun: list[int]  # ids at the end of the prompt in which a stop string may have begun
-    is_whole: bool  # it is sent when it is over, with all of its log-probs
+    is_whole: bool  # it is sent as a whole when it ends, with all log-probs
     log_probs: array[float]  # float32, as they come
     is_interrupted: bool = False
 
     def stop_in(self, ids: Sequence[int]) -> str | None:
-        """The stop string that the last one of `ids`, those that the request has sampled, completes."""
+        """The stop string that the last of `ids`, those sampled by the request, completes."""
         if self.stops is None or not self.stops.may_end_with(ids[-1]):
             return None
         return self.stops.found([*self.begun, *ids] if self.begun else ids)
 
 
 class TurnScheduler(Scheduler):
-    """A request may carry stop strings in `extra_args`, under `STOP`."""
+    """A scheduler whose requests may carry stop strings in `extra_args`, under `STOP`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._turns: WeakKeyDictionary[Request, Turn] = WeakKeyDictionary()  # that of an aborted request goes with it
+        self._turns: WeakKeyDictionary[Request, Turn] = WeakKeyDictionary()  # removed with an aborted request
 
     def add_request(self, request: Request) -> None:
-        """One that carries `INTERRUPT` ends all others after their next token, and may itself be thrown away.
+        """A request that carries `INTERRUPT` ends all others after their next token; it may be aborted itself.
 
-        An aborted request would end without what was sampled of its turn: it is here, not with whom it belongs to.
+        Aborting the others instead would lose what was sampled of their turns, which is only here so far.
         """
         self._turns[request] = self._turn_of(request)
         if request.sampling_params and (request.sampling_params.extra_args or {}).get(INTERRUPT):
@@ -74,7 +74,7 @@ class TurnScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """What is sent: turns that are over, of a request that wants them whole, and else each token."""
+        """What is sent: whole turns that have ended, for requests that want that, else each token."""
         before = dict(self.requests)
         sent = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in sent.values():
@@ -106,7 +106,7 @@ class TurnScheduler(Scheduler):
         return self._stops.get(texts)
 
     def _is_due(self, output: EngineCoreOutput, request: Request) -> bool:
-        """Keeps the log-probs of a turn that is not over, and gives one that is all of its tokens."""
+        """Keeps the log-probs of an unfinished turn; gives a finished one all of its tokens."""
         turn = self._turns[request]
         if not turn.is_whole:
             return True
@@ -123,18 +123,18 @@ class AsyncTurnScheduler(TurnScheduler, AsyncScheduler):
 
 
 def turn_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """Takes the place of a scheduler class in vLLM's settings."""
+    """Used as the scheduler class in vLLM's settings."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncTurnScheduler if is_async else TurnScheduler)(vllm_config=vllm_config, **kwargs)
 
 
 def _has_news(outputs: EngineCoreOutputs) -> bool:
-    """An empty message would wake the process that asked after every step."""
+    """Without this, empty messages would wake the calling process after every step."""
     return bool(outputs.outputs or outputs.finished_requests or outputs.scheduler_stats)
 
 
 def _of_sampled(ids: list[int], log_probs: array[float]) -> LogprobsLists:
-    """As vLLM sends those of the sampled tokens alone, but for their ranks, which nobody reads."""
+    """In vLLM's format for sampled tokens only, without valid ranks, which nobody reads."""
     return LogprobsLists(
         np.asarray(ids, np.int32)[:, None], np.asarray(log_probs, np.float32)[:, None], np.zeros(len(ids), np.int32)
     )

@@ -1,5 +1,5 @@
-"""The driver's view of weights that are broadcast: it forms the group, has each bucket sent and received, and gives the
-group up when something goes wrong; the bucket then goes to the engines another way.
+"""The driver's view of a weight broadcast: it forms the group, has each bucket sent and received, and dissolves the
+group when something goes wrong; the bucket then goes to the engines another way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WeightBroadcast:
         self._members: list[Engine] = []
 
     def prepare(self, sender: WeightSender) -> None:
-        """Form the group when it is not that of the engines which are there now."""
+        """Form a group unless there is one of exactly the current engines."""
         engines = self._fleet.engines
         if sender.is_joined and self._members == engines:
             return
@@ -43,7 +43,7 @@ class WeightBroadcast:
             self._fail(sender, wrong)
 
     def received(self, bucket: ExportedWeights, sender: WeightSender) -> ExportedWeights | None:
-        """The bucket as all engines have it now; None when they do not, or there is no group."""
+        """The bucket once all engines have it; None if that fails, or there is no group."""
         if not sender.is_joined:
             return None
         [packed, *_] = bucket.exports.values()
@@ -54,7 +54,7 @@ class WeightBroadcast:
         return replace(bucket, exports={**bucket.exports, RECEIVED: ticket})
 
     def give_up(self, sender: WeightSender) -> None:
-        """Leave no group behind."""
+        """Dissolve the group, if there is one."""
         members, self._members = self._members, []
         if members:
             sender.leave()
@@ -62,7 +62,7 @@ class WeightBroadcast:
             self._fleet.ask_each("leave_weight_group", dict.fromkeys(there, ()))
 
     def _wrong(self, method: str, args: Sequence[tuple[Any, ...]], sender_is_done: Callable[[], None]) -> str:
-        """Call it on all members, and wait for the sender. What went wrong, if anything did."""
+        """Call it on all members, and wait for the sender. Returns what went wrong; empty if nothing did."""
         answers = self._fleet.ask_each(method, dict(zip(self._members, args, strict=True)))
         try:
             sender_is_done()

@@ -1,5 +1,5 @@
-"""Weights on their way to hosts where nothing trains: read in the trainer's shared memory, sent through Ray's object
-store, and laid into shared memory there, where the engines of that host read them as those beside the trainer do.
+"""Sends weights to hosts that only sample: reads them from the trainer's shared memory, sends them through Ray's object
+store, and writes them to shared memory there, where engines read them as those on the trainer's host do.
 
 Ray sends an object once to each node that asks for it, from any node that has it.
 """
@@ -26,7 +26,7 @@ class WeightSender:
     """Runs on a node of the trainer."""
 
     def read(self, exports: dict[str, bytes]) -> list[ray.ObjectRef]:
-        """A reference to the bytes of a bucket. `exports`: of an `ExportedWeights`."""
+        """A reference to the bytes of a bucket. `exports`: those of an `ExportedWeights`."""
         return [ray.put(bucket_of(Located.unpacked(exports[host_name()])).numpy())]
 
 
@@ -39,11 +39,11 @@ class WeightReceiver:
         self._path = ""
 
     def host(self) -> str:
-        """As `ExportedWeights.exports` names it."""
+        """This host's name, as in `ExportedWeights.exports`."""
         return host_name()
 
     def write(self, values: np.ndarray, exports: dict[str, bytes]) -> bytes:
-        """Lay a bucket out for the engines of this host, which are done with the one before. What opens it.
+        """Write a bucket for the engines of this host, which must be done with the last one. Returns what opens it.
 
         Raises WeightSyncError when there is no room.
         """
@@ -68,7 +68,7 @@ class WeightRelay:
         self._hosts: dict[str, str] = {}
 
     def serve(self, pools: Sequence[ResourcePool]) -> None:
-        """From now on weights go to the nodes of these pools, and no others."""
+        """From now on, send weights to the nodes of these pools and to no others."""
         wanted = {pool.address: pool for pool in pools}
         for address in self._receivers.keys() - wanted.keys():
             self._drop(address)
@@ -77,8 +77,8 @@ class WeightRelay:
             self._receivers[address] = ray.remote(WeightReceiver).options(**options).remote()
 
     def carried(self, bucket: ExportedWeights, lose: Callable[[str, WorkerDied], None]) -> ExportedWeights:
-        """The bucket when it is on all hosts. `lose` is told of nodes whose receiver has died. Raises WeightSyncError
-        for one that has no room, WorkerDied for a sender that has died.
+        """The bucket, once it is on all hosts. `lose` is called for nodes whose receiver has died. Raises
+        WeightSyncError if a host has no room, WorkerDied if the sender has died.
         """
         self._meet(lose)
         apart = [address for address in self._receivers if self._hosts[address] not in bucket.exports]

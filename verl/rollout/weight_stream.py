@@ -1,4 +1,4 @@
-"""A version of the weights on its way from the trainer to the engines: one bucket after the other."""
+"""Sends a version of the weights from the trainer to the engines, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.single_controller import wait_for
 class WeightSender:
     """The trainer's first rank; its `worker` (a Ray actor) has the methods of `WeightSource`.
 
-    It carries one call out after the other: `send` only begins, so that the next bucket is exported meanwhile.
+    Its calls run one after the other; `send` returns at once, so that the next bucket is exported meanwhile.
     """
 
     worker: Any
@@ -24,12 +24,12 @@ class WeightSender:
     _sending: Any = None
 
     def open(self, num_ranks: int) -> Meeting:
-        """Of this rank and `num_ranks` receivers."""
+        """A meeting of this rank and `num_ranks` receivers."""
         meeting: Meeting = self._ask("open_weight_group", 1 + num_ranks)
         return meeting
 
     def begin_join(self) -> Callable[[], None]:
-        """What waits until all have joined."""
+        """Start joining; returns a function that waits until all have joined."""
         joining = self.worker.join_weight_group.remote()
 
         def joined() -> None:
@@ -39,12 +39,12 @@ class WeightSender:
         return joined
 
     def send(self, exports: Mapping[str, bytes]) -> None:
-        """Begin to, if there is a group."""
+        """Start sending, if there is a group."""
         if self.is_joined:
             self._sending = self.worker.send_weights.remote(exports)
 
     def sent(self) -> None:
-        """Until it is on its way. Raises WeightSyncError."""
+        """Wait until the bucket is sent. Raises WeightSyncError."""
         wait_for([self._sending], "sending weights", self.timeout_s)
 
     def leave(self) -> None:
@@ -57,7 +57,7 @@ class WeightSender:
 
 @dataclass(frozen=True)
 class WeightStream:
-    """All buckets of a version, in order. `release` ends it, also half-way. With a `sender` they can be broadcast."""
+    """All buckets of a version, in order. `release` ends it at any time. With a `sender` they can be broadcast."""
 
     buckets: Iterator[ExportedWeights]
     release: Callable[[], object]
@@ -70,11 +70,11 @@ Exported = Callable[[], Sequence[ExportedWeights]]
 def stream_buckets(
     export: Callable[[int], Exported], send: Callable[[Mapping[str, bytes]], None] | None = None
 ) -> Iterator[ExportedWeights]:
-    """The buckets of a version. `export(index)` begins to export one and returns how to wait for all ranks' parts;
-    `send` begins to send one, by its `exports`.
+    """The buckets of a version. `export(index)` starts to export one and returns a function that waits for all ranks;
+    `send` starts to send one, by its `exports`.
 
-    A bucket may be reused when the next one is asked for. While one is sent and read, the next is exported if there is
-    room.
+    A bucket's memory may be reused once the next one is requested. While one is sent and read, the next is exported if
+    there is room.
     """
     index, begun = 0, export(0)
     while True:

@@ -39,11 +39,11 @@ class WeightSyncExtension:
     _adapters: dict[str, torch.Tensor]
 
     def load_bucket(self, exports: dict[str, bytes], sums: dict[str, int], index: int, count: int) -> list[str]:
-        """Load bucket `index` of `count`, in order, and return what is wrong with it; then nothing of it is loaded.
+        """Load bucket `index` of `count`, in order. Returns what is wrong with it; then none of it is loaded.
 
-        vLLM's layer-wise reload undoes and repeats what the engine did to its weights when it started (this rank's
-        part of them, packing for the CPU kernels, fusing, casting) layer by layer, when a layer's weights are there.
-        It writes to the memory that the weights have, which CUDA graphs need.
+        vLLM's layer-wise reload undoes and repeats what the engine did to its weights at start (taking this rank's
+        part, packing for the CPU kernels, fusing, casting), layer by layer, once a layer's weights are complete. It
+        writes to the memory that the weights have, as CUDA graphs require.
         """
         try:
             tensors = self._drain.take(exports[RECEIVED]) if RECEIVED in exports else open_weights(exports, self.device)
@@ -60,19 +60,19 @@ class WeightSyncExtension:
         return []
 
     def join_weight_group(self, host: str, port: int, size: int, first_rank: int) -> str:
-        """Take part in broadcasts of weights, as the member that follows `first_rank` by this rank of the engine.
+        """Take part in broadcasts of weights, as member `first_rank` + this rank of the engine.
 
-        What went wrong; empty when nothing did, here and below.
+        Returns what went wrong; empty if nothing did, here and below.
         """
         from vllm.utils.nccl import unpinned_nccl_env
 
         with (
             unpinned_nccl_env()
-        ):  # what vLLM sets for batch invariance is for its own groups: the trainer has not set it
+        ):  # vLLM's settings for batch invariance are for its own groups; the trainer does not have them
             return failure_of(lambda: self._drain.join(Meeting(host, port, size), first_rank + self.rank))
 
     def receive_bucket(self, packed: bytes, ticket: bytes) -> str:
-        """Receive the bucket that is sent, for `load_bucket` with this ticket among the exports."""
+        """Receive a bucket, for a later `load_bucket` with this ticket among the exports."""
         return failure_of(lambda: self._drain.receive(packed, ticket))
 
     def leave_weight_group(self) -> str:
@@ -85,9 +85,9 @@ class WeightSyncExtension:
         return self.weight_drain
 
     def join_run(self, owner: int) -> None:
-        """Let this process end when the one that started it ends, however that happens; offer stacks.
+        """End this process when the process that started it ends, however that happens; offer stacks.
 
-        Of several ranks that one is the engine's process, which itself outlives its owner, the process `owner`.
+        With several ranks, that is the engine's process, which itself would outlive its owner, the process `owner`.
         """
         offer_stacks()
         if sys.platform == "linux":
@@ -100,13 +100,13 @@ class WeightSyncExtension:
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)
 
     def _keep_adapters(self, tensors: Mapping[str, torch.Tensor], index: int) -> None:
-        """Copies, as the bucket's memory is written anew, until all of a version are there."""
+        """Copy them, since the bucket's memory is reused, until all of a version are there."""
         if index == 0:
             self._adapters = {}
         self._adapters |= {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
 
     def _files(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the files of the model, whatever the engine was started with."""
+        """The weights in the model's files, whatever the engine was started with."""
         from vllm.config import LoadConfig
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -140,7 +140,7 @@ class WeightSyncExtension:
 
 
 def open_weights(exports: Mapping[str, bytes], device: torch.device) -> dict[str, torch.Tensor]:
-    """The weights of a bucket as they lie on `device`, or else in memory that this host's processes share.
+    """The weights of a bucket, on `device` or else in this host's shared memory.
 
     They are the trainer's memory. Raises `WeightSyncError` when the trainer has exported to neither of the two.
     """
@@ -150,14 +150,14 @@ def open_weights(exports: Mapping[str, bytes], device: torch.device) -> dict[str
         return open_shared(exports[host])
     raise WeightSyncError(
         f"the trainer exported no weights on the engine's device {gpu} or its {host}, only on {', '.join(exports)}; "
-        "engines have to be on GPUs, or at least on hosts, of the trainer"
+        "engines must be on the trainer's GPUs, or at least on its hosts"
     )
 
 
 def keep_what_waits(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy what is still to be loaded of a bucket: parts of layers whose other parts come in a later one.
+    """Copy what is not yet loaded of a bucket: parts of layers whose other parts come in a later bucket.
 
-    vLLM holds such tensors until the layer is whole, and the bucket's memory is written anew before that.
+    vLLM keeps such tensors until the layer is complete, but the bucket's memory is reused before that.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -191,7 +191,7 @@ def _repack_output_heads(model: torch.nn.Module) -> None:
     """Make the output head read its current weight on CPU.
 
     The CPU kernels keep a packed copy of it. A reload renews that copy only for layers that appear in the weights by
-    name, which a head tied to the embedding does not: it would go on with the old weights, silently.
+    name, which a head tied to the embedding does not: it would silently keep using the old weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 

@@ -1,4 +1,4 @@
-"""One engine with its episodes: runs as a Ray actor, one coroutine a trajectory."""
+"""One engine with its episodes: runs as a Ray actor, with one coroutine per trajectory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 WAITING = "wait for environment"
-TOGETHER_S = 0.05  # episodes that end within this time are reported by one answer
+TOGETHER_S = 0.05  # episodes that end within this time are reported together
 
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to play, known by its `slot`, or to go on with where it has `begun`.
+    """One episode to run, identified by its `slot`, or to resume from `begun`.
 
-    With a `seed` its tokens depend on nothing else that is sampled.
+    With a `seed` its tokens do not depend on what else is sampled.
     """
 
     slot: int
@@ -52,7 +52,7 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class WatchedSampler:
-    """A sampler, and when it had something to do."""
+    """A sampler that records when it was busy."""
 
     sampler: Sampler
     busy: OverlapRecorder
@@ -65,7 +65,7 @@ class WatchedSampler:
 class RolloutWorker:
     """An engine, a tokenizer and an environment, in one process. All methods run on one event loop.
 
-    Nothing heavy happens before `start`, so that a driver can start several workers side by side.
+    The constructor does nothing heavy, so that a driver can start several workers in parallel.
     """
 
     def __init__(self, config: Config, device: str) -> None:
@@ -73,16 +73,16 @@ class RolloutWorker:
         offer_stacks()
         self.config = config
         self.device = device
-        self._playing: dict[asyncio.Task[Trajectory], int] = {}  # with the slots
+        self._playing: dict[asyncio.Task[Trajectory], int] = {}  # and their slots
         self._answers = OpenAnswers()
         self._pause = Pause(self._answers)
         self._interrupting = asyncio.Lock()
         self._in_episodes, self._in_engine = OverlapRecorder("rollouts"), OverlapRecorder("generate")
 
     async def start(self, retriever: object = None) -> int:
-        """Load the model and the environment. Returns how many episodes are played at once.
+        """Load the model and the environment. Returns how many episodes run at once.
 
-        Ray begins when `retriever` is there, of a node that starts one.
+        `retriever`: what Ray waits for first, on a node that starts a retriever.
         """
         config = self.config
         self.tokenizer = load_policy_tokenizer(config)
@@ -90,7 +90,7 @@ class RolloutWorker:
         self.limits = EpisodeLimits.from_config(config)
         self.engine = build_engine(config, self.limits.window, self.device)
         await self.engine.start()
-        # What start-up left behind is never garbage. Scanning it in every collection costs half of this process' time.
+        # Objects from start-up never become garbage, and scanning them in every collection costs half of the time.
         gc.collect()
         gc.freeze()
         at_once = config.actor_rollout_ref.rollout.max_concurrent or self._as_the_cache_holds()
@@ -102,13 +102,13 @@ class RolloutWorker:
         try:
             await self.environment.check()
         except EnvironmentUnavailable as error:
-            raise EnvironmentUnavailable(f"asked on host {socket.gethostname()}: {error}") from error
+            raise EnvironmentUnavailable(f"on host {socket.gethostname()}: {error}") from error
 
     async def play(self, new: Sequence[EpisodeRequest]) -> list[tuple[int, Trajectory]]:
-        """Begin `new` episodes; of all that are being played, those that have ended since the last call, at least one.
+        """Start `new` episodes. Returns those, of all, that have ended since the last call; waits for at least one.
 
-        An unavailable environment makes a `FAILED` trajectory. Any other error ends the call, and the episodes that
-        are still running, as a typed error that names the group.
+        An unavailable environment makes a `FAILED` trajectory. Any other error ends the call and all running episodes,
+        as a typed error that names the group.
         """
         playing = self._playing
         for request in new:
@@ -117,7 +117,7 @@ class RolloutWorker:
             return []
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(playing, timeout=TOGETHER_S)
-        if playing is not self._playing:  # they were abandoned or interrupted; what is played now is another call's
+        if playing is not self._playing:  # they were abandoned or interrupted; running ones belong to another call
             return []
         try:
             return [(playing.pop(task), task.result()) for task in list(playing) if task.done()]
@@ -126,14 +126,14 @@ class RolloutWorker:
             raise
 
     async def interrupt(self) -> list[tuple[int, Trajectory]]:
-        """All that is being played, as far as it has come; what has no `status` may be gone on with.
+        """Interrupt all running episodes and return them; those without a `status` can be resumed.
 
-        Nothing is waited for but the next token of turns that are being sampled. What the environment was asked is
-        answered meanwhile: a trajectory that goes on in this worker has it. Raises what episodes have raised.
+        It only waits for the next token of turns that are being sampled. Calls to the environment continue: a
+        trajectory that is resumed in this worker gets their answers. Raises what episodes have raised.
         """
         async with self._interrupting:
             playing, self._playing = self._playing, {}
-            if not playing:  # a call that was sent before is still on its way
+            if not playing:  # an earlier call is still on its way
                 await asyncio.sleep(TOGETHER_S)
                 return []
             pause, self._pause = self._pause, Pause(self._answers)
@@ -149,14 +149,14 @@ class RolloutWorker:
                 raise
 
     async def abandon(self) -> None:
-        """End all episodes. Those that are being interrupted have ended too when this returns."""
+        """End all episodes, also those that are being interrupted, before it returns."""
         async with self._interrupting:
             tasks, self._playing = list(self._playing), {}
             await _end(tasks)
             self._answers.forget()
 
     async def take_spans(self) -> list[Span]:
-        """Since the last call: `rollouts`, and in them `generate`, or `WAITING` when no episode was in the engine."""
+        """Spans since the last call: `rollouts`, and in them `generate`, or `WAITING` with no episode in the engine."""
         busy, episodes = self._in_engine.take(), self._in_episodes.take()
         waits = [gap for span in episodes for gap in gaps(busy, span, WAITING)]
         return [*episodes, *busy, *waits]
@@ -165,11 +165,11 @@ class RolloutWorker:
         await self.engine.load_weights(exported)
 
     async def join_weight_group(self, meeting: Meeting, first_rank: int) -> str:
-        """With all ranks of the engine. What went wrong; empty when nothing did, here and below."""
+        """Join with all ranks of the engine. Returns what went wrong; empty if nothing did, here and below."""
         return await self._tried("join_weight_group", meeting.host, meeting.port, meeting.size, first_rank)
 
     async def receive_weights(self, packed: bytes, ticket: bytes) -> str:
-        """A bucket that the trainer sends to the group, for `load_weights`."""
+        """Receive a bucket that the trainer sends to the group, for `load_weights`."""
         return await self._tried("receive_bucket", packed, ticket)
 
     async def leave_weight_group(self) -> str:
@@ -179,7 +179,7 @@ class RolloutWorker:
         await self.engine.enter(phase)
 
     async def shutdown(self) -> None:
-        """End the engine's process and the environment's connections; fine to call when `start` did not finish."""
+        """End the engine's process and the environment's connections; may be called if `start` did not finish."""
         if hasattr(self, "engine"):
             self.engine.shutdown()
         self._answers.forget()
@@ -191,12 +191,12 @@ class RolloutWorker:
             answers = await self.engine.on_ranks(method, *args)
         except EngineDied:
             raise
-        except Exception as error:  # vLLM's, which says what a rank has raised
+        except Exception as error:  # of vLLM, with what a rank has raised
             return in_words(error)
         return next(filter(None, answers), "")
 
     def _as_the_cache_holds(self) -> int:
-        """While they last trajectories fill half of their window on average, if they fill it at all."""
+        """How many episodes fit: on average, a trajectory that fills its window in the end fills half of it."""
         return max(1, int(2 * self.engine.whole_sequences))
 
     async def _play(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
@@ -218,7 +218,7 @@ class RolloutWorker:
         try:
             with self._in_episodes():
                 played = await run_episode(request.prompt, request.group_id, *among, request.seed, request.begun, pause)
-                if not played.num_turns:  # no room for a turn; else it knows the weights that sampled it
+                if not played.num_turns:  # no room for a turn; otherwise the turns have set it
                     played.weight_version = self.engine.weight_version
                 return played
         except VerlError as error:
@@ -235,7 +235,7 @@ async def _end(tasks: Iterable[asyncio.Task[Trajectory]]) -> None:
 
 def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:
     """The engine that the config describes, for sequences of up to `max_model_len` tokens."""
-    from verl.rollout.engine import VLLMEngine  # takes seconds; a driver that only starts workers does not need it
+    from verl.rollout.engine import VLLMEngine  # takes seconds, and a driver that only starts workers does not need it
 
     return VLLMEngine(settings_of(config, max_model_len, device))
 
@@ -263,5 +263,5 @@ def settings_of(config: Config, max_model_len: int, device: str) -> EngineSettin
 
 
 def ranks_per_engine(config: Config, device: str) -> int:
-    """GPUs of one engine. On CPU an engine is one process: its threads share the work, not its ranks."""
+    """GPUs of one engine. On CPU an engine is one process, which uses threads instead of ranks."""
     return config.actor_rollout_ref.rollout.tensor_model_parallel_size if device == "cuda" else 1

@@ -1,4 +1,4 @@
-"""Where workers run, and how one call fans out to a group of them and comes back."""
+"""Where workers run, and how one call is sent to a group of them."""
 
 from verl.single_controller.resource_pool import Node, ResourcePool, device_of_cluster
 from verl.single_controller.waiting import wait_for, wait_for_any

@@ -1,4 +1,4 @@
-"""The Ray of a run: the cluster that RAY_ADDRESS names, or one of this machine that is started for it."""
+"""The run's Ray: the cluster that RAY_ADDRESS names, or one that is started on this machine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ADDRESS = "RAY_ADDRESS"
 CLIENT_PORT = 10001  # of ray:// addresses
 REACH_S = 10.0
 RAY_SETTINGS = {
-    # On one machine the control store never comes back.
+    # On one machine a lost control store never comes back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-    # A process per core, started in advance, would serve nobody: each role has an environment of its own.
+    # Prestarted processes would not be used: each role has its own environment variables.
     "RAY_prestart_worker_first_driver": "0",
-    # Ray's own choice, 15, leaves trainers and engines a thirtieth of a core beside whatever else is busy there,
-    # a retrieval server for one.
+    # Ray's default, 15, leaves trainers and engines a thirtieth of a core beside any other busy process, such as a
+    # retrieval server.
     "RAY_worker_niceness": "0",
 }
-"""Environment variables of a Ray that starts here, where the user has not set them."""
+"""Environment variables for a Ray that is started here, unless the user has set them."""
 
 TOKEN = (
-    "the cluster asks for a token that this process does not send: set RAY_AUTH_MODE=token here and where `ray start` "
-    "is called on each node, with the head's ~/.ray/auth_token on all of them (or RAY_AUTH_TOKEN)"
+    "the cluster requires a token, which this process does not send: set RAY_AUTH_MODE=token here and for `ray start` "
+    "on each node, and copy the head's ~/.ray/auth_token to all of them (or set RAY_AUTH_TOKEN)"
 )
-ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s
-START_IT = "is it there? On the head: ray start --head --port=6379; to train on this machine alone: unset RAY_ADDRESS"
+ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s for
+START_IT = "is it running? On the head: ray start --head --port=6379; to train on this machine only: unset RAY_ADDRESS"
 
 
 def connect(worker_logs: bool) -> None:
@@ -66,7 +66,7 @@ def disconnect() -> None:
 
 
 def init_patiently(**options: Any) -> None:
-    """`ray.init`, once more where a busy machine was too slow for it. Raises what it raises, a bare Exception too."""
+    """`ray.init`, retried if the machine was too slow for it. Raises what it raises, even a bare Exception."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             ray.init(include_dashboard=False, **options)
@@ -74,14 +74,14 @@ def init_patiently(**options: Any) -> None:
         except Exception as error:
             if SLOW_START not in str(error) or attempt == ATTEMPTS:
                 raise
-            log.warning("Ray's processes did not start within 30 s: this machine is busy; starting them once more")
+            log.warning("Ray's processes did not start within 30 s because this machine is busy; trying again")
             ray.shutdown()
 
 
 def reach(address: str) -> None:
-    """Raises OSError when nobody listens at `address` (host:port or ray://host:port), ValueError when it is none.
+    """Raise OSError when nobody listens at `address` (host:port or ray://host:port), ValueError when it is malformed.
 
-    Fine for "", "local" and "auto", where Ray looks for itself.
+    Accepts "", "local" and "auto", which are left to Ray.
     """
     if address in ("", "local", "auto"):
         return
@@ -97,4 +97,4 @@ def _why(error: Exception) -> str:
     if not where or where == "local":
         return f"Ray could not be started on this machine: {error}"
     told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT
-    return f"Ray's cluster at {ADDRESS}={where} cannot be joined ({error}); {told}"
+    return f"the Ray cluster at {ADDRESS}={where} cannot be joined ({error}); {told}"

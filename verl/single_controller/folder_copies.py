@@ -1,7 +1,7 @@
-"""The run folder where nodes do not share it: the driver's is the only one that stays, and files go between.
+"""A run folder that the nodes do not share: the driver's folder is the one that is kept, and files are copied.
 
-What ranks of another node write lies at the same path on that node's own disk until it is brought here; what they are
-to read is lent to them for as long as they read it.
+Files that ranks on another node write are at the same path on that node's own disk until they are moved here; files
+that they read are copied there for as long as they need them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl.storage import Digests, could_not_write, sync, writing
 from verl.working_dir import enter_working_dir
 
 CHUNK = 64 * 2**20
-REMOVE_S = 10.0  # at most, for what is only in the way: its node may be lost without Ray's knowing it yet
+REMOVE_S = 10.0  # at most, to remove a copy: its node may be lost without Ray's knowing it yet
 MANIFEST = "manifest.json"
 
 
@@ -39,7 +39,7 @@ class NodeFolder:
         self._marker = Path()
 
     def mark(self, run_dir: str) -> str:
-        """Make the run folder, with a file in it that tells whose it is."""
+        """Make the run folder, with a marker file of this node in it. Returns the file's name."""
         with _told(run_dir):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._marker = Path(run_dir) / f".seen-by-{socket.gethostname()}-{secrets.token_hex(8)}"
@@ -47,22 +47,22 @@ class NodeFolder:
         return self._marker.name
 
     def marks(self, run_dir: str, names: Sequence[str]) -> list[bool]:
-        """Which of these files are there."""
+        """Which of these marker files exist here."""
         return [(Path(run_dir) / name).exists() for name in names]
 
     def unmark(self) -> None:
         self._marker.unlink(missing_ok=True)
 
     def make(self, folders: Sequence[str]) -> None:
-        """Empty ones."""
+        """Make empty folders."""
         for folder in folders:
             with _told(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 Path(folder).mkdir(parents=True)
 
     def begin_copy(self, folder: str, manifest: bytes | None) -> bool:
-        """Whether the folder has to be copied here, which `remove` takes away again: not if a state with this manifest
-        is here, wherever it is from. Raises CheckpointError when something else is.
+        """Whether the folder must be copied here (and later removed by `remove`): not if a state with this manifest
+        exists here already. Raises CheckpointError when something else does.
         """
         path = Path(folder)
         with _told(folder):
@@ -70,8 +70,8 @@ class NodeFolder:
                 if manifest is not None and (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == manifest:
                     return False
                 raise CheckpointError(
-                    f"on host {socket.gethostname()} there is another {folder}, where the run has to put a copy of its "
-                    "own: move it away there"
+                    f"on host {socket.gethostname()} there is a different {folder} already, where the run must put a "
+                    "copy of the driver's: move it away"
                 )
             shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,17 +79,17 @@ class NodeFolder:
         return True
 
     def files(self, folder: str) -> list[tuple[str, int]]:
-        """Of a folder and those in it, with their bytes."""
+        """Files in a folder and its subfolders, with their sizes in bytes."""
         return _files(Path(folder))
 
     def read(self, folder: str, name: str, offset: int) -> bytes:
-        """At most `CHUNK` bytes."""
+        """Read at most `CHUNK` bytes."""
         with _told(f"{folder}/{name}"), open(Path(folder) / name, "rb") as file:
             file.seek(offset)
             return file.read(CHUNK)
 
     def write(self, folder: str, name: str, offset: int, values: bytes) -> None:
-        """What comes first makes the file."""
+        """Write a part; the first one creates the file."""
         path = Path(folder) / name
         with _told(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +104,9 @@ class NodeFolder:
 
 
 class FolderCopies:
-    """The driver's view of the disks of `nodes` of the pool, which do not see its `run_dir`; nothing to do without any.
+    """The driver's view of the disks of `nodes` of the pool, which do not see its `run_dir`; idle without nodes.
 
-    Where several of them share a folder with each other, one works on it.
+    If several of them share a folder, only one works on it.
     """
 
     def __init__(self, pool: ResourcePool, nodes: Sequence[int], run_dir: Path, timeout_s: float) -> None:
@@ -121,12 +121,12 @@ class FolderCopies:
             raise
 
     def make(self, folders: Sequence[Path]) -> None:
-        """Empty ones, for ranks that write there."""
+        """Make empty folders for ranks that write there."""
         self._all("make", [str(folder) for folder in folders])
 
     def begin_bringing(self, folder: Path) -> Future[Digests]:
-        """In the background: move what lies in the folder on the other disks into it here. Bytes and SHA-256 by name,
-        as they arrived.
+        """In the background, move the folder's files on the other disks into it here. The result has bytes and SHA-256
+        by name, as they arrived.
         """
         if not self._disks:
             return nothing_to_bring()
@@ -142,7 +142,7 @@ class FolderCopies:
         return arriving
 
     def bring(self, folder: Path) -> None:
-        """Here and now, one that rank 0 has made, where its disk is another; it appears whole or not at all."""
+        """Move a folder that rank 0 has made here, if that is on another disk; waits for it. The move is atomic."""
         temporary = folder.with_name(f".{folder.name}.writing")
         if self._has_first and self._bring(self._disks[:1], folder, temporary):
             with writing(folder):
@@ -151,7 +151,7 @@ class FolderCopies:
 
     @contextmanager
     def lent(self, *folders: Path) -> Iterator[None]:
-        """Meanwhile the folders are on the other disks, too. Raises StorageError when they cannot be."""
+        """Inside, the folders are on the other disks too. Raises StorageError when they cannot be copied."""
         copied: list[tuple[Any, Path]] = []
         try:
             for folder in folders:
@@ -165,7 +165,7 @@ class FolderCopies:
                 self._remove(disk, folder)
 
     def remove(self, folder: Path) -> None:
-        """On the other disks, as far as that is possible."""
+        """Remove it on the other disks, as far as possible."""
         for disk in self._disks:
             self._remove(disk, folder)
 
@@ -180,7 +180,7 @@ class FolderCopies:
         seen = self._all("marks", run_dir, names)
         self._all("unmark")
         for number, disk in reversed(list(enumerate(self._disks))):
-            if any(seen[number][:number]):  # an earlier one sees the same
+            if any(seen[number][:number]):  # it shares the folder with an earlier one
                 ray.kill(disk)
                 del self._disks[number]
 
@@ -200,7 +200,7 @@ class FolderCopies:
                 while offset < size:
                     values = self._ask(disk, "read", str(folder), name, offset)
                     if not values:
-                        raise StorageError(f"{path} ended after {offset} of {size} bytes while it was brought here")
+                        raise StorageError(f"{path}: only {offset} of {size} bytes could be copied from its node")
                     file.write(values)
                     checksum.update(values)
                     offset += len(values)
@@ -226,29 +226,29 @@ class FolderCopies:
 
 
 def nothing_to_bring() -> Future[Digests]:
-    """One that is done."""
+    """A completed result without files."""
     nothing: Future[Digests] = Future()
     nothing.set_result({})
     return nothing
 
 
 def require_arrived(folder: Path, arrived: Digests, written: Digests) -> None:
-    """Raise CheckpointError when a file is not what its rank has written, or is not here."""
+    """Raise CheckpointError when a file differs from what its rank wrote, or is missing here."""
     for name, found in arrived.items():
         if written.get(name) != found:
-            raise CheckpointError(f"{folder / name} is another file than the one that was copied from its node")
+            raise CheckpointError(f"{folder / name} is not what its rank wrote: it changed before or during the copy")
     if missing := [name for name in written if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder / missing[0]} is on none of the nodes that do not share {folder.parent}")
+        raise CheckpointError(f"{folder / missing[0]} is not here, nor on nodes that do not share {folder.parent}")
 
 
 def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
-    """As `wait_for`, but no sign of the driver's own progress: it is asked in the background, too."""
+    """Like `wait_for`, but it does not count as the driver's progress, since it also runs in the background."""
     try:
         return ray.get(references, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise Stalled(f"a node's disk ({method}) did not answer within {timeout_s:.0f} s") from error
+        raise Stalled(f"copying between run folders: no answer to '{method}' within {timeout_s:.0f} s") from error
     except RayActorError as error:
-        raise WorkerDied(f"a node is lost whose disk was asked for files of the run ({method})") from error
+        raise WorkerDied(f"copying between run folders: a node was lost ('{method}')") from error
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from error
@@ -256,12 +256,12 @@ def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
 
 
 def _mark_of(path: Path) -> Path:
-    """A file beside a folder that says that it is a copy, which is going to be removed."""
+    """A file beside a folder that marks it as a copy, which will be removed."""
     return path.with_name(f".{path.name}.lent")
 
 
 def _manifest_of(folder: Path) -> bytes | None:
-    """Of a state; models have none."""
+    """The manifest of a state; None for a model."""
     return (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None
 
 

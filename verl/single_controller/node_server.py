@@ -1,4 +1,4 @@
-"""A server that a run starts on one of its nodes and ends with itself: a retriever, or what a reward asks."""
+"""A server that a run starts on one of its nodes and ends with the run: a retriever, or a reward's server."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from verl.parent import end_with_parent
 from verl.working_dir import enter_working_dir
 
 LOOK_S = 0.2
-GRACE_S = 10.0  # for a server that is told to end
+GRACE_S = 10.0  # for a server to end after SIGTERM
 LAST_WORDS = 2000  # bytes of its log in an error
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started: `command` for bash, which listens at `host`:`port` as its node reaches it.
+    """What to start: `command` for bash, which listens at `host`:`port`, as seen from its node.
 
-    Errors are of the class `error`. They name it by `name`, the setting of the command by `setting`, and say what to do
-    where something listens there `already`, and where the command does not listen in time (`unheard`).
+    `error` is the class of errors. They call the server `name` and the command's config key `setting`, and say what to
+    do if something listens there `already`, or the command does not listen in time (`unheard`).
     """
 
     command: str
@@ -41,13 +41,13 @@ class Launch:
     already: str
     unheard: str
     error: type[VerlError]
-    variables: dict[str, str] = field(default_factory=dict)  # of its environment
+    variables: dict[str, str] = field(default_factory=dict)  # environment variables
 
 
 class NodeServer:
-    """Starts it in the folder that the run was started in, on the node that this actor is on, and ends with the actor.
+    """Starts the server on this actor's node, in the folder that the run was started in, and ends it with the actor.
 
-    It sees the GPUs that the actor sees. What it prints is in a file of that node.
+    The server sees the actor's GPUs. Its output goes to a file on that node.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -69,7 +69,7 @@ class NodeServer:
                 )
 
     def wait_until_it_listens(self, timeout_s: float) -> str:
-        """The path of its log. Raises the error of its launch."""
+        """Wait, and return the path of its log. Raises the launch's `error`."""
         launch, where = self._launch, f"{self._launch.host}:{self._launch.port}"
         if self._process is None:
             raise launch.error(f"on host {self._on} something listens at {where} already, {launch.already}")
@@ -89,7 +89,7 @@ class NodeServer:
         return str(self._log)
 
     def end(self) -> None:
-        """It and all that it has started."""
+        """End the server and all processes that it started."""
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -112,20 +112,20 @@ class NodeServer:
 
 @dataclass(frozen=True)
 class StartedServer:
-    """The driver's view of one. `ready` is a reference to the path of its log, which is there when it listens."""
+    """The driver's view of a server. `ready`: a reference to the path of its log, available once it listens."""
 
     actor: Any
     ready: Any
 
 
 def start_server(launch: Launch, options: dict[str, Any], timeout_s: float) -> StartedServer:
-    """Where `options`, of a Ray actor, say."""
+    """Start it with `options` of a Ray actor, which say where."""
     actor = ray.remote(NodeServer).options(**options).remote(launch)
     return StartedServer(actor, actor.wait_until_it_listens.remote(timeout_s))
 
 
 def end_servers(servers: Sequence[StartedServer]) -> None:
-    """One that does not listen yet has no time to be asked: it is killed with its actor."""
+    """End them; one that does not listen yet is killed with its actor."""
     with contextlib.suppress(Exception):  # a node is lost
         listening, _ = ray.wait([one.ready for one in servers], num_returns=len(servers), timeout=0)
         ending = [one.actor.end.remote() for one in servers if one.ready in listening]

@@ -1,4 +1,4 @@
-"""Several nodes: what each has to have of the others, asked before anything is loaded there."""
+"""Checks of several nodes before anything is loaded there: do they reach each other and see the run's folders?"""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class NodeProbe:
     """Runs on one node and tries what the run will need there."""
 
     def listen(self) -> tuple[str, int]:
-        """Host and port where others can connect from now on."""
+        """Host and port at which others can connect from now on."""
         host = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=4096)
         return host, self._server.getsockname()[1]
 
     def unreached(self, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
-        """By host, why there is no connection to it."""
+        """The hosts that cannot be reached, and why."""
         with ThreadPoolExecutor(32) as pool:
             tried = zip(addresses, pool.map(_why_not_reached, addresses), strict=True)
             return {host: why for (host, _), why in tried if why}
 
     def missing(self, paths: Sequence[str]) -> list[str]:
-        """Those that are not there after a while."""
+        """The paths that do not exist here, even after a while."""
         deadline = time.monotonic() + SEEN_S
         while (left := [path for path in paths if not os.path.exists(path)]) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -52,8 +52,8 @@ class NodeProbe:
 def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float, gather: bool = False) -> list[int]:
     """Raise WorkerError when nodes do not reach each other, ConfigError when one does not see the folders of the run.
 
-    Those are the folder that the run was started in, where relative paths begin, and `run_dir`. With `gather` a node
-    may have another `run_dir`; returns the numbers of those that have. Fine on one node.
+    These are the folder that the run was started in, where relative paths start, and `run_dir`. With `gather` a node
+    may have its own `run_dir`; returns the numbers of such nodes. Does nothing on one node.
     """
     if pool.nnodes == 1:
         return []
@@ -76,9 +76,9 @@ def check_nodes(pool: ResourcePool, run_dir: Path, timeout_s: float, gather: boo
     apart = [node for node, paths in enumerate(missing) if paths]
     if apart and not gather:
         raise ConfigError(
-            f"trainer.default_local_dir={run_dir} is another folder on {_shown([hosts[node] for node in apart])}: the "
-            "ranks there write their part of the state. Set it to a folder of a file system that all nodes share, or "
-            "trainer.gather_state=true: that part then lies on their own disk until it is copied to the driver's node"
+            f"trainer.default_local_dir={run_dir} is a different folder on {_shown([hosts[node] for node in apart])}, "
+            "where ranks write their part of the state. Set it to a folder on a file system that all nodes share, or "
+            "set trainer.gather_state=true, which copies that part to the driver's node"
         )
     return apart
 
@@ -94,10 +94,10 @@ def check_working_dir(pool: ResourcePool, timeout_s: float) -> None:
 
 
 def use_network_of(address: str) -> None:
-    """Let gloo in this process connect by the interface that has `address`, unless the environment names one.
+    """Make gloo in this process use the interface that has `address`, unless the environment names one.
 
-    Left to itself it takes the address that the host's own name has, which is a loopback on Debian and Ubuntu. NCCL
-    looks for an interface itself, and leaves out loopbacks.
+    By default gloo uses the address of the host's own name, which is a loopback on Debian and Ubuntu. NCCL finds an
+    interface itself, and skips loopbacks.
     """
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -134,8 +134,8 @@ def _require_seen(missing: Mapping[str, Sequence[str]]) -> None:
     here = os.getcwd()
     if without := [host for host, paths in missing.items() if here in paths]:
         raise ConfigError(
-            f"{here}, where this run was started, is not there on {_shown(without)}, and relative paths begin there: "
-            "start it in a folder that all nodes share or have, or by `ray job submit --working-dir .`, which copies it"
+            f"{here}, where this run was started and relative paths start, does not exist on {_shown(without)}: start "
+            "the run in a folder that exists on all nodes, or by `ray job submit --working-dir .`, which copies it"
         )
 
 
@@ -146,7 +146,7 @@ def _shown(hosts: Sequence[str]) -> str:
 
 @contextmanager
 def _marker_in(folder: Path) -> Iterator[Path]:
-    """A file that is there for a moment."""
+    """A temporary file, which other nodes look for."""
     with writing(folder):
         file, name = tempfile.mkstemp(prefix=".seen-by-all-nodes-", dir=folder.absolute())
         os.close(file)

@@ -16,14 +16,14 @@ from verl.single_controller.waiting import wait_for
 from verl.working_dir import working_dir_variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-A_BIT = 0.001  # of the resource "node:ADDRESS", of which Ray gives every node one: enough to be placed there
-JOINING_S = 60.0  # how long a node that the cluster does not have yet is waited for
+A_BIT = 0.001  # of the resource "node:ADDRESS", of which each node has one in Ray: enough to be placed there
+JOINING_S = 60.0  # how long to wait for a node that is not in the cluster yet
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the run: its address, the GPUs on it that are the run's, as CUDA_VISIBLE_DEVICES names them, and which
-    of Ray's bundles they are.
+    """A node of the run: its address, the run's GPUs on it, as CUDA_VISIBLE_DEVICES names them, and their bundle in
+    Ray.
     """
 
     address: str
@@ -36,11 +36,11 @@ class ResourcePool:
     """`nnodes` x `workers_per_node` ranks. On GPU one rank is one GPU; on CPU ranks are processes that share the cores.
 
     Ray owns the GPUs: `reserve` takes a bundle of them on every node and asks Ray which ones they are. Roles that take
-    turns on a device have to be on the same one, and an engine of several ranks on several, which shares of a GPU
-    (Ray fills one device after another) do not promise. So a role asks Ray for a place in the bundle, and is told its
-    devices of it through CUDA_VISIBLE_DEVICES.
+    turns on a device must be on the same one, and an engine of several ranks on several, which Ray's fractional GPUs do
+    not guarantee (Ray fills one device after another). So a role asks Ray for a place in the bundle, and gets its
+    devices through CUDA_VISIBLE_DEVICES.
 
-    The driver's node is the first if it is among them, so that rank 0 writes where the driver does; the others follow
+    The driver's node comes first if it is one of them, so that rank 0 writes where the driver does; the others follow
     by address.
     """
 
@@ -49,15 +49,15 @@ class ResourcePool:
     device: str
     groups: PlacementGroup | None = None
     nodes: tuple[Node, ...] = ()
-    first: int = 0  # device of a node, where the ranks of a part begin
-    only_on: str | None = None  # address of the one node that it may be on
+    first: int = 0  # number of the first device on a node, for a part of the pool
+    only_on: str | None = None  # address of the only node that it may use
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.workers_per_node
 
     def reserve(self, timeout_s: float) -> None:
-        """Reserve the GPUs of every node once; on one CPU machine there is nothing to reserve."""
+        """Reserve the GPUs of every node, once; on a single CPU machine there is nothing to reserve."""
         if self.device == "cpu" and self.nnodes == 1 and self.only_on is None:
             return
         kind, amount = self.needed
@@ -87,12 +87,12 @@ class ResourcePool:
 
     @property
     def address(self) -> str:
-        """Of its first node; empty where nothing had to be reserved."""
+        """Address of its first node; empty if nothing had to be reserved."""
         return self.nodes[0].address if self.nodes else ""
 
     @property
     def needed(self) -> tuple[str, float]:
-        """What Ray is asked for on a node: of which resource, how much."""
+        """What Ray is asked for on a node: the resource and its amount."""
         return ("GPU", float(self.workers_per_node)) if self.device == "cuda" else ("CPU", 1.0)
 
     def part(self, first: int, count: int) -> ResourcePool:
@@ -109,11 +109,11 @@ class ResourcePool:
         return self._quiet_options(node, env)
 
     def plain_options(self, node: int) -> dict[str, Any]:
-        """Ray options of an actor on a node that uses no GPU."""
+        """Ray options of an actor on a node, without a GPU."""
         return self._quiet_options(node, {})
 
     def node_options(self, node: int) -> dict[str, Any]:
-        """Ray options of something that runs on a node, beside what works there."""
+        """Ray options of something that runs on a node, in addition to the roles there."""
         options: dict[str, Any] = {"num_cpus": 0}
         if self.groups is not None:
             options["scheduling_strategy"] = self._bundle(self.nodes[node].bundle)
@@ -125,7 +125,7 @@ class ResourcePool:
             self.groups = None
 
     def _quiet_options(self, node: int, env: dict[str, str]) -> dict[str, Any]:
-        # Without task events: Ray's control service keeps those of the last 100,000 calls, 4 KB each.
+        # Without task events: Ray's control service keeps the last 100,000 of them, 4 KB each.
         variables = {"env_vars": working_dir_variable() | env}
         return self.node_options(node) | {"enable_task_events": False, "runtime_env": variables}
 
@@ -134,7 +134,7 @@ class ResourcePool:
 
 
 def device_of_cluster(name: str) -> str:
-    """ "cpu" or "cuda" for `trainer.device`. This process needs no GPU of its own: those of Ray's nodes count.
+    """ "cpu" or "cuda" for `trainer.device`. This process needs no GPU; the GPUs of Ray's nodes count.
 
     Raises ConfigError when GPUs are asked for and Ray has none, or PyTorch is a build without CUDA.
     """
@@ -152,11 +152,11 @@ def device_of_cluster(name: str) -> str:
 
 
 def _this_node(bundle: int) -> Node:
-    """Runs where it may use the GPUs of a bundle. Ray gives them in no order."""
+    """Runs with access to the GPUs of a bundle, which Ray lists in no particular order."""
     devices = sorted((str(device) for device in ray.get_gpu_ids()), key=_in_order)
     return Node(ray.util.get_node_ip_address(), tuple(devices), bundle)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """By which names sort with the numbers in them as numbers."""
+    """Sort key that compares the numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

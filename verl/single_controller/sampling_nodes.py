@@ -1,4 +1,4 @@
-"""Nodes that only sample: a run goes on without one that is lost, and takes in one that joins."""
+"""Nodes that only sample: a run continues without one that is lost, and uses one that joins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_S = 0.5
 
 @dataclass
 class SamplingNodes:
-    """Nodes with `workers_per_node` devices each that are not among `taken` (addresses), a pool for each."""
+    """Nodes with `workers_per_node` devices each, except those in `taken` (addresses); a pool for each node."""
 
     workers_per_node: int
     device: str
@@ -29,7 +29,7 @@ class SamplingNodes:
     _refused: dict[str, str] = field(default_factory=dict)  # addresses, and why
 
     def reserve(self, nnodes: int, timeout_s: float) -> None:
-        """Take so many nodes. Raises WorkerError when the cluster does not get them."""
+        """Reserve `nnodes` nodes. Raises WorkerError if the cluster does not get that many."""
         deadline = time.monotonic() + min(JOINING_S, timeout_s)
         while len(self.pools) < nnodes:
             self.join(nnodes)
@@ -38,14 +38,14 @@ class SamplingNodes:
                 refused = "".join(f"; {address}: {why}" for address, why in self._refused.items())
                 raise WorkerError(
                     f"the Ray cluster offers {len(self.pools)} of {nnodes} nodes (actor_rollout_ref.rollout.nnodes) "
-                    f"with {amount:g} {kind} each beside those that train ({', '.join(self.taken)}); see `ray status`"
+                    f"with {amount:g} {kind} each besides those that train ({', '.join(self.taken)}); see `ray status`"
                     f"{refused}"
                 )
             time.sleep(LOOK_S * (len(self.pools) < nnodes))
 
     def join(self, most: int) -> list[ResourcePool]:
-        """Take nodes that the cluster has got since, until there are `most`. One that cannot be had is not asked again
-        before it has left the cluster and come back.
+        """Reserve nodes that have joined the cluster, until there are `most`. One that cannot be reserved is not tried
+        again until it has left the cluster and come back.
         """
         new: list[ResourcePool] = []
         for address in self._candidates() if len(self.pools) < most else []:
@@ -64,11 +64,11 @@ class SamplingNodes:
         return new
 
     def leave_out(self, address: str) -> None:
-        """Of a node that has something else to do, unless it is among the pools; it is not asked to join."""
+        """Do not let a node join, because it is used for something else; one in the pools stays."""
         self.taken = [*self.taken, address]
 
     def give_up(self, address: str, unusable: str = "") -> None:
-        """Of a node that is lost, or is `unusable` for that reason; none of any other."""
+        """Release the pool of a node that is lost, or that is `unusable` for the given reason; ignores other nodes."""
         for pool in [pool for pool in self.pools if pool.address == address]:
             self.pools.remove(pool)
             pool.release()
@@ -95,5 +95,5 @@ class SamplingNodes:
 
 
 def is_alive(address: str) -> bool:
-    """Whether the cluster has a node there."""
+    """Whether the cluster has a live node at `address`."""
     return any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())

@@ -1,7 +1,7 @@
 """A batch in Ray's object store, column by column: written once a step, read by all ranks of a node in place.
 
-A column that several calls or several roles need is put there once, for as long as its tensor lives; what comes later
-(advantages, say) goes alone. Ranks map the memory and copy nothing but the rows of the micro-batch that they work on.
+A column that several calls or roles need is put there once, for as long as its tensor lives; later columns (advantages,
+say) are added alone. Ranks map the memory and copy only the rows of their current micro-batch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
 
-_columns = WeakTensorKeyDictionary()  # tensor -> where it is in the object store
+_columns = WeakTensorKeyDictionary()  # tensor -> its reference in the object store
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """Where the columns of a `TrainBatch` are; small, whatever the size of the batch."""
+    """References to the columns of a `TrainBatch`; small, whatever the size of the batch."""
 
     lengths: ray.ObjectRef
     tokens: Mapping[str, ray.ObjectRef]
     rows: Mapping[str, ray.ObjectRef]
 
     def fetch(self) -> TrainBatch:
-        """The batch. Its tensors are read-only memory of the object store: writing to one ends the process."""
+        """The batch. Its tensors are read-only memory of the object store: writing to one crashes the process."""
         lengths, *columns = ray.get([self.lengths, *self.tokens.values(), *self.rows.values()])
         tensors = [_tensor_of(column) for column in columns]
         num_tokens = len(self.tokens)
@@ -42,7 +42,7 @@ class SharedBatch:
 
 
 def share(batch: TrainBatch, tokens: Collection[str], rows: Collection[str] = ()) -> SharedBatch:
-    """Those of the named columns that the batch has, for ranks to `fetch`."""
+    """Share the named columns, those that the batch has, for ranks to `fetch`."""
     return SharedBatch(
         _put(batch.lengths_B),
         {name: _put(column) for name, column in batch.tokens.items() if name in tokens},
@@ -52,7 +52,7 @@ def share(batch: TrainBatch, tokens: Collection[str], rows: Collection[str] = ()
 
 @dataclass(frozen=True)
 class SharedValues:
-    """A rank's answer as arrays, which the driver reads in place: `RankValues` on their way through Ray."""
+    """A rank's `RankValues` as arrays for Ray, which the driver reads in place."""
 
     rows: list[int]
     tokens: dict[str, np.ndarray]

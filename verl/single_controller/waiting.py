@@ -14,14 +14,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from verl.errors import Stalled, VerlError, WorkerDied
 from verl.single_controller.progress import note_progress
 
-FETCH_S = 1.0  # at least, for results that are there
+FETCH_S = 1.0  # minimum timeout, for results that are available
 OTHERS_S = 2.0  # how long the death of one worker may take to show after another has failed because of it
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that workers have begun; calling it gives their results, as `wait_for` does, `timeout_s` seconds after
-    they began at the latest.
+    """A call that workers have started. Calling it returns their results, as `wait_for` does, at most `timeout_s`
+    seconds after they started.
     """
 
     references: list[Any]
@@ -34,7 +34,7 @@ class Call:
 
 
 def wait_beside(call: Call, others: Sequence[Call]) -> list[Any]:
-    """The results of `call`. A failure of one of `others`, which go on meanwhile, is raised as soon as it is there."""
+    """The results of `call`. If one of `others`, which run meanwhile, fails, that is raised at once."""
     left = call.references
     theirs = [reference for other in others for reference in other.references]
     while left and theirs:
@@ -49,8 +49,8 @@ def wait_beside(call: Call, others: Sequence[Call]) -> list[Any]:
 def wait_for(references: list[Any], phase: str, timeout_s: float, since: float | None = None) -> list[Any]:
     """Results of all references, in order.
 
-    A typed error raised by a worker is raised here as itself. A worker that died is a `WorkerDied`, one that did not
-    answer within `timeout_s` seconds from now, or from `since` (`time.monotonic`), a `Stalled`; both name `phase`.
+    A typed error of a worker is raised here unchanged. A dead worker raises `WorkerDied`; one that did not answer
+    within `timeout_s` seconds from now, or from `since` (`time.monotonic`), raises `Stalled`. Both name `phase`.
     """
     note_progress()
     passed_s = 0.0 if since is None else time.monotonic() - since
@@ -63,7 +63,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from error
-        # A collective of the others fails when a worker dies: the death is what has to be told.
+        # When a worker dies, the others' collectives fail: the death is what to report.
         if death := _death_among(references):
             raise _died(phase, death) from error
         raise
@@ -72,7 +72,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
 
 
 def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: float) -> list[Any]:
-    """Those that are done, at least one; their results are had by `wait_for`.
+    """The references that are done, at least one; `wait_for` gets their results.
 
     Raises `Stalled` when there is none `timeout_s` seconds after `since`, a time of `time.monotonic`.
     """
@@ -86,7 +86,7 @@ def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: flo
 
 
 def _has_failed(reference: Any) -> bool:
-    """Of one that is done."""
+    """Whether a finished call failed."""
     try:
         ray.get(reference)
     except RayError:
@@ -96,14 +96,14 @@ def _has_failed(reference: Any) -> bool:
 
 def _stalled(phase: str, timeout_s: float) -> Stalled:
     return Stalled(
-        f"{phase}: no answer within {timeout_s:.0f} s; raise trainer.step_timeout_s if the step is that long"
+        f"{phase}: no answer within {timeout_s:.0f} s; raise trainer.step_timeout_s if the step really takes longer"
     )
 
 
 def _died(phase: str, error: RayActorError) -> WorkerDied:
     told = " ".join(str(error).partition("Some common causes")[0].split())
     return WorkerDied(
-        f"{phase}: a worker process ended; it was killed (for want of memory, say: see dmesg) or it crashed (its log "
+        f"{phase}: a worker process ended; it was killed (out of memory? see dmesg) or it crashed (its log "
         f"is in /tmp/ray/session_latest/logs). Ray says: {told}"
     )
 

@@ -14,7 +14,7 @@ from verl.single_controller.waiting import Call, wait_for
 class WorkerGroup:
     """Starts `worker_class(*args, rank, world_size)` on every rank of a pool and calls methods on all of them.
 
-    What goes to several workers is put into the object store once and read by each from there.
+    Arguments for several workers are put into the object store once, and each reads them from there.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class WorkerGroup:
         ]
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """The method's result of every rank, in rank order, within `timeout_s` or the group's own deadline."""
+        """The method's results on all ranks, in rank order, within `timeout_s` or the group's own deadline."""
         return self.begin_all(method, *args, timeout_s=timeout_s)()
 
     def begin_all(self, method: str, *args: Any, timeout_s: float | None = None) -> Call:
-        """Like `call_all`, but the wait is what is returned; calls of a rank are carried out one after the other."""
+        """Like `call_all`, but returns a `Call` to wait for; a rank runs its calls one after the other."""
         shared = args if len(self.workers) == 1 else [ray.put(arg) for arg in args]
         references = [getattr(worker, method).remote(*shared) for worker in self.workers]
         limit_s = self.timeout_s if timeout_s is None else timeout_s

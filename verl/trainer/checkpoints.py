@@ -31,9 +31,9 @@ WRITERS_S = 600.0  # at most, for the other ranks when one could not write its p
 class Checkpoints:
     """Saves and loads the roles of a run together. `steps` are those saved, oldest first.
 
-    Of states and models together `max_to_keep` are kept (None: all), and the one of the best validation besides. What
-    was saved between a good step and the rollback to it is `abandoned`: it is neither counted nor the best, and goes as
-    soon as there is a state from after the rollback (with `max_to_keep` None it stays on the disk).
+    The latest `max_to_keep` steps are kept (None: all), and in addition the one with the best validation. What was
+    saved between a good step and the rollback to it is `abandoned`: it is neither counted nor the best, and is removed
+    as soon as there is a state from after the rollback (with `max_to_keep` None it stays on the disk).
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Checkpoints:
         model_bytes: int | None = None,
     ) -> None:
         """`with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
-        do not share it. `model_bytes`: about as large a saved model becomes, where that is known, so that the first
-        save can say how long it will take.
+        do not share it. `model_bytes`: approximate size of a saved model, if known, so that the first save can
+        say how long it will take.
         """
         self.run_dir = run_dir
         self.with_anchor = with_anchor
@@ -65,11 +65,11 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """The saved step with the highest validation score, of equals the latest."""
+        """The saved step with the highest validation score; if several have it, the latest."""
         return max(self.scores, key=lambda step: (self.scores[step], step), default=None)
 
     def save(self, step: int) -> None:
-        """The models. Raises CheckpointError, and leaves earlier ones as they are."""
+        """Save the models. On failure, raises CheckpointError and leaves earlier ones unchanged."""
         for name, role, of in self._models():
             with self._saving(name, step) as path:
                 role.save(path, of)
@@ -80,10 +80,10 @@ class Checkpoints:
         self.abandoned = [other for other in self.abandoned if other != step]
 
     def save_state(self, step: int, progress: dict[str, Any], score: float | None) -> None:
-        """All that `resume` needs, and `progress` with it; written in the background.
+        """Save all that `resume` needs, with `progress`, in the background.
 
-        `score` is the validation's of the saved weights, if they had one. Raises CheckpointError, also when the state
-        before this one could not be written.
+        `score`: validation score of the saved weights, if they were validated. Raises CheckpointError, also when the
+        state before this one could not be written.
         """
         self.settle(wait=True)
         if score is not None:
@@ -101,10 +101,10 @@ class Checkpoints:
         self._writing = (step, temporary)
 
     def settle(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Rename a state that is completely written, and remove what is too old.
+        """Rename a completely written state, and remove old ones.
 
-        `wait` for one that is being written, at most `timeout_s` seconds where that is given. Raises VerlError when it
-        could not be written; then it is removed.
+        `wait` for one that is being written, at most `timeout_s` seconds if given. Raises VerlError, and removes the
+        state, when it could not be written.
         """
         if self._writing is None:
             return
@@ -124,7 +124,7 @@ class Checkpoints:
         self._rotate(step)
 
     def _is_here(self, temporary: Path) -> bool:
-        """Whether all of a state is written, and what lay on other nodes has been brought."""
+        """Whether all of a state is written, and its files on other nodes have been copied here."""
         return self._nobody_writes() and self._bringing(temporary).done()
 
     def _bringing(self, temporary: Path) -> Future[Digests]:
@@ -165,7 +165,7 @@ class Checkpoints:
         return {f"{role}/{name}": found for role in written for rank in written[role] for name, found in rank.items()}
 
     def resume(self, path: Path) -> dict[str, Any]:
-        """Put a verified state back; returns the progress that was saved with it. Raises CheckpointError."""
+        """Load a verified state; returns the progress that was saved with it. Raises CheckpointError."""
         for role in self._groups():
             if not (path / role).is_dir():
                 raise CheckpointError(f"{path} has no {role}: it belongs to a run with other roles; start a new run")

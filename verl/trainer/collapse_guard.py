@@ -1,4 +1,4 @@
-"""Watches the metrics of each step and says when a run has collapsed. It neither stops nor loads: the trainer does."""
+"""Watches the metrics of each step and says when a run has collapsed. It takes no action itself; the trainer does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sample
 
 @dataclass(frozen=True)
 class Alarm:
-    """A condition that has held for long enough, and what the trainer should now do about it.
+    """A condition that has held for long enough, and what the trainer should do about it.
 
     `name` is the setting that was broken, `value` the latest value of `metric`, `steps` for how many steps in a row
     the condition has held. `first_bad_step` is the step of the first weights that showed it, one before the first
@@ -117,7 +117,7 @@ NOT_FINITE_ADVICE = "a value that is not a finite number does not recover; go ba
 class CollapseGuard:
     """Counts for how many steps in a row each condition of `config` has held.
 
-    A step without a condition's metric leaves its count as it is; a value within the threshold sets it back to zero.
+    A step without a condition's metric does not change its count; a value within the threshold resets it.
     NaN or infinity in a watched metric is an alarm at once.
     """
 
@@ -127,10 +127,10 @@ class CollapseGuard:
         self._forget()
 
     def observe(self, metrics: Mapping[str, float], step: int) -> Alarm | None:
-        """Take in the metrics of a step. None while all is well, and always with `action=off`.
+        """Check the metrics of a step. Returns None without an alarm, and always with `action=off`.
 
-        An alarm comes again when its condition has held for twice, four times, eight times as long. When several are
-        due it is the one that began first, and its message names the others.
+        An alarm is repeated when its condition has held for twice, four times, eight times as long. If several are due,
+        the one that began first is returned, and its message names the others.
         """
         self._alarmed = False
         if self.config.action == "off":
@@ -155,12 +155,12 @@ class CollapseGuard:
         return {"health/guard/alarm": float(self._alarmed)} | streaks
 
     def reset(self) -> None:
-        """To be called after a rollback: counts it, and forgets all steps. The next alarm may then be a stop."""
+        """Call it after a rollback: counts the rollback and forgets all steps. The next alarm may then stop the run."""
         self.num_rollbacks += 1
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, as JSON can hold it."""
+        """Its state, JSON-serializable."""
         return {
             "num_rollbacks": self.num_rollbacks,
             "streaks": {name: asdict(streak) for name, streak in self._streaks.items()},

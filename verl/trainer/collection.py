@@ -1,4 +1,4 @@
-"""What a step trains on: prompts drawn, trajectories sampled and scored, useless groups replaced."""
+"""Collects what a step trains on: draws prompts, samples and scores trajectories, replaces useless groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Collector:
         scorer: Scorer,
         last_step: int | None = None,
     ) -> None:
-        """`last_step`: after it nothing is carried over."""
+        """`last_step`: no groups are carried over after it."""
         self.config = config
         self.prompts = prompts
         self.rollouts = rollouts
@@ -64,7 +64,7 @@ class Collector:
         self._hows: list[How] = [*train, "greedy"] if self._needs_greedy else train
 
     def collect(self, step: int) -> Collected:
-        """Raises RolloutError when too much has failed (see `RolloutManager.collect`)."""
+        """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
         self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
         selection = self._selection(step)
         num_carried = len(selection.groups)
@@ -95,7 +95,7 @@ class Collector:
         return Collected(sampled, trained, batch, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts; those of groups that were carried over come first, and are sampled again."""
+        """The position in the prompts; prompts of carried-over groups come first, and are sampled again."""
         return self.prompts.state_dict(again=[group.prompt for group in self.carried])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

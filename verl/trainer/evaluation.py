@@ -22,7 +22,7 @@ SPLITS: dict[Kind, str] = {"val": "validating", "val_ref": "validating the ancho
 
 
 class Evaluator:
-    """Evaluates what the engines have, which have to be idle."""
+    """Evaluates the weights in the engines, which must be idle."""
 
     def __init__(
         self, config: Config, prompts: PromptSets, rollouts: RolloutManager, scorer: Scorer, files: TrajectoryFiles
@@ -41,14 +41,14 @@ class Evaluator:
             return self._evaluate(self.prompts.val, "val", step)
 
     def test(self, step: int, timed: Timer) -> dict[str, float]:
-        """The held-out test files, before the first step and after the last one."""
+        """Evaluate on the held-out test files, before the first step and after the last one."""
         if self.prompts.test is None:
             return {}
         with timed("testing"):
             return self._evaluate(self.prompts.test, "test", step)
 
     def validate_anchor(self, step: int, actor: ActorGroup, source: RolloutSource, timed: Timer) -> dict[str, float]:
-        """With the anchor's weights in the engines, which have the policy's again afterwards."""
+        """Validate with the anchor's weights in the engines, and load the policy's again afterwards."""
         with timed("testing_ref_policy"):
             self.rollouts.load_weights(partial(actor.publish_weights, step, of="anchor"))
             metrics = self._evaluate(self.prompts.val, "val_ref", step)
@@ -65,5 +65,5 @@ class Evaluator:
 
 
 def is_due(frequency: int, step: int) -> bool:
-    """Whether something is done after this step that is done every `frequency` steps; -1: never."""
+    """Whether something that happens every `frequency` steps (-1: never) happens after this step."""
     return frequency > 0 and step % frequency == 0

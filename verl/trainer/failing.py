@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
     """When the block fails or is interrupted: wait for state and files being written, and name the newest state.
 
-    The wait is short where somebody interrupted (the entry point then names the state as its last line), and where a
-    worker hangs, whose stacks are written first.
+    The wait is short after an interrupt (the entry point then names the state in its last line), and if a worker
+    hangs, whose stacks are written first.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter
 
 
 def report_stall(run_dir: Path, seconds: float) -> None:
-    """For a driver that hangs itself, and is ended next."""
+    """Report a driver that hangs, before it is ended."""
     log.error("the driver made no progress for %.0f s (trainer.step_timeout_s) and is stopped", seconds)
     _write_stacks(run_dir)
     _log_newest_state(run_dir)

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING_S) -> Config:
-    """The run on the largest number of training nodes, from `min_nnodes` to `nnodes`, that Ray's cluster has and the
-    settings allow; `wait_s` is how long all of them are waited for. As it was where none is: what follows says why.
+    """The config for the largest number of training nodes, from `min_nnodes` to `nnodes`, that Ray's cluster has and
+    the settings allow; waits at most `wait_s` for all nodes. If there is no such number, `config` unchanged, for which
+    starting the run then fails.
     """
     trainer = config.trainer
     if trainer.min_nnodes is None:
@@ -34,7 +35,7 @@ def on_nodes_that_are_there(config: Config, device: str, wait_s: float = JOINING
         try:
             check_supported(fewer)
         except ConfigError as error:
-            log.warning("starting without %d of trainer.nnodes=%d nodes: %s", nnodes, wanted, error)
+            log.warning("training on %d of trainer.nnodes=%d nodes is not possible: %s", nnodes, wanted, error)
             continue
         if nnodes < wanted:
             log.warning(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class IdleClock:
-    """Adds up the seconds between `start` and `stop`, each of which may come twice."""
+    """Adds up the seconds between `start` and `stop`, each of which may be called twice."""
 
     def __init__(self) -> None:
         self._since: float | None = None

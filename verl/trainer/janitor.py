@@ -1,7 +1,7 @@
 """Ends the processes that a killed driver leaves behind, and logs how to resume.
 
-Helpers of Ray's own notice only after a minute that their driver is gone. The janitor is a process of its own, which
-outlives the driver: it sees the end of the driver by the end of its standard input.
+Ray's own helpers notice only after a minute that their driver is gone. The janitor is a separate process, which
+outlives the driver: it notices the driver's end by the end of its standard input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Janitor:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def watch(self) -> None:
-        """If this process ends without `stop`: end its present descendants, and name the newest state of the run."""
+        """If this process ends without `stop`, end its current descendants and name the newest state of the run."""
         processes = psutil.Process().children(recursive=True)
         self._tell([(process.pid, process.create_time()) for process in processes])
 

@@ -1,7 +1,7 @@
 """Prints the checkpoint of a run: `.venv/bin/python -m verl.trainer.last_checkpoint RUN_DIR [--best] [--role actor]`.
 
 Imports neither torch nor Ray. The folder may be of an RL run (`{role}/global_step_N`) or of a warm start
-(`global_step_N`). A folder has its name only when the model in it is whole.
+(`global_step_N`). A folder gets its name only when its model is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROLES = ("actor", "critic", "ref")
 
 
 def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
-    """The model saved last, in Hugging Face format: after a rollback of the collapse guard, what it went back to.
+    """The model saved last, in Hugging Face format; after a rollback, the one that the run went back to.
 
     `role` is actor, critic, or ref (an anchor that moves). Raises DataError when the run has none.
     """
@@ -32,7 +32,7 @@ def last_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
 
 
 def best_checkpoint(run_dir: Path | str, role: str = "actor") -> Path:
-    """The model whose validation score was highest (the later one of equals); it is never rotated away.
+    """The model with the highest validation score (if several, the latest); it is never removed by rotation.
 
     Raises DataError when the run has no checkpoint, or none that was validated.
     """

@@ -21,9 +21,9 @@ NODES_SHOWN = 8
 
 
 class Pools(NamedTuple):
-    """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` where it
-    has no devices of its own; the reward's server is on `reward_server` where it has GPUs. `copies` are of the run
-    folder on nodes that do not share it. `release` gives the devices back to Ray.
+    """The engines are on `sampling`, or else on `sampling_nodes`; a critic is on `critic`, which is `training` if it
+    has no devices of its own; the reward's server is on `reward_server` if it has GPUs. `copies`: the run folder on
+    nodes that do not share it. `release` returns the devices to Ray.
     """
 
     sampling: ResourcePool
@@ -37,8 +37,8 @@ class Pools(NamedTuple):
 
 
 def reserve_pools(config: Config, device: str) -> Pools:
-    """Take the devices of a run. Raises ConfigError or WorkerError when there are none like that, or when several nodes
-    do not reach each other or do not share the run's folder.
+    """Reserve the devices of a run. Raises ConfigError or WorkerError when they do not exist, or when several nodes do
+    not reach each other or do not share the run's folder.
     """
     place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
@@ -71,8 +71,8 @@ def reserve_pools(config: Config, device: str) -> Pools:
 def layout_table(
     place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node] = (), reward_server: Node | None = None
 ) -> str:
-    """One line in words; on GPUs also a line a node: its ranks and engines, and the devices of each; one for the GPUs
-    of the reward's server, where it has some.
+    """One line in words; on GPUs also a line per node, with its ranks, engines and their devices, and one for the GPUs
+    of the reward's server, if it has any.
     """
     lines = _lines(place, nodes, sampling_nodes)
     if reward_server:

@@ -1,4 +1,4 @@
-"""The sizes of a model, from its config.json alone: no weight is read and none is made."""
+"""The sizes of a model, from its config.json alone: no weights are read or created."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class ModelShape:
     """Parameters are counted once each (a tied head is the embedding); `key_width` is key heads x head size.
 
-    Of `num_params`, `num_looked_up` are in no product: an embedding that is not the head too.
+    `num_looked_up` of `num_params` are in no matrix product: an embedding that is not also the head.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
     `num_heads`: attention heads of a layer, of its queries and of its keys.
     """
@@ -44,15 +44,15 @@ class ModelShape:
 
 
 def policy_shape(config: Config) -> ModelShape:
-    """Of the policy that a run would load. Raises ConfigError."""
+    """Shape of the policy that a run would load. Raises ConfigError."""
     model = config.actor_rollout_ref.model
     import_modules(model.external_lib)
     return model_shape(CausalLm.of(model.path, model, CPU), Lora.from_config(model))
 
 
 def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
-    """Of a language model, or of one that is made into a critic, with adapters if `lora` is given; a folder needs a
-    config.json alone. Raises ConfigError.
+    """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
+    config.json. Raises ConfigError.
     """
     try:
         with torch.device("meta"):

@@ -24,7 +24,7 @@ GENERATE, ROLLOUTS = "generate", "rollouts"
 
 
 class Performance:
-    """Of the steps of a run."""
+    """Performance metrics of the steps of a run."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Performance:
         self._spans: dict[str, list[Span]] = {}
 
     def metrics(self, timer: Timer, sampled: Sequence[Trajectory], trained: TrainBatch) -> dict[str, float]:
-        """Of a step that is over."""
+        """Metrics of a step that has ended."""
         engines, ranks = self.rollouts.take_spans(), spans_of(self.roles)
         self._spans = engines | ranks
         num_tokens = sum(trajectory.num_tokens for trajectory in sampled)
@@ -53,7 +53,7 @@ class Performance:
         return metrics | idle_metrics([span for span in timer.spans if span.name == "step"], engines, ranks)
 
     def write_timeline(self, step: int, timer: Timer) -> None:
-        """With what came after the step, such as a validation. Raises StorageError."""
+        """Write it with what came after the step, such as a validation. Raises StorageError."""
         for name, spans in (self.rollouts.take_spans() | spans_of(self.roles)).items():
             self._spans.setdefault(name, []).extend(spans)
         if self.saves:
@@ -62,7 +62,7 @@ class Performance:
 
 
 def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:
-    """`num_tokens` are those of all trajectories of the step, prompts and retrieved text included.
+    """`num_tokens`: tokens of all trajectories of the step, with prompts and retrieved text.
 
     `perf/throughput` is per second and device (GPUs, or processes on CPU).
     """
@@ -95,8 +95,8 @@ def idle_metrics(step: Sequence[Span], engines: Spans, ranks: Spans) -> dict[str
 
     - `perf/engine_idle_share`: the engine had no request.
     - `perf/rollout_idle_share`: the same, of the time in which it had episodes: all of them waited for the environment.
-    - `perf/driver_share`: no engine had an episode and no rank worked, so the driver, or what is between it and them,
-      was all that was going on.
+    - `perf/driver_share`: no engine had an episode and no rank worked, so only the driver, or communication with it,
+      was active.
     """
     seconds = sum(span.seconds for span in step)
     at_work = [span for row in ranks.values() for span in row]

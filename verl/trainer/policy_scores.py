@@ -1,4 +1,4 @@
-"""What the trainer itself computed of the policy that sampled a step."""
+"""The trainer's own log-probs and entropies of the policy that sampled a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.protocol import TrainBatch
 
 @dataclass(frozen=True)
 class PolicyScores:
-    """Log-probs and entropies [T] in nats at the tokens that `known_T` [T] bool names; None: they were not computed."""
+    """Log-probs and entropies [T] in nats at the tokens where `known_T` [T] bool is True; None: not computed."""
 
     known_T: torch.Tensor
     log_prob_T: torch.Tensor | None = None
@@ -19,5 +19,5 @@ class PolicyScores:
 
     @classmethod
     def of(cls, batch: TrainBatch) -> PolicyScores:
-        """Those of a pass before the update, over all of the loss mask's tokens."""
+        """The scores of a pass before the update, over all tokens of the loss mask."""
         return cls(batch.tokens["loss_mask"], batch.tokens.get("old_log_probs"), batch.tokens.get("entropy"))

@@ -24,12 +24,12 @@ class Recovery:
         self._alarm: Alarm | None = None
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Take in a step's metrics. Returns the guard's own, to be logged with them."""
+        """Check a step's metrics. Returns the guard's own metrics, to be logged with them."""
         self._alarm = self.guard.observe(metrics, step)
         return self.guard.metrics()
 
     def act(self, step: int) -> int | None:
-        """Act on what `watch` found in this step. Returns the step whose weights were put back, None when none were.
+        """Act on what `watch` found in this step. Returns the step whose weights were restored, None if none were.
 
         Raises TrainingCollapsed, which names the last good checkpoint, when the run should end.
         """

@@ -1,4 +1,4 @@
-"""Which saved state a run resumes from, what becomes of an earlier run in its folder, and which settings differ."""
+"""Which saved state a run resumes from, what happens to an earlier run in its folder, and which settings differ."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def state_to_resume(trainer: TrainerConfig) -> Path | None:
     """A verified folder, or None for a new run. What `auto` skips is logged with the reason.
 
-    Raises CheckpointError when the named one cannot be used, and when `auto` finds states of which none verifies: a new
-    run in the same folder would bury the old one.
+    Raises CheckpointError when the named one cannot be used, and when `auto` finds only damaged states: a new run in
+    the same folder would hide the old one.
     """
     if trainer.resume_mode == "resume_path":
         path = named_state(trainer)
@@ -45,7 +45,7 @@ def state_to_resume(trainer: TrainerConfig) -> Path | None:
 
 
 def check_start(trainer: TrainerConfig) -> None:
-    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived. Quick.
+    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived. Fast.
 
     Raises CheckpointError for a state that is not there.
     """
@@ -65,7 +65,7 @@ def _check_earlier_run(trainer: TrainerConfig) -> None:
 
 
 def prepare_folder(trainer: TrainerConfig) -> None:
-    """Move what would mix with this run, which has the folder's lock, into its archive.
+    """Archive files that would mix with this run's; this run must have the folder's lock.
 
     Raises as `check_start` does, and StorageError.
     """
@@ -81,7 +81,7 @@ def prepare_folder(trainer: TrainerConfig) -> None:
 
 
 def settings_since(config: Config) -> list[Change]:
-    """What differs from the settings of the run that is resumed, by the config.yaml in its folder."""
+    """The settings that differ from the resumed run's, which are in its folder's config.yaml."""
     trainer = config.trainer
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "resume_path":

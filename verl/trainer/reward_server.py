@@ -1,4 +1,4 @@
-"""The server that a reward asks (`reward.launch`: a judge, say), which starts and ends with the run."""
+"""The server that a reward calls (`reward.launch`: a judge, say), which starts and ends with the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def reserve_reward_server(config: Config, timeout_s: float) -> ResourcePool | None:
-    """The GPUs of one node for it; None where it has none. Raises WorkerError when no node has them left."""
+    """Reserve the server's GPUs, on one node; None if it uses none. Raises WorkerError when no node has enough left."""
     reward = config.reward
     if not reward.n_gpus:
         return None
@@ -35,7 +35,7 @@ def reserve_reward_server(config: Config, timeout_s: float) -> ResourcePool | No
 
 
 class RewardServer:
-    """Of a run; nothing is started unless `reward.launch` is set. On `pool`, or without one on the driver's node."""
+    """Starts `reward.launch`, if set, on `pool`, or without a pool on the driver's node."""
 
     def __init__(self, config: Config, pool: ResourcePool | None) -> None:
         self._started: StartedServer | None = None
@@ -65,7 +65,7 @@ class RewardServer:
         self._started = start_server(launch, _options(pool, own), self._timeout_s)
 
     def check(self, scorer: Scorer) -> None:
-        """Wait until it listens, and have the reward ask it. Raises what the reward raises, and RewardUnavailable."""
+        """Wait until it listens, and let the reward call it once. Raises the reward's errors, and RewardUnavailable."""
         if self._started is None:
             return
         with phase("waiting for the reward's server"):

@@ -159,7 +159,7 @@ class RLTrainer:
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         run = self.run
-        run.tracker.log(metrics | self.timer.metrics(), step)  # phases may have gone on since the step's metrics
+        run.tracker.log(metrics | self.timer.metrics(), step)  # phases may have continued since the step's metrics
         run.performance.write_timeline(step, self.timer)
         self.timer = self._new_timer()
 

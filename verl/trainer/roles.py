@@ -56,16 +56,16 @@ class Role:
         return self.group.begin_all("update", share(batch, self.learns_from, self.learns_from_rows))
 
     def update(self, batch: TrainBatch, beside: Sequence[Call] = ()) -> dict[str, float]:
-        """One RL step, and its metrics. A failure of what another role does `beside` it is raised at once."""
+        """One RL step, and its metrics. If a call of another role in `beside` fails, that is raised at once."""
         metrics: dict[str, float] = wait_beside(self.begin_update(batch), beside)[0]
         return metrics
 
     def note_memory(self, phase: Phase) -> None:
-        """Count what is on the role's devices now as that of a phase in which others work."""
+        """Count the memory in use on the role's devices now for a phase in which others work."""
         self.group.call_all("note_memory", phase)
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory_gib/...` since the last call, the most of all ranks; see `verl.engine.memory_meter`."""
+        """`memory_gib/...` since the last call, maximum over ranks; see `verl.engine.memory_meter`."""
         ranks = self.group.call_all("memory_metrics")
         return {name: max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
 
@@ -74,7 +74,7 @@ class Role:
         return {f"{self.name} {rank}": spans for rank, spans in enumerate(self.group.call_all("take_spans"))}
 
     def device_name(self) -> str:
-        """As its driver calls it; empty for a CPU."""
+        """Name of the device, as its driver reports it; empty for a CPU."""
         return str(self.group.call_first("device_name"))
 
     def start_saving_state(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class Role:
         return self.group.begin_all("saved_state", timeout_s=timeout_s)
 
     def load_state(self, folder: Path) -> None:
-        """Go on exactly where `start_saving_state` was called. Raises CheckpointError."""
+        """Resume exactly where `start_saving_state` was called. Raises CheckpointError."""
         self.group.call_all("load_state", str(folder))
 
     def load(self, path: Path, of: str | None = None) -> None:
@@ -121,7 +121,7 @@ class ActorGroup(Role):
         self._sender = WeightSender(self.group.workers[0], self.group.timeout_s)
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
-        """`log_prob` and `entropy` [T] float32; 0 outside the loss mask. The `top_k` most likely tokens stay with the
+        """`log_prob` and `entropy` [T] float32; 0 outside the loss mask. The `top_k` most likely tokens stay on the
         ranks, for the update.
         """
         return merged(batch, self.group.call_all("log_probs", share(batch, SCORED), of, top_k))
@@ -171,7 +171,7 @@ class CriticGroup(Role):
         return self._values(batch, self.group.begin_all("values", share(batch, SCORED)))
 
     def begin_values(self, batch: TrainBatch) -> Callable[[], torch.Tensor]:
-        """Like `values`, but the wait is what is returned. Only a critic on GPUs of its own works before that."""
+        """Like `values`, but returns a function that waits for them. Only a critic on its own GPUs starts at once."""
         if not self.apart:
             return partial(self.values, batch)
         return partial(self._values, batch, self.group.begin_all("values", share(batch, SCORED)))
@@ -181,12 +181,12 @@ class CriticGroup(Role):
 
 
 def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:
-    """What all ranks of the roles that there are did since the last call, by their names."""
+    """What all ranks of the existing roles did since the last call, by rank name."""
     return {name: spans for role in filter(None, roles) for name, spans in role.take_spans().items()}
 
 
 def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:
-    """The most of all roles that there are."""
+    """Maximum over all existing roles."""
     most: dict[str, float] = {}
     for role in filter(None, roles):
         for name, gib in role.memory_metrics().items():

@@ -18,28 +18,28 @@ from verl.trainer.sampling_state import SamplingState
 
 
 class RolloutSource(Protocol):
-    """What the loop asks for, in the order of the steps."""
+    """What the loop calls, in the order of the steps."""
 
     def load(self, version: int) -> None:
-        """Give the engines the actor's weights, which are `version`."""
+        """Load the actor's weights, which are `version`, into the engines."""
 
     def take(self, step: int, timed: Timer) -> Collected:
         """The batch of a step; `gen` is how long the loop has waited for it. Raises what sampling and rewards raise."""
 
     def renew(self, version: int, timed: Timer, hold: bool = False) -> None:
-        """The actor has new weights. With `hold` the loop wants the engines next, by `engines`."""
+        """Report new weights of the actor. With `hold`, the loop calls `engines` next."""
 
     def engines(self, timed: Timer) -> AbstractContextManager[None]:
-        """Inside, the engines have the actor's weights and are the loop's alone, for a validation."""
+        """Inside, the engines have the actor's weights and only the loop uses them, for a validation."""
 
     def discard(self, version: int, timed: Timer) -> None:
-        """The actor has other weights: everything sampled before is discarded, and its prompts are sampled again."""
+        """The actor's weights were replaced: discard everything sampled before, and sample its prompts again."""
 
     def state(self) -> SamplingState:
-        """From which a resumed run samples the step after the latest one that was taken."""
+        """State from which a resumed run samples the step after the last one taken."""
 
     def close(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
 
 
 class InTurn:

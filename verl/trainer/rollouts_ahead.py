@@ -39,7 +39,7 @@ CLOSE_S = 10.0
 def rollout_source(
     config: Config, collector: Collector, rollouts: RolloutManager, actor: ActorGroup, last_step: int
 ) -> RolloutSource:
-    """As `trainer.async_rollout` says."""
+    """The source that `trainer.async_rollout` selects."""
     if most := max_steps_ahead(config):
         return RolloutsAhead(collector, rollouts, actor, most, last_step)
     return InTurn(collector, rollouts, actor)
@@ -48,8 +48,8 @@ def rollout_source(
 class RolloutsAhead:
     """A `RolloutSource` with a thread that has the prompts and the rewards to itself, and the engines while it samples.
 
-    The thread starts with the first `take`. What it raises is raised in the loop by the `take` of the step that it was
-    sampling; the steps before are trained.
+    The thread starts with the first `take`. Its errors are raised in the loop, by the `take` of the step that it was
+    sampling; earlier steps are still trained.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RolloutsAhead:
         self._failure: BaseException | None = None
 
     def load(self, version: int) -> None:
-        """While nothing is sampled. Raises what `RolloutManager.load_weights` raises."""
+        """Call it while nothing is sampled. Raises what `RolloutManager.load_weights` raises."""
         with self._idle.stopped():
             self.rollouts.load_weights(partial(self._publish, version))
         self._newest = self._loaded = version
@@ -149,7 +149,7 @@ class RolloutsAhead:
             self._thread.start()
 
     def _load_newest(self) -> None:
-        """Where the engines have others. The thread waits, or has ended."""
+        """Load them if the engines have others. The thread must be waiting, or have ended."""
         with self._changed:
             if self._loaded != self._newest:
                 self.load(self._newest)

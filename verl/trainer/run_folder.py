@@ -30,7 +30,7 @@ RESULTS = re.compile(
     r"metrics\.jsonl|((actor|critic|ref|state)/)?global_step_(?P<step>\d+)"
     r"|(trajectories/\w+_step_(?P<stored>\d+)\.parquet)|(timeline/step_(?P<timed>\d+)\.json)"
 )
-"""Paths in the folder that nothing but a run that got somewhere writes; a warm start has `global_step_N` at the top."""
+"""Paths in the folder that only a run with results writes; a warm start has `global_step_N` at the top."""
 BESIDES = re.compile(
     r"config\.yaml|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
     r"|tensorboard/events\.out\.tfevents\..+|wandb/((offline-)?run-.+|latest-run|debug.*\.log)"
@@ -44,7 +44,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def check_new_run(run_dir: Path, overwrite: Overwrite, resumable: bool = False) -> None:
-    """Raise ConfigError, which says what can be done, when there is a run that has to stay."""
+    """Raise ConfigError, which says what to do, if the folder holds a run that must be kept."""
     if overwrite == "archive" or not holds_run(run_dir):
         return
     resume = "To resume it: trainer.resume_mode=auto. " if resumable else "It saved no checkpoint to resume from. "
@@ -56,7 +56,7 @@ def check_new_run(run_dir: Path, overwrite: Overwrite, resumable: bool = False) 
 
 
 def archive(run_dir: Path) -> Path | None:
-    """Move everything of a run to `archive/DATE` in its folder, a run folder itself. None when there was no run.
+    """Move everything of a run to `archive/DATE` in its folder, which is then a run folder. None if there was no run.
 
     Raises StorageError.
     """
@@ -68,7 +68,7 @@ def archive(run_dir: Path) -> Path | None:
 
 
 def archive_after(run_dir: Path, step: int) -> Path | None:
-    """Move what was saved after `step` to `archive/DATE`, and of the metrics a copy; None when there was nothing.
+    """Move what was saved after `step` to `archive/DATE`, with a copy of the metrics; None if there was nothing.
 
     For a run that resumes from an earlier state of its own. Raises StorageError.
     """

@@ -17,7 +17,7 @@ from verl.storage import writing
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""In the run folder: which process has it. It stays when the run ends, and counts only while that process lives."""
+"""In the run folder: which process uses it. It stays when the run ends, but counts only while that process lives."""
 
 
 def check_not_in_use(run_dir: Path) -> None:
@@ -28,7 +28,7 @@ def check_not_in_use(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the folder, which is made, against other runs; the operating system lets go of it however this one ends.
+    """Make the folder and lock it against other runs; the operating system releases the lock however this run ends.
 
     Raises ConfigError as `check_not_in_use` does, and StorageError.
     """

@@ -1,4 +1,4 @@
-"""What decides which prompts are drawn next and how they are scored, at one point of a run."""
+"""The state that decides which prompts are drawn next and how they are scored."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class SamplingState:
         )
 
     def put_back(self, prompts: Prompts) -> None:
-        """Raises DataError for other prompts than the state's."""
+        """Restore it. Raises DataError if `prompts` are not those of the state."""
         prompts.load_state_dict(self.prompts)
         set_random_state(self.random)

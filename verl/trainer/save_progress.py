@@ -1,4 +1,4 @@
-"""How far the writing of a checkpoint is, by what is on the disk: the ranks that write it are other processes."""
+"""Progress of writing a checkpoint, measured on disk, because the ranks that write it are other processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOOK_S = 0.5
 
 @contextmanager
 def saving(path: Path, expected: int | None = None) -> Iterator[None]:
-    """Around what writes `path`, under its temporary name first.
+    """Show progress while `path` is written, under its temporary name.
 
-    It is taken to become as large as the newest checkpoint beside it, or as `expected`; without either there is a rate
-    and no time left.
+    Its final size is assumed to be that of the newest checkpoint beside it, or `expected`; without either, a rate is
+    shown but no time left.
     """
     written = path.with_name(f".{path.name}.writing")
     earlier = [folder for folder in step_folders(path.parent) if folder != path]
@@ -35,7 +35,7 @@ def saving(path: Path, expected: int | None = None) -> Iterator[None]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of its files, also of those that are about to get another name."""
+    """Size of its files, also of those that are about to be renamed."""
     total = 0
     for file in folder.rglob("*"):
         try:

@@ -1,11 +1,11 @@
-"""Saved states of a run on disk: whole or not at all, verified before they are used.
+"""Saved states of a run on disk: written atomically, verified before they are used.
 
     {run folder}/state/global_step_N/
         manifest.json     every other file with its bytes and SHA-256, written last
         trainer.json      what the driver knows: steps, prompt order, KL weight, guard, best validation
         actor/, critic/   shards in PyTorch's distributed checkpoint format
 
-A folder is written under a temporary name and renamed when all is on the disk.
+A folder is written under a temporary name and renamed when everything is on the disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def begin(path: Path, roles: list[str], progress: dict[str, Any]) -> Path:
 
 
 def finish(temporary: Path, path: Path, digests: Digests) -> None:
-    """Add the manifest and give the folder its name. `digests` are of the roles' files. Raises CheckpointError."""
+    """Add the manifest and rename the folder to `path`. `digests`: of the roles' files. Raises CheckpointError."""
     with _whole_or_removed(temporary, path):
         files = digests | {TRAINER: digest(temporary / TRAINER)}
         _write(temporary / MANIFEST, {name: list(found) for name, found in sorted(files.items())})
@@ -53,12 +53,12 @@ def finish(temporary: Path, path: Path, digests: Digests) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what `begin` made, as far as that is possible: its space is needed, and nobody reads it."""
+    """Remove what `begin` made, as far as possible: its space is needed, and it is never read."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless there is what the manifest lists, byte for byte, and no more."""
+    """Raise CheckpointError, naming the file, unless the folder has exactly the manifest's files, byte for byte."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in manifest.items()}
@@ -81,13 +81,13 @@ def verify(path: Path) -> None:
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """What `begin` was given, of a folder that verifies."""
+    """The `progress` given to `begin`, from a verified folder."""
     progress: dict[str, Any] = json.loads((path / TRAINER).read_text())
     return progress
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest folder that verifies, and why each newer one does not."""
+    """The newest folder that passes `verify`, and why each newer one does not."""
     skipped = []
     for path in reversed(list(saved(run_dir))):
         try:
@@ -111,7 +111,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def how_to_resume(run_dir: Path) -> str:
-    """A sentence for somebody whose run has ended too early."""
+    """A sentence for a user whose run has ended too early."""
     states = list(saved(run_dir))
     if states:
         return f"with trainer.resume_mode=auto the run resumes from {states[-1]}"

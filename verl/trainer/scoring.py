@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 class Reward(Protocol):
     """A rule: the score of a trajectory, in any form that `verl.score.read_score` takes.
 
-    Its class is made with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
-    **kwargs)`, a classmethod, makes it instead of the constructor. `check()` raises a `VerlError` when a service behind
-    the rule does not work. An attribute `scores_while_sampling = True` is optional, too: groups are scored in a thread
-    as they are completed, while others are being sampled.
+    Its class is constructed with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
+    **kwargs)`, a classmethod, is called instead of the constructor. `check()` raises a `VerlError` when a service
+    behind the rule does not work. An attribute `scores_while_sampling = True` is optional, too: groups are then scored
+    in a thread as they are completed, while others are being sampled.
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
-        """Raises `RewardUnavailable` where it is not available: the trajectory is then masked."""
+        """Raises `RewardUnavailable` if it cannot be scored now; the trajectory is then masked."""
         ...
 
 
@@ -41,7 +41,7 @@ class BatchReward(Protocol):
     """A rule that scores many at once."""
 
     def score_all(self, trajectories: Sequence[Trajectory], tokenizer: Any) -> Any:
-        """As many scores. What could not be scored is a `RewardUnavailable` in its place."""
+        """A score for each trajectory; a `RewardUnavailable` for one that could not be scored."""
         ...
 
 
@@ -52,7 +52,7 @@ class Scorer:
     """
 
     def __init__(self, config: Config, tokenizer: Any, server: str | None = None) -> None:
-        """`server`: host:port of the one that `reward.launch` has started, where it is known."""
+        """`server`: host:port of the server that `reward.launch` has started, if known."""
         reward = config.reward
         address = server or expected_address(reward)
         self.train = make_reward(config, reward.function, with_server(reward.kwargs, address))
@@ -66,13 +66,13 @@ class Scorer:
         self._num_requested = self._num_unavailable = 0
 
     def check(self) -> None:
-        """Before a run: raises what the `check` of a rule raises, where it has one."""
+        """Call it before a run: raises what the rule's `check` raises, if it has one."""
         for rule in [self.train] if self.validation is self.train else [self.train, self.validation]:
             if hasattr(rule, "check"):
                 rule.check()
 
     def try_on(self, trajectories: Sequence[Trajectory], tokenizer: Any, validate: bool) -> None:
-        """Score trajectories that were made up for it. Raises RewardUnavailable when one could not be scored."""
+        """Score made-up trajectories, as a test. Raises RewardUnavailable when one could not be scored."""
         score_trajectories(self._rule(validate), trajectories, tokenizer)
         failure = next((t.failure for t in trajectories if t.status is Status.FAILED), None)
         if failure is not None:
@@ -89,7 +89,7 @@ class Scorer:
         return scored
 
     def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
-        """As `score`, of what is not all yet: `require_enough` says later whether too much has failed."""
+        """Like `score`, for a part of a step; `require_enough` checks later whether too much has failed."""
         ahead = self._ahead.take(trajectories) if self._ahead else []
         known = {id(trajectory) for trajectory in ahead}
         others = [one for one in _unscored(trajectories) if id(one) not in known]
@@ -100,20 +100,20 @@ class Scorer:
         return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
 
     def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
-        """Begin to score them for training, if the rule can do that beside sampling; `score` and `score_some` wait for
-        it.
+        """Start to score them for training, if the rule can do that while others are sampled; `score` and `score_some`
+        wait for it.
         """
         if self._ahead:
             self._ahead.add(_unscored(trajectories))
 
     def begin(self, carried: Sequence[Trajectory] = ()) -> None:
-        """A new step, for which `carried` were completed before. Forgets what was scored for one that was abandoned."""
+        """Start a step, for which `carried` were completed before. Forgets what was scored for an abandoned step."""
         self._num_requested = self._num_unavailable = 0
         if self._ahead:
             self._ahead.forget(but=carried)
 
     def require_enough_so_far(self, least: int) -> None:
-        """While more is to come: raises RolloutError when too much could not be scored, of at least `least`."""
+        """Before the step is complete: raises RolloutError if too many of at least `least` could not be scored."""
         unavailable, requested = self._num_unavailable, self._num_requested
         if unavailable > self.max_failed_ratio * max(least, requested):
             raise RolloutError(
@@ -122,7 +122,7 @@ class Scorer:
             )
 
     def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
-        """Of what was scored since this was called last, for `trajectories`. Raises RolloutError as `score` does."""
+        """Check what was scored since the last call, for `trajectories`. Raises RolloutError as `score` does."""
         requested, unavailable = self._num_requested, self._num_unavailable
         self._num_requested = self._num_unavailable = 0
         self.stats = {"reward/unavailable_ratio": unavailable / max(1, requested)}
@@ -153,7 +153,7 @@ def _unscored(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | BatchReward:
-    """The rule of a dotted name. Raises ConfigError when there is none, or it does not take the arguments."""
+    """The rule with that dotted name. Raises ConfigError when there is none, or it does not accept the arguments."""
     rule = load_by_name(name, "reward.function")
     try:
         if callable(rule) and not isinstance(rule, type):
@@ -176,7 +176,7 @@ def score_trajectories(
 ) -> list[Trajectory]:
     """Set reward and components of each; returns those that have them, the others are FAILED.
 
-    Raises RewardError, naming the rule and the row, when the rule raises or gives something that is no score.
+    Raises RewardError, naming the rule and the row, when the rule raises or returns something that is not a score.
     """
     for trajectory, given in zip(trajectories, _score_each(rule, trajectories, tokenizer), strict=True):
         if isinstance(given, RewardUnavailable):
@@ -203,7 +203,7 @@ def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], 
     try:
         scores = list(given)
     except TypeError as error:
-        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is no list of scores") from error
+        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is not a list of scores") from error
     if len(scores) != len(trajectories):
         raise RewardError(f"reward {name_of(rule)} gave {len(scores)} scores for {len(trajectories)} trajectories")
     return scores

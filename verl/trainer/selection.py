@@ -10,11 +10,11 @@ from verl.rollout.groups import Group
 
 @dataclass
 class Selection:
-    """Wants `wanted` useful groups; may have `most` in all, of which each useless one is replaced at once by a new one.
+    """Collects `wanted` useful groups from at most `most`; each useless group is replaced at once by a new one.
 
-    `due` are groups that cannot wait for another step: the selection has them, however long they take. While there are
-    more groups than wanted, the first to be complete are taken. `in_order` decides about a group only when all those
-    before it are complete, so that what is decided does not depend on how long things take.
+    `due` are groups that cannot wait for another step: they are taken, however long they take. If there are more groups
+    than wanted, the first to complete are taken. `in_order` decides about a group only when all groups before it are
+    complete, so that the decision does not depend on timing.
     """
 
     wanted: int
@@ -45,13 +45,13 @@ class Selection:
 
     @property
     def taken(self) -> list[Group]:
-        """At most `wanted`, in the order in which they were begun."""
+        """At most `wanted` groups, in the order in which they were begun."""
         first = sorted(self.useful, key=lambda group: group not in self.due)[: self.wanted]
         return in_order_of_beginning(first)
 
     @property
     def left(self) -> list[Group]:
-        """Those that continue in the next step: first the complete ones, then the others."""
+        """Groups that continue in the next step: first the complete ones, then the others."""
         gone = [*self.taken, *self.useless]
         left = in_order_of_beginning([group for group in self.groups if group not in gone])
         return sorted(left, key=lambda group: not group.is_complete)

@@ -123,7 +123,7 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
 
 
 class Batches:
-    """Batches of a step: rows of the step's phase in random order, every row once before any comes again."""
+    """Batches of a step: rows of the step's phase in random order, every row once before any is repeated."""
 
     def __init__(self, config: SftConfig, tokenizer: Any, rows: Sequence[Row]) -> None:
         """Tokenises all rows. Raises DataError for a phase without rows and for a row that is too long or untrained."""
@@ -142,7 +142,7 @@ class Batches:
             self._orders[phase] = _endless_order(len(chosen), config.trainer.seed + PHASES.index(phase))
 
     def next(self, step: int) -> tuple[str, TrainBatch]:
-        """Phase and batch of `step` (from 0); to be called for each step once, in order."""
+        """Phase and batch of `step` (from 0). Call it once for each step, in order."""
         import torch
 
         from verl.protocol import TrainBatch

@@ -48,12 +48,12 @@ WATCHDOG_GRACE_S = 30.0  # a wait's own deadline comes first
 class Run:
     """What a loop works with, started or resumed on "cpu" or "cuda". `steps_done` are those of the run that is resumed.
 
-    What was started is stopped again when something fails.
+    If something fails, what was started is stopped again.
     """
 
     def __init__(self, config: Config, device: str) -> None:
         self.config, self.run_dir = config, Path(config.trainer.default_local_dir)
-        seed_everything(config.trainer.seed)  # for rewards and environments that draw from the shared generators
+        seed_everything(config.trainer.seed)  # for rewards and environments that use the global generators
         self.tokenizer = load_policy_tokenizer(config)
         with phase("loading the prompts"):
             self.prompts = load_prompts(config, self.tokenizer)

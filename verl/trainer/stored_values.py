@@ -1,4 +1,4 @@
-"""The trajectory files of a run, with what a step knew of each token."""
+"""The trajectory files of a run, with the values that a step computed for each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.trainer.policy_scores import PolicyScores
 
 
 class TrajectoryFiles:
-    """Written beside the step that comes next, where trainer.save_trajectories is set; the writer's thread decodes."""
+    """Written during the next step, if trainer.save_trajectories is set; the writer's thread decodes."""
 
     def __init__(self, config: Config, run_dir: Path, writer: BackgroundWriter, decode: Decode) -> None:
         self.enabled, self.run_dir = config.trainer.save_trajectories, run_dir
@@ -30,17 +30,17 @@ class TrajectoryFiles:
     def write(
         self, trajectories: Sequence[Trajectory], split: Kind, step: int, values: TokenValues | None = None
     ) -> None:
-        """Raises what an earlier write raised."""
+        """Queue the files. Raises what an earlier write raised."""
         if self.enabled:
             what = (split, step, trajectories, self.decode, values)
             self.writer.hand_over(partial(write_trajectories, self.run_dir, *what))
 
 
 def token_values(collected: Collected, trained: TrainBatch, scores: PolicyScores) -> TokenValues:
-    """Of the trajectories that were trained on, by their place in `collected.sampled`.
+    """Values of the trajectories that were trained on, by their position in `collected.sampled`.
 
-    `trained` is the batch that the losses saw. `kl` is there with a KL in the reward, or as the update computed it,
-    where one is in the loss.
+    `trained`: the batch that the losses saw. `kl` is included with a KL in the reward, or, as the update computed it,
+    with one in the loss.
     """
     batch = collected.batch
     place = {id(trajectory): row for row, trajectory in enumerate(collected.sampled)}

@@ -21,13 +21,13 @@ TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and
 
 
 class Updates:
-    """Of the roles of one run."""
+    """The updates of one run's roles."""
 
     def __init__(self, config: Config, actor: ActorGroup, critic: CriticGroup | None) -> None:
         self.config, self.actor, self.critic = config, actor, critic
 
     def kept(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
-        """[B] bool for algorithm.filter_overlong: the trajectories that came to an end by themselves."""
+        """[B] bool for algorithm.filter_overlong: the trajectories that were not cut off."""
         if not self.config.algorithm.filter_overlong:
             return None
         return torch.tensor([trajectory.status is not Status.LENGTH_LIMIT for trajectory in trajectories])
@@ -35,9 +35,9 @@ class Updates:
     def run(self, trained: TrainBatch, step: int, timed: Timer, sync: Callable[[], None]) -> dict[str, float]:
         """The critic's step and the actor's, then `sync`, which gives the engines the new weights. Returns metrics.
 
-        Where the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`, and where the
-        values of tokens are stored, `kl` [T] of a KL in the loss. A critic on GPUs of its own is waited for last, since
-        it works beside all the rest.
+        If the update scores the policy, `log_probs` and `entropy` [T] are added to `trained.tokens`; if token values
+        are stored, also `kl` [T] of a KL in the loss. A critic on its own GPUs is waited for last, since it runs in
+        parallel.
         """
         metrics: dict[str, float] = {}
         beside: list[Call] = []
@@ -59,7 +59,7 @@ class Updates:
         return metrics
 
     def scores(self, batch: TrainBatch, trained: TrainBatch) -> PolicyScores:
-        """What was computed in the update, of the tokens that were `trained`, else before it, of all tokens."""
+        """Scores of the update, for the tokens that were `trained`; else those from before it, for all tokens."""
         if "log_probs" in trained.tokens:
             tokens = trained.tokens
             return PolicyScores(tokens["loss_mask"], tokens["log_probs"], tokens["entropy"])

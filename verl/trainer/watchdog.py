@@ -1,4 +1,4 @@
-"""Ends a run whose driver hangs. Its waits for workers have deadlines of their own; this is for everything else."""
+"""Ends a run whose driver hangs. Waits for workers have their own deadlines; this is for everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLL_S = 1.0
 
 
 class Watchdog:
-    """Calls `tell(seconds)` and ends this process and its descendants when it has got nothing done for `timeout_s`."""
+    """Calls `tell(seconds)` and ends this process and its descendants after `timeout_s` without progress."""
 
     def __init__(self, timeout_s: float, tell: Callable[[float], None]) -> None:
         self._timeout_s, self._tell = timeout_s, tell

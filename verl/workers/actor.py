@@ -36,7 +36,7 @@ class ActorWorker(RankWorker):
         super().__init__(config, rank, world_size)
         self.total_training_steps = total_training_steps
         self.with_anchor = with_anchor
-        self.own: RankValues | None = None  # what this rank keeps of its rows until the update
+        self.own: RankValues | None = None  # values of its rows that this rank keeps until the update
 
     def start(self, init_method: str) -> None:
         """Meet the other ranks and load the models."""
@@ -47,7 +47,7 @@ class ActorWorker(RankWorker):
     def log_probs(self, batch: SharedBatch, of: Which, top_k: int) -> SharedValues:
         """Log-probs and entropies of this rank's rows, of the "policy" or the "anchor".
 
-        The most likely tokens, `top_k` of each, stay here for the update: they are by far the most of a batch.
+        The `top_k` most likely tokens stay here for the update, since they are by far the largest part of a batch.
         """
         scores = self.engine.log_probs(batch.fetch(), self.config.actor_rollout_ref.rollout.temperature, of, top_k)
         sent = {name: value_T for name, value_T in scores.tokens.items() if name != TOP_INDEX}
@@ -63,7 +63,7 @@ class ActorWorker(RankWorker):
 
     @in_phase(Phase.UPDATE)
     def update_and_score(self, batch: SharedBatch, names: Sequence[str]) -> tuple[dict[str, float], SharedValues]:
-        """Like `update`, with what its first pass over each token found; see `PolicyEngine.update_and_score`."""
+        """Like `update`, with values of its first pass over each token; see `PolicyEngine.update_and_score`."""
         own, self.own = self.own, None
         metrics, scores = self.engine.update_and_score(batch.fetch(), own, names)
         return metrics, SharedValues.of(scores)
@@ -74,7 +74,7 @@ class ActorWorker(RankWorker):
 
     @in_phase(Phase.SYNC)
     def export_weights(self, version: int, of: Which, index: int, folder: str) -> ExportedWeights:
-        """Lay this rank's part of bucket `index` where the engines read it; it stays until the next or next but one.
+        """Write this rank's part of bucket `index` where engines read it; kept until the next one or the one after.
 
         `folder`: the driver's, in shared memory.
         """
@@ -87,7 +87,7 @@ class ActorWorker(RankWorker):
         return self.exporter.export(weights_of(model.model), version, index)
 
     def open_weight_group(self, size: int) -> Meeting:
-        """A place where `size` members meet: this rank, which sends, and those that receive."""
+        """Open a meeting for `size` members: this rank, which sends, and those that receive."""
         if not hasattr(self, "source"):
             self.source = WeightSource(self.engine.device)
         return self.source.open(ray.util.get_node_ip_address(), size)
@@ -96,7 +96,7 @@ class ActorWorker(RankWorker):
         self.source.join()
 
     def send_weights(self, exports: dict[str, bytes]) -> None:
-        """Begin to send the bucket that `export_weights` has laid out on this host."""
+        """Start to send the bucket that `export_weights` has written on this host."""
         self.source.send(exports)
 
     def leave_weight_group(self) -> None:
@@ -104,12 +104,12 @@ class ActorWorker(RankWorker):
             self.source.leave()
 
     def release_weights(self) -> None:
-        """Free what is exported, where memory is short; the engines have read it."""
+        """Free the exported weights where memory is short, once the engines have read them."""
         self.memory.note(Phase.SYNC)
         if hasattr(self, "exporter"):
             self.exporter.release()
 
     def close(self) -> None:
-        """Take away what would outlive this process."""
+        """Remove what would outlive this process."""
         if hasattr(self, "exporter"):
             self.exporter.close()

@@ -24,14 +24,14 @@ from verl.storage import Digests
 from verl.tracking.spans import Span, SpanRecorder
 from verl.working_dir import enter_working_dir
 
-LOOPBACK = "127.0.0.1"  # on one node it is there whatever becomes of the network
+LOOPBACK = "127.0.0.1"  # on one node it works whatever happens to the network
 
 
 class RankWorker:
     """One rank of a role. The ranks of a role have a process group of their own.
 
-    Every method but `rendezvous` is called on all ranks at once; `start` makes the `engine`, and loads
-    the `tokenizer` that is saved with its models.
+    Every method but `rendezvous` is called on all ranks at once; `start` creates the `engine`, and loads the
+    `tokenizer` that is saved with its models.
     """
 
     engine: TrainedEngine
@@ -47,7 +47,7 @@ class RankWorker:
 
     def rendezvous(self) -> str:
         """Address of a free port on this worker's node, for `join`."""
-        self._held_port = socket.socket()  # until it is collected nobody else is given the port; a store may share it
+        self._held_port = socket.socket()  # until it is collected, no one else gets the port; a store may share it
         self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held_port.bind(("", 0))
         port = self._held_port.getsockname()[1]
@@ -77,12 +77,12 @@ class RankWorker:
         return self.engine.update(batch.fetch())
 
     def note_memory(self, phase: Phase) -> None:
-        """Count the memory that is taken now as that of a phase in which others work."""
+        """Count the memory in use now for a phase in which other roles work."""
         with self.memory.during(phase):
             pass
 
     def memory_metrics(self) -> dict[str, float]:
-        """This rank's since the last call; see `MemoryMeter`."""
+        """This rank's memory metrics since the last call; see `MemoryMeter`."""
         return self.memory.metrics()
 
     def take_spans(self) -> list[Span]:
@@ -90,7 +90,7 @@ class RankWorker:
         return self.spans.take()
 
     def device_name(self) -> str:
-        """As its driver calls it; empty for a CPU."""
+        """Name of this rank's device, as its driver reports it; empty for a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     def load(self, path: str, of: str | None = None) -> None:
@@ -110,13 +110,13 @@ class RankWorker:
         self.engine.start_saving_state(Path(folder))
 
     def state_is_saved(self) -> bool:
-        """Whether the background is done, well or not."""
+        """Whether the background has finished, with or without an error."""
         return self.engine.resumable.done
 
     def saved_state(self) -> Digests:
-        """What this rank wrote, when it is written; raises CheckpointError if that failed."""
+        """Wait until all is written; returns what this rank wrote. Raises CheckpointError if that failed."""
         return self.engine.resumable.saved()
 
     def load_state(self, folder: str) -> None:
-        """Go on exactly where `start_saving_state` was called."""
+        """Resume exactly where `start_saving_state` was called."""
         self.engine.load_state(Path(folder))

@@ -14,7 +14,7 @@ from first_run.training import LIMIT_S, ROLE, common, judge_run, predicted
 
 GIB = 2**30
 BILLIONS = {"tiny": 0.001, "3b": 3.1, "7b": 7.6}
-ON_DISK = 18  # bytes a parameter: the model in bfloat16, a checkpoint in float32, and the state to go on from
+ON_DISK = 18  # bytes a parameter: the model in bfloat16, a checkpoint in float32, and the state to resume from
 ON_HOST = 30  # bytes a parameter: all that is off-loaded between phases, and a copy of the state while it is written
 ROWS = 8  # of a micro-batch on each GPU, as in the script
 SHORT = {  # for a CPU

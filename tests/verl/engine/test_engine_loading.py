@@ -118,7 +118,7 @@ SLICED: dict[str, Callable[[Path], object]] = {
 LOADED_WHOLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "layout": (moe, "changes the layout of model.layers.0.mlp.experts.0.down_proj.weight"),
     "bin": (old_format, "no safetensors files"),
-    "differing_heads": (with_head(lambda weight: weight + 1, keep=True), "should be one weight and differ"),
+    "differing_heads": (with_head(lambda weight: weight + 1, keep=True), "should be equal, but differ"),
 }
 
 

@@ -124,13 +124,13 @@ def test_a_state_belongs_to_its_base(model_path: str, other_model_path: str, run
     moved.load_state(folder)
     assert_same(moved, engine)
     wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: make(other_model_path, run_dir), f"trained on the weights of {model_path}.*has other weights"),
-        (lambda: make_engine(model_path, run_dir), "has adapters .base.json.: set lora_rank as it was"),
+        (lambda: make(other_model_path, run_dir), f"trained on the weights of {model_path}.*has different weights"),
+        (lambda: make_engine(model_path, run_dir), "has adapters .base.json.: set lora_rank as that run did"),
         (lambda: make_engine(model_path, run_dir, "actor_rollout_ref.model.lora_rank=5"), "cannot be loaded"),
     ]
     for other, message in wrong:
         with pytest.raises(CheckpointError, match=message):
             other().load_state(folder)
     plain = save_state(make_engine(model_path, run_dir), tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="no base.json, so that run trained all weights"):
+    with pytest.raises(CheckpointError, match="no base.json, because that run trained all weights"):
         engine.load_state(plain)

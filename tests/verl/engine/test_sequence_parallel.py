@@ -109,7 +109,7 @@ def test_settings_that_cannot_work(model_path: str, run_dir: Path) -> None:
         make_engine(model_path, run_dir, *engine_workers.shared_by(2))
     model = make_engine(model_path, run_dir).policy.model
     sequence = SequenceGroup(torch.distributed.group.WORLD, 3, 0)
-    with pytest.raises(ConfigError, match="must divide the attention heads of the model, 4"):
+    with pytest.raises(ConfigError, match=r"must divide the number of attention heads of the model \(4\)"):
         layout_of([model], True, sequence)
     model._is_stateful = True
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM keeps a state"):

@@ -77,7 +77,7 @@ def test_a_folder_that_other_nodes_do_not_see(network: Network) -> None:
     """Each host has shared memory of its own."""
     found = asked(network, 0, Path("/dev/shm"))
     assert found["error"].startswith(
-        "ConfigError: trainer.default_local_dir=/dev/shm is another folder on 10.77.0.2, 10.77"
+        "ConfigError: trainer.default_local_dir=/dev/shm is a different folder on 10.77.0.2, 10.77"
     )
 
     assert "trainer.gather_state=true" in found["error"]
@@ -91,7 +91,7 @@ def test_files_go_between_nodes_that_do_not_share_the_run_s_folder(network: Netw
     done = network.hosts[0].run(PYTHON, COPIES_PROBE, "/dev/shm/run", **variables)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["arrived"] and found["lent"] and found["left"] == []
-    assert re.match("CheckpointError: on host host[23] there is another /dev/shm/another, where", found["another"])
+    assert re.match("CheckpointError: on host host[23] there is a different /dev/shm/another already", found["another"])
     assert found["kept"] == found["mine"] == ["/dev/shm/another/manifest.json"]
 
 

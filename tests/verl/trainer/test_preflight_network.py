@@ -43,7 +43,7 @@ def test_a_machine_without_loopback() -> None:
     done = subprocess.run(
         [*namespace, sys.executable, "-c", program], cwd=ROOT, env=ENV, capture_output=True, text=True
     )
-    assert done.stdout.startswith("FAIL ports: no connection to a port of its own on 127.0.0.1"), done.stderr
+    assert done.stdout.startswith("FAIL ports: this machine cannot connect to its own port on 127.0.0.1"), done.stderr
 
 
 @pytest.mark.parametrize(

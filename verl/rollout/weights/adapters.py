@@ -1,8 +1,8 @@
-"""Adapters on their way to the engines: A and (alpha / r) B alone travel, in float32, and are merged where they arrive.
+"""Sends adapters to the engines: only A and (alpha / r) B, in float32; the engines merge them.
 
-An engine reads the base weights from the model's files each time, which the page cache of its host keeps for all
-engines there. So each merge starts from the very base: roundings do not add up over the versions, and an engine whose
-weights were given up while it slept gets all of them back.
+An engine reads the base weights from the model's files each time, which its host's page cache keeps for all engines
+there. So each merge starts from the exact base: rounding errors do not accumulate over versions, and an engine whose
+weights were dropped while it slept gets all of them back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ A, B = ".lora_A", ".lora_B"
 
 
 def adapters_of(model: Decoder | ReferencePolicy) -> dict[str, torch.Tensor]:
-    """A and (alpha / r) B, sharded as they are, by the name that the layer's weight has in the files; {} without any.
+    """A and (alpha / r) B, still sharded, by the name of the layer's weight in the files; {} without adapters.
 
-    Of a reference policy the B are zeros.
+    For a reference policy, B is zero.
     """
     found: dict[str, torch.Tensor] = {}
     for _, layer in adapted_layers(model.model):
@@ -33,16 +33,16 @@ def adapters_of(model: Decoder | ReferencePolicy) -> dict[str, torch.Tensor]:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Whether a bucket with these names has adapters; it has them alone or not at all."""
+    """Whether a bucket with these names holds adapters; a bucket holds only adapters or none."""
     return any(name.endswith((A, B)) for name in names)
 
 
 def with_adapters(
     base: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `base` by their names in the files, those with an adapter merged, on its device.
+    """The weights of `base` by their names in the files; those with an adapter are merged on the adapter's device.
 
-    Raises WeightSyncError at the end when a weight that has an adapter did not come.
+    Raises WeightSyncError at the end if a weight with an adapter is missing in `base`.
     """
     left = {name.removesuffix(A) for name in adapters if name.endswith(A)}
     for name, weight in base:
@@ -54,5 +54,5 @@ def with_adapters(
     if left:
         raise WeightSyncError(
             f"{len(left)} weights with adapters are not in the files that the engine reads, the first is {min(left)}: "
-            "trainer and engine have to load the same model"
+            "trainer and engine must load the same model"
         )

@@ -1,6 +1,6 @@
 """Which weights travel together from the trainer to the sampler: buckets of a bounded size, in the model's order.
 
-The trainer exports one bucket, the engines load it, and its memory is free for another: what is held beside the shards
+The trainer exports one bucket, the engines load it, and its memory is reused for another: the memory beside the shards
 does not grow with the model.
 """
 
@@ -19,12 +19,12 @@ from verl.engine.sharding import RowShards, on_mesh, row_shards
 from verl.rollout.weights.checksum import NamedTensors
 
 MIB = 2**20
-ALIGNED = 64  # bytes: where weights begin in a bucket
+ALIGNED = 64  # bytes: alignment of weights in a bucket
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight lies in its bucket: from byte `start` on, in the engines' number format."""
+    """Where a weight is in its bucket: from byte `start` on, in the engines' number format."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """Where the next weight may begin."""
         return self.start + _aligned(self.shape.numel() * self.dtype.itemsize)
 
 
@@ -47,7 +47,7 @@ class Version(NamedTuple):
 
 
 def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
-    """One weight after the other."""
+    """Places for the weights, one after the other."""
     places: list[Place] = []
     for name, tensor in named_tensors:
         start = places[-1].end if places else 0
@@ -56,10 +56,10 @@ def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
 
 
 def plan_buckets(named_tensors: NamedTensors, dtype: torch.dtype, bucket_mib: int) -> list[list[str]]:
-    """The names in each bucket. None is larger than `bucket_mib`, but for a tensor that is larger by itself.
+    """The names in each bucket. No bucket is larger than `bucket_mib`, except for a single tensor that is larger.
 
-    The parts of one layer stay together where they fit, since the engine fuses them (queries, keys and values, say):
-    it keeps a part until it has the others. Every rank makes the same plan, from the whole shapes.
+    The parts of one layer stay together where they fit, since the engine fuses them (queries, keys and values, say)
+    and keeps a part until it has the others. Every rank makes the same plan, from the unsharded shapes.
     """
     limit = bucket_mib * MIB
     groups: list[list[str]] = []
@@ -88,7 +88,7 @@ def _whole_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gathered_rows(shards: RowShards) -> torch.Tensor:
-    """Straight to where they stay: `full_tensor` would need the memory twice."""
+    """Gather them in place: `full_tensor` would need the memory twice."""
     own, num_rows, each = shards.tensor.to_local(), shards.tensor.shape[0], shards.rows_at(0).stop
     if len(own) < each:
         own = torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])])
@@ -98,7 +98,7 @@ def _gathered_rows(shards: RowShards) -> torch.Tensor:
 
 
 def _units(named_tensors: NamedTensors, dtype: torch.dtype, limit: int) -> Iterator[tuple[list[str], int]]:
-    """Names that should travel together, with their size in bytes."""
+    """Names that should be in one bucket, with their size in bytes."""
     for _, members in groupby(named_tensors, lambda named: named[0].rsplit(".", 2)[0]):
         sizes = {name: _bytes_in(tensor, dtype) for name, tensor in members}
         if sum(sizes.values()) <= limit:

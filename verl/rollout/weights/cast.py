@@ -37,7 +37,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_compiled
 def _round(values: np.ndarray, target: np.ndarray, words: np.ndarray, first_block: int) -> tuple[np.uint64, np.uint32]:
-    """Block by block, so that the sum reads what the cache still has. All numbers are unsigned and wrap around.
+    """Block by block, so that the sum reads from the cache. All numbers are unsigned and wrap around.
 
     A block is a slice of its own: indices that have a variable in them keep the loops from being vectorised.
     """

@@ -1,7 +1,7 @@
-"""Checksums of weights that add up: each rank sums the values that are its own, an engine those that it was given.
+"""Additive checksums of weights: each rank sums its own values, an engine those that it received.
 
 They are sums of 64-bit words, so they cost one pass at the speed of memory on CPU and GPU alike, and the sums of the
-parts of a weight are together the sum of the whole weight.
+parts of a weight add up to the sum of the whole weight.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def word_sum(tensor: torch.Tensor, first_byte: int = 0) -> int:
 
 
 def key_of(name: str, dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """What `Sums` call a weight: a sum says nothing about the format."""
+    """A weight's key in `Sums`, with its format, since a sum does not depend on that."""
     return f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def sums_of(named_tensors: NamedTensors) -> dict[str, int]:
-    """Of whole weights."""
+    """The sums of whole weights."""
     return {key_of(name, tensor.dtype, tensor.shape): word_sum(tensor) for name, tensor in named_tensors}
 
 
@@ -59,12 +59,12 @@ def added(parts: Iterable[Sums]) -> dict[str, int]:
 
 
 def differing(found: Sums, expected: Sums) -> list[str]:
-    """What is not the same in both."""
+    """Keys whose sums differ, or are in only one of the two."""
     return [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise `NumericalError` for a NaN or an Inf: a sampler would turn it into nonsense text."""
+    """Raise `NumericalError` for a NaN or an Inf, from which an engine would sample nonsense."""
     if tensor.is_floating_point() and tensor.numel():
         _require_finite(name, tensor, tensor.sum())
 
@@ -111,28 +111,28 @@ def _copy_blocks(name: str, values: torch.Tensor, target: torch.Tensor, first_bl
 
 
 def _require_finite(name: str, tensor: torch.Tensor, total: torch.Tensor) -> None:
-    """`total`: a sum of all values. It is fast, and finite only if they all are; else it may have been too large.
+    """`total`: the sum of all values, which is fast. If it is finite, they all are; if not, it may just be too large.
 
-    An extreme is exact, and NaN if there is one. `isfinite` takes 100 times as long.
+    Then minimum and maximum decide: they are NaN if there is one. `isfinite` takes 100 times as long.
     """
     if not math.isfinite(total) and not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
         raise _not_finite(name)
 
 
 def _not_finite(name: str) -> NumericalError:
-    return NumericalError(f"weight {name} has NaN or Inf values; it is not given to the sampler")
+    return NumericalError(f"weight {name} has NaN or Inf values; it is not sent to the rollout engines")
 
 
 def _whole_blocks(num_bytes: int, first_byte: int) -> tuple[int, int]:
-    """Where whole blocks begin and end in bytes of which the first is number `first_byte`."""
+    """Where whole blocks begin and end in the bytes from `first_byte` on."""
     begin = min(num_bytes, -first_byte % BLOCK)
     return begin, begin + (num_bytes - begin) // BLOCK * BLOCK
 
 
 def _sum_of_blocks(data: torch.Tensor, first_byte: int) -> int:
-    """Of whole blocks, or of a part of one."""
+    """Sum of whole blocks, or of a part of one."""
     block, begin = divmod(first_byte, BLOCK)
-    if len(data) % BLOCK:  # zeros around it: of a word in two parts, the parts add up to the word
+    if len(data) % BLOCK:  # padded with zeros: the two parts of a split word add up to the word
         whole = data.new_zeros(BLOCK)
         whole[begin : begin + len(data)] = data
         data = whole

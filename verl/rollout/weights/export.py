@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync: cuts a model into buckets and lays each where the engines can read it."""
+"""The trainer's side of weight sync: splits a model into buckets and puts each where the engines can read it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from verl.rollout.weights.memory import HostBuckets
 
 
 class WeightExporter:
-    """One rank of the trainer. Engines on the same GPU read GPU memory, all others what the host's processes share.
+    """One rank of the trainer. Engines on the same GPU read GPU memory, all others the host's shared memory.
 
-    An engine that chooses its number format itself ("auto") is given float32 and casts.
+    An engine that chooses its own number format ("auto") gets float32 and casts it.
     """
 
     def __init__(self, config: Config, device: torch.device, folder: Path) -> None:
@@ -32,9 +32,9 @@ class WeightExporter:
     def export(
         self, named_tensors: NamedTensors, version: int, index: int, dtype: torch.dtype | None = None
     ) -> ExportedWeights:
-        """Bucket `index`, this rank's part. All ranks call it with the same arguments, bucket after bucket.
+        """Export this rank's part of bucket `index`. All ranks call it with the same arguments, bucket by bucket.
 
-        dtype: of what is sent, where it is not the engines' format.
+        dtype: number format to send, if not the engines' format.
 
         Raises `NumericalError` naming the first weight that has a NaN or an Inf, and `WeightSyncError` when there is
         not enough memory for buckets.
@@ -44,9 +44,9 @@ class WeightExporter:
         return self.buckets.export(Version(named, plan, dtype, version), index)
 
     def release(self) -> None:
-        """After the last bucket, or after a failure."""
+        """Call it after the last bucket, or after a failure."""
         self.buckets.release()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Release all shared memory."""
         self.buckets.close()

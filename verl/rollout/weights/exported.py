@@ -1,4 +1,4 @@
-"""A bucket of weights on its way from the trainer to the engines, which lies where they can read it."""
+"""A bucket of weights on its way from the trainer to the engines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verl.rollout.weights.checksum import Sums, added
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """A bucket of weights that lies where the engines can read it.
+    """A bucket of weights in memory that the engines can read.
 
-    exports: what opens it, by the place that a reader has to be at: a GPU, or a host with its shared memory.
-    sums: checksums of the weights in it (`checksum`); in what one rank returns, of the values that are its own.
-    index, count: which bucket of the version it is, and of how many.
+    exports: what opens it, by where the reader must be: on a GPU, or on a host with its shared memory.
+    sums: checksums of its weights (`checksum`); in one rank's export, of that rank's own values.
+    index, count: number of the bucket, and of all buckets of the version.
     next_fits: whether there is room to export the next one while this one is read.
     """
 

@@ -1,8 +1,8 @@
-"""Weights that are sent to many at once: a process group of the trainer's first rank, which sends, and of all ranks of
-the engines on other hosts, which receive. NCCL between GPUs, gloo between CPUs.
+"""Broadcast of weights: a process group of the trainer's first rank, which sends, and of all ranks of the engines on
+other hosts, which receive. NCCL between GPUs, gloo between CPUs.
 
-It is no part of PyTorch's default group: engines come and go, and a group that something happened to is given up and
-formed anew without ending a process. Whatever goes wrong is a `WeightSyncError`.
+It is separate from PyTorch's default group: engines come and go, and a broken group is dissolved and formed again
+without ending a process. All failures are a `WeightSyncError`.
 Needs torch only, so that the trainer imports no inference engine and an engine no Ray.
 """
 
@@ -24,11 +24,11 @@ from verl.by_name import in_words
 from verl.errors import WeightSyncError
 from verl.rollout.weights.memory import Located, bucket_of, host_name, tensors_in
 
-JOIN_S = 60.0  # for all to be there
-BROADCAST_S = 120.0  # for a bucket; half of NCCL's own limit or less, at which it would end the process
+JOIN_S = 60.0  # until all have joined
+BROADCAST_S = 120.0  # per bucket; at most half of NCCL's own limit, at which it would end the process
 POLL_S = 0.001
 SENDER = 0
-RECEIVED = "received"  # among the exports of a bucket: engines have it, under the ticket that is its value
+RECEIVED = "received"  # in the exports of a bucket that engines have received; the value is its ticket
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ class WeightGroup:
             self._store.set_timeout(timedelta(seconds=JOIN_S))
             _wait_for_all(self._store, rank, meeting.size)
             self._group = _formed(dist.PrefixStore("group", self._store), meeting, rank, device)
-            if device.type == "cuda":  # it connects only now
+            if device.type == "cuda":  # NCCL connects only now
                 _finish(self._begin(torch.zeros(1, device=device)), JOIN_S)
 
     def begin(self, bucket: torch.Tensor) -> Any:
-        """Send it to the others, or have it filled by the sender. `bucket`: flat, on this member's device, of the same
-        size for all. What `finish` waits for.
+        """Start to send `bucket`, or to receive into it. It is flat, on this member's device, and of the same size for
+        all. Returns what `finish` waits for.
         """
         with _told("the broadcast of weights failed"):
             return self._begin(bucket)
 
     def finish(self, begun: Any) -> None:
-        """Until it is sent, or filled; at most `BROADCAST_S`."""
+        """Wait until it is sent or received, at most `BROADCAST_S`."""
         with _told("the broadcast of weights failed"):
             _finish(begun, BROADCAST_S)
 
     def leave(self) -> None:
-        """Also while others wait for this member: they are told."""
+        """Leave, even while others wait for this member: their calls fail."""
         self._group.abort()
         del self._group
 
@@ -88,7 +88,7 @@ class WeightSource:
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def open(self, host: str, size: int) -> Meeting:
-        """A place for a new group to meet, at this node's address `host`."""
+        """Open a meeting for a new group, at this node's address `host`."""
         self.leave()
         with _told(f"no group could be opened at {host}"):
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -96,14 +96,14 @@ class WeightSource:
         return self._meeting
 
     def join(self) -> None:
-        """When all are there."""
+        """Join; returns when all have joined."""
         self._group = WeightGroup(self._meeting, SENDER, self._device, self._store)
 
     def send(self, exports: Mapping[str, bytes]) -> None:
-        """Begin to send a bucket, when the one before is sent. `exports`: of `ExportedWeights`.
+        """Start to send a bucket, once the last one is sent. `exports`: those of an `ExportedWeights`.
 
-        From a GPU it is sent by way of this rank's own: the bucket is in the memory of the host, where each of its
-        ranks has written what it has.
+        With GPUs it is copied to this rank's GPU first: the bucket is in the host's memory, where each of the host's
+        ranks has written its part.
         """
         self._finish()
         if self._group is None:
@@ -112,7 +112,7 @@ class WeightSource:
         self._sending = (self._group.begin(bucket), bucket)
 
     def leave(self) -> None:
-        """Give the group up; fine without one."""
+        """Leave the group; does nothing without one."""
         group, self._group, self._sending = self._group, None, None
         if group is not None:
             group.leave()
@@ -136,7 +136,7 @@ class WeightDrain:
         self._group = WeightGroup(meeting, rank, self._device)
 
     def receive(self, packed: bytes, ticket: bytes) -> None:
-        """Keep the bucket that is sent for whoever has the `ticket`. `packed`: a `Located`, for its weights' places."""
+        """Receive a bucket and keep it under `ticket`. `packed`: a `Located`, for the places of its weights."""
         if self._group is None:
             raise WeightSyncError("this rank is in no group")
         located = Located.unpacked(packed)
@@ -146,7 +146,7 @@ class WeightDrain:
         self._received = (ticket, tensors_in(bucket, located.places))
 
     def take(self, ticket: bytes) -> dict[str, torch.Tensor]:
-        """The bucket; it is not kept any longer."""
+        """The bucket of `ticket`, which is not kept any longer."""
         received, self._received = self._received, None
         if received is None or received[0] != ticket:
             raise WeightSyncError(f"bucket {ticket.decode()} was not received here")
@@ -163,7 +163,7 @@ def _connected(meeting: Meeting) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
-    """NCCL itself would wait for them for ever."""
+    """NCCL itself would wait for them forever."""
     store.set(f"here/{rank}", "")
     store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=JOIN_S))
 
@@ -175,19 +175,19 @@ def _formed(store: dist.Store, meeting: Meeting, rank: int, device: torch.device
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=BROADCAST_S)
-    # By default it asks for the host's own name, which is the loopback address on Debian and Ubuntu.
+    # By default gloo resolves the host's own name, which is the loopback address on Debian and Ubuntu.
     options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
     return gloo(store, rank, meeting.size, options)
 
 
 def _address_towards(meeting: Meeting) -> str:
-    """This host's, as the meeting's host sees it."""
+    """This host's address, as the meeting's host sees it."""
     with socket.create_connection((meeting.host, meeting.port), timeout=JOIN_S) as connection:
         return str(connection.getsockname()[0])
 
 
 def _finish(work: Any, limit_s: float) -> None:
-    """Polls: neither waits with a limit in NCCL's usual mode nor can be interrupted."""
+    """Polls, because `wait` has no timeout in NCCL's usual mode and cannot be interrupted."""
     deadline = time.monotonic() + limit_s
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -198,7 +198,7 @@ def _finish(work: Any, limit_s: float) -> None:
 
 @contextmanager
 def _failures_are_ours() -> Iterator[None]:
-    """PyTorch would end the process when a member of an NCCL group fails. It reads this when a group is made."""
+    """By default PyTorch ends the process when an NCCL group fails. It reads this when a group is created."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -213,7 +213,7 @@ def _failures_are_ours() -> Iterator[None]:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Of any error: the weights have another way, so none of them ends a run."""
+    """Turn any error into a WeightSyncError: weights can be sent another way, so none of them ends a run."""
     try:
         yield
     except Exception as error:

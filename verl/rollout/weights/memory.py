@@ -1,9 +1,9 @@
-"""Weights from trainer to samplers through memory that the processes of a host share.
+"""Weights from trainer to samplers through the host's shared memory.
 
-Every rank of the actor writes the rows that it has into the bucket, at their place and in the engines' number format:
-nothing is gathered, and nobody holds a copy. Where the rows of a weight are spread over several hosts, the ranks gather
-it and those of each host write it there together. Engines on the same host map the memory and load from it. There is
-room for two buckets, so that one is written while the other is read.
+Every rank of the actor writes its own rows into the bucket, at their place and in the engines' number format: nothing
+is gathered, and nobody holds a copy. Where the rows of a weight are spread over several hosts, the ranks gather it, and
+the ranks of each host write it there together. Engines on the same host map the memory and load from it. There is room
+for two buckets, so that one is written while the other is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Located:
 
     @property
     def num_bytes(self) -> int:
-        """From `offset` on."""
+        """Bytes from `offset` on."""
         return self.places[-1].end
 
     def packed(self) -> bytes:
@@ -58,21 +58,21 @@ class Located:
 
 
 def weight_folder(parent: Path | None = None) -> OwnedFolder:
-    """A folder to export in, in shared memory where there is one: what is left in it takes memory."""
+    """A folder for exports, in shared memory if there is any; files left in it take memory."""
     return OwnedFolder(FOLDER_PREFIX, parent or _shared_memory())
 
 
 def host_name() -> str:
-    """The same in all processes that share this memory, and in no others."""
+    """A name that is the same in all processes that share this memory, and in no others."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text().strip() if boot.is_file() else os.uname().nodename
     return f"host {name}, memory {_shared_memory().stat().st_dev}"
 
 
 class HostBuckets:
-    """Room for buckets that the ranks of a host share; each rank has an object of its own.
+    """Memory for buckets that the ranks of a host share; each rank has its own object.
 
-    folder: the driver's. Ranks on a host that does not see it make one of their own there. limit: bytes of a bucket.
+    folder: the driver's. Ranks on a host that does not see it create their own. limit: bytes of a bucket.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -90,7 +90,7 @@ class HostBuckets:
         buckets = [tuple(places_of([(n, named[n]) for n in names], version.dtype)) for names in version.plan]
         sizes = [bucket[-1].end for bucket in buckets]
         self._open(room_for(sizes, self.limit))
-        # In turns from the beginning and up to the end: neighbours lie side by side whatever their sizes.
+        # Alternately from the beginning and up to the end, so that any two neighbours fit, whatever their sizes.
         offset = self.capacity - sizes[index] if index % 2 else 0
         sums = {}
         for place in buckets[index]:
@@ -100,10 +100,10 @@ class HostBuckets:
         return ExportedWeights({self._host: located.packed()}, version.number, sums, index, len(sizes), fits)
 
     def release(self) -> None:
-        """The room stays for the next version: new pages would have to be cleared first."""
+        """The memory is kept for the next version: new pages would have to be cleared first."""
 
     def close(self) -> None:
-        """Remove what the driver does not."""
+        """Remove what the driver does not remove."""
         if self._owned is not None:
             self._owned.remove()
 
@@ -126,12 +126,12 @@ class HostBuckets:
         return word_sum(values[own], own.start * size)
 
     def _part_to_write(self, tensor: torch.Tensor) -> slice | None:
-        """The values of its own that this rank writes, maybe none; None where a host does not have all of a weight."""
+        """Which of its own values this rank writes, maybe none; None if a host does not have all of a weight."""
         shards = row_shards(tensor)
         if shards is None:
             whole = not isinstance(tensor, DTensor)
             return slice(0, tensor.numel() if _rank() == self._ranks_here[0] else 0) if whole else None
-        places: dict[str, dict[int, int]] = {host: {} for host in self._hosts}  # by host and place, who writes it
+        places: dict[str, dict[int, int]] = {host: {} for host in self._hosts}  # the writing rank, by host and place
         for group in shards.groups:
             for place, rank in enumerate(group):
                 places[self._hosts[rank]].setdefault(place, rank)
@@ -165,9 +165,9 @@ class HostBuckets:
 
 
 def make_room(folder: Path, capacity: int) -> str:
-    """A file for buckets, in place of any other in the folder; its path. Raises WeightSyncError.
+    """Create a file for buckets, replacing any other in the folder. Returns its path. Raises WeightSyncError.
 
-    Its memory is really there: a page that is missing later on would be a signal, not an error.
+    Its memory is allocated now: a page that is missing later would raise a signal (SIGBUS), not an error.
     """
     try:
         for old in folder.glob("buckets-*"):
@@ -186,7 +186,7 @@ def make_room(folder: Path, capacity: int) -> str:
 
 
 def room_for(sizes: Sequence[int], limit: int) -> int:
-    """Bytes for the largest bucket, and for any two that follow each other and are not more than two of `limit`."""
+    """Bytes for the largest bucket, and for any two consecutive ones that are together at most two times `limit`."""
     pairs = [first + second for first, second in pairwise(sizes) if first + second <= 2 * limit]
     return max(*sizes, *pairs, 0)
 
@@ -196,23 +196,23 @@ def _shared_memory() -> Path:
 
 
 def open_shared(payload: bytes) -> dict[str, torch.Tensor]:
-    """The weights of a bucket, in the trainer's memory: they change when the next but one is written."""
+    """The weights of a bucket, in the trainer's memory: they change when the bucket after the next is written."""
     located = Located.unpacked(payload)
     return tensors_in(bucket_of(located), located.places)
 
 
 def bucket_of(located: Located) -> torch.Tensor:
-    """uint8 [num_bytes]: the bucket in the memory that it is in."""
+    """uint8 [num_bytes]: the bucket, as a view of its memory."""
     return memory_of(located)[located.offset :][: located.num_bytes]
 
 
 def tensors_in(bucket: torch.Tensor, places: Sequence[Place]) -> dict[str, torch.Tensor]:
-    """The weights of a bucket, of uint8 on any device."""
+    """The weights of a bucket, which is uint8 on any device."""
     return {place.name: _view(bucket, place) for place in places}
 
 
 def memory_of(located: Located) -> torch.Tensor:
-    """uint8 [capacity]: the file that the bucket is in, which stays mapped until another one is asked for."""
+    """uint8 [capacity]: the file of the bucket, which stays mapped until another one is requested."""
     return _mapped(located.path, located.capacity)
 
 
@@ -221,7 +221,7 @@ def _rank() -> int:
 
 
 def everyones(answer: Any) -> list[Any]:
-    """What all ranks answer, by rank."""
+    """The answers of all ranks, by rank."""
     if not dist.is_initialized():
         return [answer]
     answers: list[Any] = [None] * dist.get_world_size()

@@ -1,6 +1,6 @@
 """`.venv/bin/python -m verl.trainer.dry_run key=value ... [--gpus 8x80]`: memory and work of a run, without a device.
 
-The settings are those of main_ppo or main_ppo_format. Models need a config.json alone.
+The settings are those of main_ppo or main_ppo_format. Models need only a config.json.
 """
 
 from __future__ import annotations

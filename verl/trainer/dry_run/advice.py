@@ -69,7 +69,7 @@ CHANGES: dict[Phase, list[Change]] = {
 
 
 def three_settings(config: Config, roles: list[Role], place: Place, worst: DeviceUse) -> list[tuple[str, float]]:
-    """`key=value` and the bytes that it alone takes off the phase; the largest gain first, 3 at most."""
+    """Up to 3 pairs of `key=value` and the bytes that this change alone saves in the phase, largest gain first."""
     gains = []
     for key, frugal in CHANGES[worst.phase]:
         changed = copy.deepcopy(config)
@@ -86,7 +86,7 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
 
 
 def _changed(role: Role, key: str, config: Config, place: Place, phase: Phase) -> Role:
-    """The role in that phase, run again when the key says something to it."""
+    """The role in that phase, run again if the key affects it."""
     of = None if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
     return run_role(role.name, config, place.kind, [phase]) if role.name == of else role
 

@@ -1,7 +1,7 @@
-"""Batches that are as large as the settings allow: every row at its limit, every token a trained one.
+"""Batches as large as the settings allow: every row at its limit, every token trained.
 
-A step has many micro-batches of that kind; two of them take as much memory as all of them do, because what is left of
-one (the gradients) is the same after the second.
+A step has many such micro-batches; two of them take as much memory as all, because what remains of one (the gradients)
+is the same after the second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MICRO_BATCHES = 2
 class Limit:
     """How much one pass of a rank may hold: `tokens`, or `rows` over all ranks.
 
-    Where ranks share rows a group of them counts as one.
+    If ranks share rows, a group of them counts as one rank.
     """
 
     by_tokens: bool
@@ -29,11 +29,11 @@ class Limit:
     rows: int
 
     def of_ranks(self, number: int) -> Limit:
-        """Of a group of so many."""
+        """The limit of a group of `number` ranks."""
         return replace(self, tokens=self.tokens * number)
 
     def row_lengths(self, window: int, num_ranks: int, most_rows: int) -> list[int]:
-        """Of the largest micro-batch of one rank (or group), which has `most_rows` rows altogether."""
+        """Row lengths of the largest micro-batch of one rank (or group) with at most `most_rows` rows."""
         if not self.by_tokens:
             return [window] * min(max(1, self.rows // num_ranks), most_rows)
         full, rest = divmod(self.tokens, window)
@@ -44,7 +44,7 @@ class Limit:
 
 
 def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k: int, batch_std: bool) -> TrainBatch:
-    """With all that any loss reads, for `micro_batches` on each rank."""
+    """A batch with all columns that any loss reads, for `micro_batches` on each rank."""
     lengths_B = torch.tensor(lengths * (num_ranks * micro_batches), dtype=torch.int64)
     num_tokens, num_rows = int(lengths_B.sum()), len(lengths_B)
     zero_T = torch.zeros(num_tokens)

@@ -1,5 +1,5 @@
-"""How much of one device each holder takes in each phase of a step: roles and engine share it, or have devices of their
-own (`trainer.layout=split`, `critic.n_gpus_per_node`).
+"""Memory of one device by holder in each phase of a step: roles and engine share it, or have their own devices
+(`trainer.layout=split`, `critic.n_gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FREED, FREED_CHECKPOINTED = 0.4, 1.1
 
 @dataclass
 class DeviceUse:
-    """Bytes on one device by holder, at the worst moment of the phase. `device` says which one: where all are alike,
-    "any"; else what such a one does.
+    """Bytes on one device by holder, at the peak of the phase. `device` says which one: "any" if all are alike, else
+    what it does.
     """
 
     phase: Phase
@@ -38,8 +38,8 @@ class DeviceUse:
 
 
 def device_phases(config: Config, roles: list[Role], place: Place) -> list[DeviceUse]:
-    """The four phases on a GPU; on CPU, where engines are processes of their own, those in which roles work. On GPUs of
-    the critic's own, those in which it works.
+    """The four phases on a GPU; on CPU, where engines are separate processes, those in which roles work. On the
+    critic's own GPUs, those in which it works.
     """
     if not critic_gpus(config):
         return _of_actor(config, roles, place, "any" if config.trainer.layout == "colocated" else "trains")
@@ -49,7 +49,7 @@ def device_phases(config: Config, roles: list[Role], place: Place) -> list[Devic
 
 
 def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DeviceUse]:
-    """Where the actor is, which is the first of the `roles` there."""
+    """Devices of the actor, which is the first of `roles`."""
     if config.trainer.layout == "split":
         sampling = DeviceUse(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
         return [sampling, *(_training(phase, roles, place, device) for phase in Phase if phase != "sample")]
@@ -58,7 +58,7 @@ def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> l
 
 
 def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DeviceUse:
-    """Where the critic is and the actor is not."""
+    """Devices of the critic alone."""
     phase = _training(name, [critic], place, "trains the critic")
     if not place.on_gpu:
         phase.parts |= _on_cpu(config, [critic], phase, actor)
@@ -66,7 +66,7 @@ def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place)
 
 
 def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DeviceUse:
-    """With an engine."""
+    """A device that is shared with an engine."""
     phase = _training(name, roles, place, device)
     if not place.on_gpu:
         phase.parts |= _on_cpu(config, roles, phase, roles[0])
@@ -80,7 +80,7 @@ def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device
 
 
 def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DeviceUse:
-    """All but the engine: the role that works, and those that do not."""
+    """All except the engine: the role that works, and those at rest."""
     phase = DeviceUse(name, device)
     found = [(role, one) for role in roles for one in role.passes if one.phase is name]
     worst = max(found, key=lambda pair: _taken(pair, place), default=None)
@@ -95,7 +95,7 @@ def _training(name: Phase, roles: list[Role], place: Place, device: str) -> Devi
 
 
 def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
-    """Of a GPU's engine: its share while it samples, its weights alone while it gets new ones, else nothing."""
+    """Bytes of a GPU's engine: its share while it samples, its weights while it gets new ones, else nothing."""
     if not _sleeps(phase, config):
         return _share(config, place)
     if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
@@ -104,7 +104,7 @@ def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
 
 
 def _sleeps(phase: Phase, config: Config) -> bool:
-    """Whether a GPU's engine has no cache, at the least."""
+    """Whether a GPU's engine has released at least its cache."""
     return config.actor_rollout_ref.rollout.free_cache_engine and Part.KV_CACHE not in RESIDENT[phase]
 
 
@@ -113,7 +113,7 @@ def _share(config: Config, place: Place) -> float:
 
 
 def _on_cpu(config: Config, roles: list[Role], phase: DeviceUse, actor: Role) -> dict[str, float]:
-    """A worker's part of the engines, which are there all the time, and what no tensor is."""
+    """A worker's part of the engines, which always run, and memory other than tensors."""
     rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     engines = rollout.num_engines / each
     taken = sum(phase.parts.values()) - sum(role.idle.allocated for role in roles)
@@ -131,12 +131,12 @@ def _checkpointed(config: Config, phase: DeviceUse) -> bool:
 
 
 def _weights(config: Config, actor: Role) -> float:
-    """Of a whole engine."""
+    """Bytes of an engine's weights."""
     return (4 if config.actor_rollout_ref.rollout.dtype in ("auto", "float32") else 2) * actor.num_params
 
 
 def size(peak: Peak, place: Place) -> float:
-    """What a device gives for it: on a GPU in the allocator's segments."""
+    """Device memory for a peak; on a GPU in the allocator's segments."""
     return peak.held if place.on_gpu else peak.allocated
 
 

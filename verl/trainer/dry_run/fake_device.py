@@ -1,4 +1,4 @@
-"""A device that computes nothing: the engine's code runs on it with shapes alone, as rank 0 of any number of ranks.
+"""A device that computes nothing: the engine's code runs on it with shapes only, as rank 0 of any number of ranks.
 
 PyTorch's fake tensors stand for the device's memory and its fake process group for the other ranks. What lies on the
 host (batches, row numbers, the cut into micro-batches) are real tensors and is really computed. Both say that they are
@@ -36,16 +36,16 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Seen(NamedTuple):
-    """What an operation took for itself, and its work."""
+    """The workspace of an operation, and its work."""
 
     workspace: int
     operation: Operation | None
 
 
 class FakeDevice(TorchDispatchMode):
-    """Everything that PyTorch does inside of `running()` is seen here, operation by operation.
+    """Sees everything that PyTorch does inside `running()`, operation by operation.
 
-    `kind` ("cpu" or "cuda") says whose paths the engines take.
+    `kind` ("cpu" or "cuda") says which code paths the engines take.
     """
 
     def __init__(self, kind: str) -> None:
@@ -62,13 +62,13 @@ class FakeDevice(TorchDispatchMode):
         return False  # nothing is compiled here, and PyTorch's guard takes as long as looking an operation up
 
     def restart(self) -> None:
-        """Begin to measure."""
+        """Start a measurement."""
         self.memory.restart()
         self.work = Work()
 
     @contextlib.contextmanager
     def running(self, num_ranks: int) -> Iterator[None]:
-        """As rank 0 of `num_ranks` that only seem to be there."""
+        """Inside, this process is rank 0 of `num_ranks` simulated ranks."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
         gc.freeze()

@@ -1,4 +1,4 @@
-"""GPUs by name: what their makers' data sheets promise (dense arithmetic)."""
+"""GPUs by name, with the rates of their data sheets (dense arithmetic)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODE = 8  # GPUs
 
 @dataclass(frozen=True)
 class Gpu:
-    """`size` as it is sold, in GB; `memory` as the driver gives it, in GiB; the rest a second."""
+    """`size`: nominal, in GB; `memory`: as the driver reports it, in GiB; the rest is per second."""
 
     name: str
     size: int
@@ -37,8 +37,8 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """Who talks to whom: `shard` ranks share a copy of a model, `replicas` of them are there, `per_node` on a node;
-    `sequence` ranks share each row.
+    """Which ranks communicate: `shard` ranks share a copy of a model, there are `replicas` copies, `per_node` ranks are
+    on a node, and `sequence` ranks share each row.
     """
 
     shard: int
@@ -47,7 +47,7 @@ class Groups:
     sequence: int = 1
 
     def of(self, collective: str) -> tuple[int, bool]:
-        """How many ranks take part in one of that kind, and whether they are all on one node."""
+        """Number of ranks in a collective of that kind, and whether they are all on one node."""
         if collective == "all-reduce" and self.replicas > 1:  # of gradients, between ranks that hold the same shard
             return self.replicas, self.shard * self.replicas <= self.per_node
         size = self.sequence if collective == "all-to-all" and self.sequence > 1 else self.shard
@@ -55,7 +55,7 @@ class Groups:
 
 
 def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
-    """Of a role whose `fsdp_config` has that size."""
+    """The groups of a role with that `fsdp_size`."""
     ranks = num_ranks(config, role)
     shard = ranks if fsdp_size == -1 else fsdp_size
     settings = config.actor_rollout_ref.actor if role == "actor" else config.critic

@@ -1,4 +1,4 @@
-"""The tokens that an engine's key-value cache holds: what is left of its memory beside its weights."""
+"""The capacity of an engine's key-value cache: the memory that its weights leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_WARM_UP = 4 * GIB  # what vLLM needs beside weights and cache, for its l
 
 
 def kv_cache_tokens(config: Config, policy: ModelShape, place: Place) -> int:
-    """Of one engine; 0 or less: its weights do not fit into its share of a GPU."""
+    """Tokens that one engine's cache holds; 0 or less: its weights do not fit into its share of a GPU."""
     rollout = config.actor_rollout_ref.rollout
     width = 2 if rollout.dtype in ("bfloat16", "float16") else 4  # auto: the larger is assumed
     per_token = 2 * policy.num_layers * policy.key_width * width
@@ -28,7 +28,7 @@ def kv_cache_tokens(config: Config, policy: ModelShape, place: Place) -> int:
 
 
 def room_for_sequences(config: Config, policy: ModelShape, place: Place) -> tuple[bool, str]:
-    """Whether the longest sequence has room, in words; where it has none, with what to change."""
+    """Whether the longest sequence has room, and a message, which says what to change if it has none."""
     tokens, window = kv_cache_tokens(config, policy, place), window_of(config)
     found = f"an engine has room for {max(tokens, 0)} tokens, a sequence has at most {window}"
     if tokens >= window:

@@ -36,7 +36,7 @@ class Output:
     dtype: torch.dtype = torch.float32
 
     def make(self, mode: FakeTensorMode, inputs: Sequence[FakeTensor]) -> FakeTensor:
-        """For these inputs."""
+        """Make the tensor for these inputs."""
         if self.same is not None:
             return inputs[self.same]
         meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`container` is None for a single tensor, else list or tuple. `what` is what the caller noted of the first."""
+    """`container`: None for a single tensor, else list or tuple. `what`: the caller's note on the first operation."""
 
     outputs: tuple[Output, ...]
     container: type[list[Any]] | type[tuple[Any, ...]] | None
@@ -73,7 +73,7 @@ class Learned:
         self._recipes: dict[Any, Recipe | None] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
-        """Of the operation, and its tensors in order; None where the output may depend on more than that."""
+        """The operation's key, and its tensors in order; None if the output may depend on more than that."""
         tensors: list[FakeTensor] = []
         self._takes_host = isinstance(func, OpOverload) and not func._schema.is_mutable
         try:
@@ -91,7 +91,7 @@ class Learned:
         return self._recipes.get(key)
 
     def learn(self, key: Any, func: Any, inputs: Sequence[FakeTensor], out: Any, what: Any) -> None:
-        """Remember `out`, if the next one can be made like it."""
+        """Remember `out`, if later outputs can be made like it."""
         if key in self._recipes:
             return
         leaves = list(out) if isinstance(out, list | tuple) else [out]

@@ -1,4 +1,4 @@
-"""Which tensors are alive, in bytes: what is there now, and the most there was since `restart`.
+"""Bytes of live tensors: now, and at the peak since `restart`.
 
 `held` and `peak_held` are the same with what PyTorch's CUDA allocator holds around it (`segments`).
 """
@@ -23,7 +23,7 @@ class Peak:
 
 
 class Memory:
-    """Follows storages from their first use in an operation until nobody holds them."""
+    """Tracks storages from their first use in an operation until they are freed."""
 
     def __init__(self) -> None:
         self.live = 0
@@ -37,7 +37,7 @@ class Memory:
         return Peak(self.live, self._segments.held)
 
     def restart(self) -> None:
-        """Begin a new peak with what is there."""
+        """Reset the peak to what is in use now."""
         self.peak = self.now
 
     def see(self, storage: torch.UntypedStorage) -> None:
@@ -48,7 +48,7 @@ class Memory:
             self._take(key, storage.nbytes())
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """Not the device's: memory of the host."""
+        """Do not count a storage, which is host memory."""
         key = storage._cdata
         self._watched[key] = weakref.ref(storage, partial(self._gone, key))
         self._take(key, 0)
@@ -60,11 +60,11 @@ class Memory:
             self._take(storage._cdata, storage.nbytes())
 
     def give_back(self) -> None:
-        """What the allocator keeps for later goes back to the device."""
+        """Return the allocator's cached memory to the device."""
         self._segments.give_back()
 
     def workspace(self, num_bytes: int) -> None:
-        """Workspace that one operation takes and gives back."""
+        """Count workspace that one operation takes and frees."""
         if num_bytes:
             self._take(-1, num_bytes)
             self._give(-1)

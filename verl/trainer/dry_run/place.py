@@ -18,9 +18,9 @@ USUAL = tuple(gpu for gpu in GPUS if gpu.name in ("A100", "H100"))  # where a si
 
 @dataclass(frozen=True)
 class Place:
-    """`memory` bytes of each of `num_devices`; `gpus` are those it may be, none for CPUs, which share a machine's.
+    """`num_devices` with `memory` bytes each; `gpus`: possible models, none for CPUs, which share a machine's memory.
 
-    per_node: devices of a node, where that is said.
+    per_node: devices of a node, if given.
     """
 
     num_devices: int
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def kind(self) -> str:
-        """Whose paths the engines take."""
+        """Which code paths the engines take."""
         return "cuda" if self.on_gpu else "cpu"
 
 
@@ -79,9 +79,9 @@ def _memory_here() -> int:
 def located(config: Config, place: Place) -> Config:
     """The same run on the devices of `place`. Raises ConfigError when it cannot be divided among them.
 
-    Nodes have the number of GPUs that is said, else the one of the settings where that divides all of them, else 8;
-    fewer are one node. The GPUs of the reward's server are none of theirs. They are on one node, as in a run: what a
-    node of a role has left, or those of a node of its own.
+    GPUs per node are as given, else as in the settings if that divides all GPUs, else 8; fewer GPUs are one node. The
+    GPUs of the reward's server are not among them: as in a run they are on one node, where a role's node has some
+    left, or on a node of their own.
     """
     server = config.reward.n_gpus if place.on_gpu else 0
     sizes = _sizes(config, place, server)

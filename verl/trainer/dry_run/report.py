@@ -20,7 +20,7 @@ PROMISED = Kept(products=1.0, memory=1.0, link=1.0, network=1.0, launch_s=0.0)
 
 
 def report(config: Config, roles: list[Role], phases: list[DeviceUse], place: Place) -> str:
-    """The whole text but the verdict."""
+    """The whole report except the verdict."""
     models = ", ".join(map(_parameters, roles))
     lines = [models, _devices(config, place), "", *_memory(phases, place), ""]
     return "\n".join([*lines, *_work(config, roles, place), "", *_assumed(config)])
@@ -92,7 +92,7 @@ def _work(config: Config, roles: list[Role], place: Place) -> Iterator[str]:
 
 
 def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
-    """Without sampling. A critic on GPUs of its own works beside the actor."""
+    """Least seconds of a step without sampling. A critic on its own GPUs works in parallel with the actor."""
     together = max if critic_gpus(config) else sum
     return sum(
         together([sum(seconds_of(one, role, gpu) for one in role.passes if one.phase is phase) for role in roles])
@@ -101,7 +101,7 @@ def least_seconds_of_step(config: Config, roles: list[Role], gpu: Gpu) -> float:
 
 
 def seconds_of(one: Pass, role: Role, gpu: Gpu) -> float:
-    """The least that a pass takes in a step: all that the data sheet promises, and no waiting. A real run is slower."""
+    """Least seconds of a pass in a step, at the data sheet's rates and without waiting. A real run is slower."""
     return one.times * machine_of(gpu, PROMISED).cost(one.work, role.groups, _filled(one)).seconds
 
 

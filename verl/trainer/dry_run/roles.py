@@ -43,7 +43,7 @@ FEW = 2  # tokens of a row that is trained
 
 @dataclass(frozen=True)
 class Pass:
-    """What a role does in a phase, on one rank: the most memory it ever has meanwhile, and the work it does.
+    """What a role does in a phase on one rank: its peak memory and its work.
 
     A step has `times` the `work`; where `by_tokens`, of trajectories at their limit.
     """
@@ -85,7 +85,7 @@ def run_roles(config: Config, kind: str) -> list[Role]:
 
 
 def run_role(name: RoleName, config: Config, kind: str, phases: Collection[Phase] = tuple(Phase)) -> Role:
-    """One of them, in some phases alone."""
+    """One of the roles, in some phases only."""
     settings = config.actor_rollout_ref.actor if name == "actor" else config.critic
     dry = _Dry(config, kind, phases, num_ranks(config, name), settings.ulysses_sequence_parallel_size)
     return dry.actor() if name == "actor" else dry.critic()

@@ -1,4 +1,4 @@
-"""A run without a device: the roles pass by pass, who has how much of a device, and whether that fits."""
+"""A dry run: runs the roles pass by pass, adds up a device's memory, and says whether that fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Level = Literal["ok", "warn", "FAIL"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out: the whole report, and whether it fits, in words (what does not, with what to change).
+    """The result: the whole report, and a verdict, which says what does not fit and what to change.
 
     room: whether an engine has room for the longest sequence.
     """
@@ -38,8 +38,8 @@ class DryRun:
 
 
 def dry_run(config: Config, place: Place, policy: ModelShape | None = None, advise: bool = True) -> DryRun:
-    """`policy` is worked out from the settings where it is not known yet. `advise` tries settings that gain memory when
-    it does not fit, which takes several times as long. Raises ConfigError for settings that no engine can be made of.
+    """`policy`: by default, from the settings. `advise`: if the run does not fit, try settings that save memory, which
+    takes several times as long. Raises ConfigError for settings that no engine can be built from.
     """
     config = located(config, place)
     with no_warnings():

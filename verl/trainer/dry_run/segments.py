@@ -1,4 +1,4 @@
-"""How much memory PyTorch's CUDA allocator has to hold for what is allocated: it takes segments and cuts them up.
+"""How much memory PyTorch's CUDA allocator must hold for what is allocated: it takes segments and splits them.
 
 The rules of c10/cuda/CUDACachingAllocator.cpp for one stream: sizes are multiples of 512 bytes; those up to 1 MiB come
 from segments of 2 MiB, those up to 10 MiB from segments of 20 MiB, larger ones have segments in steps of 2 MiB; the
@@ -35,7 +35,7 @@ class Block:
 
 
 class Segments:
-    """`held`: bytes of the segments in which something is."""
+    """`held`: bytes of the segments in use."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -43,7 +43,7 @@ class Segments:
         self._end = 0  # of all segments
 
     def take(self, num_bytes: int) -> Block:
-        """A block of at least so many bytes."""
+        """Allocate a block of at least `num_bytes`."""
         size = max(UNIT, -(-num_bytes // UNIT) * UNIT)
         small = size <= SMALL
         block = self._smallest(size, small) or self._segment(size, small)
@@ -55,7 +55,7 @@ class Segments:
         return block
 
     def give(self, block: Block) -> None:
-        """Free it."""
+        """Free a block."""
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -66,7 +66,7 @@ class Segments:
         bisect.insort(self._free[block.small], (block.size, block.address, block))
 
     def give_back(self) -> None:
-        """Let go of segments in which nothing is: torch.cuda.empty_cache."""
+        """Release unused segments, like torch.cuda.empty_cache."""
         for free in self._free.values():
             free[:] = [entry for entry in free if not entry[2].is_segment]
 

@@ -41,13 +41,13 @@ class Work:
         return sum(operation.flops for operation in self.operations)
 
     def lessen(self, kinds: Collection[str], factor: float) -> None:
-        """Count of the collectives of these kinds only a share, rounded."""
+        """Count only a fraction of the collectives of these kinds, rounded."""
         for counts in (self.sent, self.calls):
             for kind in counts.keys() & set(kinds):
                 counts[kind] = round(factor * counts[kind])
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Operation | None:
-        """One operation of the device; None where it has no kernel of its own."""
+        """Count one operation of the device; None if it has no kernel of its own."""
         if func in collective_ops:
             self._collective(func, args, kwargs, out)
             return None

@@ -1,6 +1,6 @@
 """Which layout to take: `.venv/bin/python -m verl.trainer.plan --model Qwen/Qwen2.5-32B --gpus 4x8xH100 key=value ...`.
 
-The settings are those of main_ppo. What they say of engines, sharding, offloading or micro-batches stays as it is.
+The settings are those of main_ppo. Settings of engines, sharding, offloading or micro-batches are kept as given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What is asked for, not looked at yet."""
+    """The arguments, not checked yet."""
     parser = argparse.ArgumentParser(prog="python -m verl.trainer.plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="Hugging Face name or folder; its config.json suffices")
     parser.add_argument("--gpus", required=True, help="nodes x GPUs per node x kind, such as 4x8xH100; or 4xCPU")

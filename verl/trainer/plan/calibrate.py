@@ -1,4 +1,4 @@
-"""What the devices of this machine reach: `.venv/bin/python -m verl.trainer.plan.calibrate --output machine.json`.
+"""Measures the devices of this machine: `.venv/bin/python -m verl.trainer.plan.calibrate --output machine.json`.
 
 The planner takes the file by `--machine`. Rates are of the kinds of work that the planner counts: products, operations
 that go through memory, many small operations, and the collectives of FSDP2 between `--ranks` processes of this machine.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def described(machine: Machine) -> str:
-    """In units for people."""
+    """The rates in readable units."""
     return (
         f"{machine.name}: {machine.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {machine.float_flops / 1e12:.3g} in "
         f"float32; memory {machine.memory_bytes / 1e9:.3g} GB/s; {machine.launch_s * 1e6:.3g} us an operation; "
@@ -73,7 +73,7 @@ def described(machine: Machine) -> str:
 
 
 def calibrated(device: torch.device, num_ranks: int = 2) -> Machine:
-    """Measure, for some seconds; with 2 ranks at the least."""
+    """Measure for some seconds, with at least 2 ranks."""
     links = _collectives(device, num_ranks)
     gathered, call_s = links["all-gather"]
     with _one_thread():
@@ -104,7 +104,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Of the device: the median of some rounds, after one to warm up."""
+    """Seconds on the device: the median of some rounds, after a warm-up round."""
     found = []
     for _ in range(TIMES + 1):
         _wait_for(device)

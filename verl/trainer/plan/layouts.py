@@ -30,7 +30,7 @@ class Sharding:
 
     @classmethod
     def of(cls, config: Config) -> Sharding:
-        """What a run has, where the user's settings have won over a plan's."""
+        """The sharding of a config, in which the user's settings override a plan's."""
         actor = config.actor_rollout_ref.actor
         sampling_nodes = config.actor_rollout_ref.rollout.nnodes
         fsdp = actor.fsdp_config
@@ -72,7 +72,7 @@ class Sharding:
 
 
 def shardings(config: Config) -> Iterator[list[Sharding]]:
-    """Families: of each, the first that fits is taken. Offloading costs time, so it comes after all without."""
+    """Families of which the first that fits is taken. Offloading costs time, so it comes last."""
     trainer, apart = config.trainer, config.actor_rollout_ref.rollout.nnodes
     own = trainer.layout == "split"  # the user has divided the devices
     for sampling_nodes in [apart] if own else sorted({0, trainer.nnodes // 2}):  # none alone, or half of the nodes

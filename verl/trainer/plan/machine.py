@@ -86,13 +86,13 @@ class Machine:
     rounds: Mapping[str, float] = field(default_factory=lambda: dict(ROUNDS))
 
     def flops(self, dtype: torch.dtype) -> float:
-        """A second."""
+        """FLOPs per second."""
         return self.half_flops if dtype in (torch.bfloat16, torch.float16) else self.float_flops
 
     def cost(self, work: Work, groups: Groups, share: float = 1.0) -> Cost:
-        """Of one rank's work when its operations have `share` of the tokens that were counted.
+        """Cost of one rank's work if its operations have `share` of the counted tokens.
 
-        An operation takes the longer of its arithmetic and its way through memory.
+        An operation takes the longer of its arithmetic and its memory traffic.
         """
         computing = 0.0
         for operation in work.operations:
@@ -103,7 +103,7 @@ class Machine:
         return Cost(max(parts.values()) if self.overlap else sum(parts.values()), parts)
 
     def sending(self, work: Work, groups: Groups) -> dict[str, float]:
-        """Seconds of the collectives by where they go; none in a group of one."""
+        """Seconds of the collectives, by link; none in a group of one."""
         seconds = {IN_NODE: 0.0, NETWORK: 0.0}
         for kind, num_bytes in work.sent.items():
             size, on_one_node = groups.of(kind)
@@ -114,12 +114,12 @@ class Machine:
         return seconds
 
     def link(self, on_one_node: bool) -> float:
-        """Bytes a second that each device sends in a ring."""
+        """Bytes per second that each device sends in a ring."""
         return self.link_bytes if on_one_node else min(self.link_bytes, self.network_bytes)
 
 
 def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
-    """By the GPU's data sheet, of which the shares of its kind are reached, or `kept`."""
+    """From the GPU's data sheet, with the fractions that its kind reaches, or `kept`."""
     kept = kept or KEPT[gpu.name]
     source = (
         f"assumed shares, not measured by this project: {kept.products:.0%} of the arithmetic, "
@@ -139,13 +139,13 @@ def machine_of(gpu: Gpu, kept: Kept | None = None) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """As JSON. Raises StorageError."""
+    """Write it as JSON. Raises StorageError."""
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(asdict(machine), indent=2) + "\n")
 
 
 def read_machine(path: Path) -> Machine:
-    """What `write_machine` wrote. Raises ConfigError."""
+    """Read what `write_machine` wrote. Raises ConfigError."""
     try:
         values = json.loads(path.read_text())
         machine = Machine(**values)

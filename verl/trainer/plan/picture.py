@@ -16,7 +16,7 @@ from verl.trainer.plan.search import Planned
 
 
 def draw(found: Sequence[Planned], scaled: Sequence[Scaled], title: str, path: Path) -> None:
-    """Raises StorageError."""
+    """Write the picture. Raises StorageError."""
     figure = Figure(figsize=(12, 1.6 + 0.45 * max(4, len(found))), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

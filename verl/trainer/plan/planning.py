@@ -20,7 +20,7 @@ from verl.trainer.plan.search import Planned, best_of, engine_settings, search
 
 
 def plan(asked: argparse.Namespace) -> int:
-    """What the command line asked for. Returns 0, or 1 where no layout fits. Raises VerlError."""
+    """Print the plan for the arguments. Returns 0, or 1 if no layout fits. Raises VerlError."""
     with no_warnings():
         return _plan(asked)
 

@@ -29,7 +29,7 @@ def layouts(found: Sequence[Planned], place: Place) -> Iterator[str]:
 
 
 def best(one: Planned, place: Place, steps: int, price: float | None) -> Iterator[str]:
-    """Settings, as a command line takes them, and what so many steps cost."""
+    """Settings, as a command line takes them, and the cost of `steps` steps."""
     yield "the fastest that fits:"
     yield from (f"  {setting} \\" for setting in [*_nodes(one), *one.settings])
     hours, unit = one.seconds * steps / 3600, _unit(place)

@@ -1,4 +1,4 @@
-"""The same layout on more and more nodes, with the batch as it is: where more of them stop paying."""
+"""The same layout and batch on more and more nodes: where more of them stop paying off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FACTOR = 4
 
 @dataclass(frozen=True)
 class Scaled:
-    """A layout on `num_gpus`; `efficiency`: of the speed-up over the first that the GPUs would give at best."""
+    """A layout on `num_gpus`; `efficiency`: speed-up over the first layout, divided by the ideal one."""
 
     num_gpus: int
     planned: Planned
@@ -25,7 +25,7 @@ class Scaled:
 
 
 def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
-    """From the place of the plan on, each a dry run of its own."""
+    """Start from the plan's devices; each size takes a dry run."""
     yield Scaled(place.num_devices, first, 1.0)
     for number in _numbers(place.num_devices):
         larger = replace(place, num_devices=number)

@@ -1,4 +1,4 @@
-"""Looks for the layout with which a step is fastest among those that fit."""
+"""Searches for the layout with the fastest step among those that fit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def search(
 ) -> Iterator[Planned]:
     """Each layout that is tried.
 
-    `load` makes the settings of a run from those of a layout; what the user has set stays as it is.
+    `load` makes a run's settings from a layout's; what the user has set is kept.
     """
     tried: set[Sharding] = set()
     for family in shardings(placed(load, [], place)):
@@ -154,7 +154,7 @@ def engine_settings(size: int) -> list[str]:
 
 
 def best_of(found: Sequence[Planned]) -> Planned | None:
-    """The fastest that fits; one that fits narrowly only where no other does."""
+    """The fastest layout that fits; one that barely fits only if no other does."""
     for level in ("ok", "warn"):
         if fitting := [one for one in found if one.level == level]:
             return min(fitting, key=lambda one: one.seconds)
@@ -190,8 +190,8 @@ def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
 
 
 def sending_weights(config: Config, num_values: int, place: Place, machine: Machine) -> Cost:
-    """Of the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a broadcast sends each
-    byte once over each link of its ring, Ray's object store once to each node, from one that trains.
+    """Cost of sending the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a broadcast
+    sends each byte once over each link of its ring, Ray's object store once to each node, from one that trains.
     """
     rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_values
     if not rollout.nnodes:

@@ -1,7 +1,7 @@
 """`.venv/bin/python -m verl.trainer.preflight key=value ...`: would this run start, and would it fit? Loads no model.
 
-The settings may be those of main_ppo or of main_ppo_format. `--gpus 8x80` asks for GPUs that this machine has not,
-as in the dry run (`--devices 8 --device_memory_gib 79.1` says the same); `--estimate_only` is the dry run alone.
+The settings may be those of main_ppo or of main_ppo_format. `--gpus 8x80` asks for GPUs that this machine lacks, as
+in the dry run (`--devices 8 --device_memory_gib 79.1` says the same); `--estimate_only` is the dry run alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl.trainer.preflight.finding import Finding
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: all is ok and it fits (warnings count as ok); 1: not."""
+    """Exit status 0: all is ok and it fits (warnings count as ok); 1: otherwise."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
 

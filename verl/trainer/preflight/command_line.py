@@ -23,7 +23,7 @@ class Arguments:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Raises ConfigError."""
+    """Parse the arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
     parser.add_argument("--devices", type=int)

@@ -13,7 +13,7 @@ from verl.trainer.preflight.finding import Finding, judge
 
 
 def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
-    """`ray_address` is the value of RAY_ADDRESS; `here` GPUs and `cores` has this machine."""
+    """`ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
     if not ray_address and len(devices_of_nodes(config)) > 1:
         return Finding("ok", "devices", "on the nodes of the Ray cluster, which are checked when the run starts")
     if ray_address in (None, "", "local"):
@@ -25,7 +25,7 @@ def check_devices(config: Config, ray_address: str | None, here: int, cores: int
 
 
 def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
-    """`gpus` of each node against the settings; without any, the workers share the `cores` of a node."""
+    """Compare the `gpus` of each node with the settings; without GPUs, workers share the `cores` of a node."""
     trainer = config.trainer
     wanted, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
     if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
@@ -47,7 +47,7 @@ def _counted(needed: Sequence[int]) -> str:
 
 
 def gpus_of_cluster(address: str) -> list[int]:
-    """Of each node that is alive. Without such a cluster Ray raises OSError, RuntimeError or ValueError."""
+    """GPUs of each live node. Without such a cluster Ray raises OSError, RuntimeError or ValueError."""
     joined = not ray.is_initialized()
     if joined:
         ray.init(address=address, log_to_driver=False, logging_level="error")

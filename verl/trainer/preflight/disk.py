@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def check_folder(folder: Path) -> Finding:
-    """Writes a file where the run folder will be, and takes it away."""
+    """Writes a file where the run folder will be, and removes it."""
     existing = nearest_folder(folder)
     try:
         if not existing.is_dir():
@@ -40,7 +40,7 @@ def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
 
 
 def check_all_checkpoints(config: Config, models: Models, steps: int | None, free: int) -> Finding:
-    """Whether `free` bytes hold all that a run of so many steps keeps."""
+    """Whether `free` bytes hold all checkpoints that a run of `steps` steps keeps."""
     needed, count = checkpoint_bytes(config, models, steps)
     found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, {_in_words(needed)} needed"
     todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or set trainer.default_local_dir to a larger disk"

@@ -1,4 +1,4 @@
-"""One line of a preflight: what was looked at, what was found, and what to do about it."""
+"""One line of a preflight: what was checked, what was found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finding:
 
 
 def judge(good: bool, what: str, found: str, todo: str, otherwise: Literal["warn", "FAIL"] = "FAIL") -> Finding:
-    """ok, or `otherwise` with what to do."""
+    """A finding: ok, or `otherwise` with what to do."""
     return Finding("ok", what, found) if good else Finding(otherwise, what, found, todo)
 
 

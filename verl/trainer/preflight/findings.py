@@ -1,4 +1,4 @@
-"""All that the preflight looks at, in the order in which it is shown."""
+"""All checks of the preflight, in the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from verl.trainer.resuming import check_start, resumes_here, settings_since
 
 
 def all_findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
-    """What takes longest last."""
+    """All findings, the slowest last."""
     if not arguments.estimate_only:
         yield from findings(arguments, models)
     yield _memory(arguments, models.policy)
@@ -50,7 +50,7 @@ def _memory(arguments: Arguments, policy: ModelShape) -> Finding:
 
 
 def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
-    """All but memory."""
+    """All findings except memory."""
     config = arguments.config
     yield Finding("ok", "config", f"for {arguments.entry_point}")
     yield from (Finding("warn", "config", doubt) for doubt in doubts(config))

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Sources(NamedTuple):
-    """What prompts are read with, what answers the policy, and what scores it."""
+    """The tokenizer, the environment and the scorer."""
 
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
@@ -39,7 +39,7 @@ class Sources(NamedTuple):
 
 
 def check_inputs(config: Config) -> Models:
-    """The trainer's own checks, all of them quick. Returns what the run will load.
+    """The trainer's own checks, all of them fast. Returns the models that the run will load.
 
     Raises `DataError`, `ConfigError`, `RewardError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what
     to do.
@@ -61,7 +61,7 @@ def check_inputs(config: Config) -> Models:
 
 
 def check_sources(config: Config) -> Sources:
-    """What the run reads; the environment is made, but not called yet. Raises as `check_inputs` does."""
+    """Check what the run reads; the environment is created, but not called yet. Raises like `check_inputs`."""
     data = config.data
     num_prompts = check_files(data.train_files, data.prompt_key)
     for files in (data.val_files, data.test_files):
@@ -78,7 +78,7 @@ def check_sources(config: Config) -> Sources:
 
 
 def _check_window(config: Config, window: int | None) -> None:
-    """The longest sequence of a run must fit into what the model was made for."""
+    """The longest sequence of a run must fit into the model's context window."""
     longest = window_of(config)
     if window is not None and longest > window:
         raise ConfigError(
@@ -93,7 +93,7 @@ def _check_critic(config: Config) -> None:
         load_model_config(path, config.critic.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"algorithm.adv_estimator=gae needs a critic, and critic.model.path={path} is no model: {error}\n"
+            f"algorithm.adv_estimator=gae needs a critic, and critic.model.path={path} is not a model: {error}\n"
             "Set critic.model.path (the policy's own path, say), or use algorithm.adv_estimator=grpo with "
             "actor_rollout_ref.rollout.n_agent=5"
         ) from error

@@ -29,7 +29,7 @@ class Models:
 
 
 def models_of(config: Config) -> Models:
-    """Raises ConfigError, also for a model whose attention heads the workers that train it cannot share equally."""
+    """Raises ConfigError, also for a model whose attention heads its workers cannot share equally."""
     models = _models_of(config)
     _require_workers_share_heads(config, models)
     return models
@@ -56,7 +56,7 @@ def _models_of(config: Config) -> Models:
 
 
 def require_engines_share_heads(config: Config, policy: ModelShape) -> None:
-    """On GPUs, what vLLM would say too when it loads; on a CPU an engine is one process. Raises ConfigError."""
+    """Raise ConfigError for what vLLM on GPUs would refuse when it loads; on a CPU an engine is one process."""
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     _require_divisor(key, size, policy)
@@ -68,7 +68,7 @@ def require_engines_share_heads(config: Config, policy: ModelShape) -> None:
 
 
 def _require_workers_share_heads(config: Config, models: Models) -> None:
-    """What the trainer's engines would say too when they load."""
+    """Raise ConfigError for what the trainer's engines would refuse when they load."""
     size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     _require_divisor("actor_rollout_ref.actor.ulysses_sequence_parallel_size", size, models.policy)
     if models.critic is not None:

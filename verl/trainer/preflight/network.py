@@ -20,7 +20,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def check_network(config: Config, ray_address: str | None) -> Iterator[Finding]:
-    """`ray_address` is the value of RAY_ADDRESS."""
+    """`ray_address`: the value of RAY_ADDRESS."""
     nnodes = len(devices_of_nodes(config))
     yield check_port(LOOPBACK) if nnodes == 1 else Finding("ok", "ports", "the nodes test each other's at the start")
     yield check_ray(ray_address, nnodes)
@@ -35,7 +35,7 @@ def check_port(host: str) -> Finding:
             socket.create_connection(server.getsockname()[:2], TIMEOUT_S).close()
     except OSError as error:
         todo = "bring the interface up (ip link)"
-        return Finding("FAIL", "ports", f"no connection to a port of its own on {host}: {error}", todo)
+        return Finding("FAIL", "ports", f"this machine cannot connect to its own port on {host}: {error}", todo)
     return Finding("ok", "ports", f"{host} can be listened on")
 
 
@@ -59,7 +59,7 @@ def check_ray(address: str | None, nnodes: int) -> Finding:
 
 
 def check_hosts(urls: str) -> Iterator[Finding]:
-    """Whether the hosts of `urls` (with commas between) have an address; whether anyone answers there comes later."""
+    """Whether the hosts of `urls` (with commas between) have an address; whether servers answer is checked later."""
     for url in urls.split(","):
         try:
             host, port = _host_and_port(url.strip())

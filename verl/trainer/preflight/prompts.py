@@ -29,7 +29,7 @@ def prompt_files(config: Config) -> Iterator[str | list[str]]:
 def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
     """Whether each file was made with the template of the run, as far as the environment's class can tell.
 
-    FAIL where the file tells the policy other tags than the run reads, warn for a difference that may be intended.
+    FAIL if the file tells the policy to use other tags than the run reads, warn for a difference that may be intended.
     """
     for files in prompt_files(config):
         for path in file_list(files):
@@ -43,7 +43,7 @@ def check_templates(config: Config, environment: Environment) -> Iterator[Findin
 
 
 def first_prompt(path: Path, prompt_key: str) -> str:
-    """The text of all messages of the first row; the file was checked."""
+    """The text of all messages of the first row, of a file that was checked before."""
     row = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[prompt_key])).to_pylist()[0]
     return "\n".join(message["content"] or "" for message in row[prompt_key] or () if message)
 
@@ -104,7 +104,7 @@ def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: in
 
 
 def check_tags(environment: Environment, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Whether what the policy has to write survives encoding and decoding, and how many tokens it takes."""
+    """Whether the tags that the policy must write survive encoding and decoding, and how many tokens they take."""
     for tag in environment.tags:
         ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

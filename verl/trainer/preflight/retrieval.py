@@ -17,12 +17,12 @@ from verl.trainer.preflight.rows import first_row
 
 
 def check_environment(config: Config, environment: Environment) -> Finding:
-    """Asks it, and closes it. The prompt files were checked."""
+    """Sends the query, and closes the environment. The prompt files must have been checked."""
     return run_to_end(_check(config, environment))
 
 
 def first_question(config: Config) -> str:
-    """Of the first training row; where the row has none, the last line of its prompt. Raises DataError."""
+    """The question of the first training row, or the last line of its prompt. Raises DataError."""
     key, row = config.data.prompt_key, first_row(config)
     question = question_of(row) or (_last_line(row[key][-1]["content"]) if row[key] else None)
     if not question:
@@ -44,7 +44,7 @@ async def try_step(config: Config, environment: Environment) -> None:
     except Exception as error:
         raise ConfigError(f"step of {dotted_name(environment)} raised {in_words(error)}") from error
     if not isinstance(outcome, Outcome):
-        raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is no Outcome")
+        raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is not an Outcome")
 
 
 async def _check(config: Config, environment: Environment) -> Finding:
