@@ -20,7 +20,8 @@ import psutil
 import ray
 import torch
 
-from verl.engine.batching import RankValues, flat_positions, merge_rows, split_rows
+from verl.engine.batching import RankValues, flat_positions, merge_rows
+from verl.engine.micro_batches import split_rows
 from verl.protocol import TrainBatch
 from verl.single_controller.cluster import init_patiently
 from verl.single_controller.shared_batch import SharedBatch, SharedValues, merged, share

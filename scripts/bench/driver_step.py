@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
-from verl.engine.batching import split_rows
+from verl.engine.micro_batches import split_rows
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.single_controller.cluster import init_patiently
 from verl.single_controller.shared_batch import merged, share

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from verl.engine.batching import Budget, Layout, model_input, plan
+from verl.engine.batching import Layout, model_input
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import CausalModel, layout_of
 from verl.protocol import TrainBatch
 
@@ -79,8 +80,12 @@ def balance(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, way: str, s
 
     ranks = [[sizes(rows) for rows in cut(lengths_B, num_ranks, rank, budget, layout)] for rank in range(num_ranks)]
     computed = sum(int(sizes_B.sum()) for parts in ranks for sizes_B in parts)
-    path = sum(max(sum(layout.costs(sizes_B)) for sizes_B in side_by_side) for side_by_side in zip(*ranks, strict=True))
-    return computed / int(lengths_B.sum()), path * num_ranks / sum(layout.costs(lengths_B))
+
+    def cost(sizes_B: torch.Tensor) -> float:
+        return sum(layout.cost(length) for length in sizes_B.tolist())
+
+    path = sum(max(cost(sizes_B) for sizes_B in side_by_side) for side_by_side in zip(*ranks, strict=True))
+    return computed / int(lengths_B.sum()), path * num_ranks / cost(lengths_B)
 
 
 def update_seconds(model: CausalModel, batch: TrainBatch, cut: Cut, layout: Layout, device: torch.device) -> float:

@@ -12,7 +12,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from shapes import SHAPES as PUBLISHED
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from verl.engine.batching import Budget, model_input, plan
+from verl.engine.batching import model_input
 from verl.engine.head import Head, HeadRequest, token_stats
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import CausalModel, decoder_layers, layout_of
 from verl.protocol import TrainBatch
 
@@ -42,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bfloat16, makers' data sheets
 ROUNDED = 2.0**-7  # relative size of an error that bfloat16 alone explains
 GIB = 2**30
+Layouting = dict[str, bool]  # arguments of `layout_of`
 
 
 class Result(NamedTuple):
@@ -79,14 +81,18 @@ def tried(name: str, check: Callable[[], Result]) -> bool:
 
 
 def packed_gradients(device: torch.device) -> Result:
-    """Of packed rows against padded ones in float32, and of the kernel's format against the same reference."""
-    batch = random_batch([700, 33, 260, 1, 129, 512], vocabulary=512)
-    reference = gradient_of(device, torch.float32, batch, packed=False)
-    exact = distance(gradient_of(device, torch.float32, batch, packed=True), reference)
-    padded = distance(gradient_of(device, torch.bfloat16, batch, packed=False), reference)
-    packed = distance(gradient_of(device, torch.bfloat16, batch, packed=True), reference)
-    figures = f"float32 {exact:.1e} from padded; bfloat16 from float32: packed {packed:.1e}, padded {padded:.1e}"
-    return Result(exact < 1e-5 and packed < 2 * padded + ROUNDED, figures)
+    """Of packed rows, and of those with a prompt in common, against padded ones in float32; and of the kernel's format
+    against the same reference.
+    """
+    batch = with_prompts(random_batch([700, 33, 260, 1, 129, 512], vocabulary=512), rows=(0, 2, 5), length=200)
+    ways: dict[str, Layouting] = {"padded": {"remove_padding": False}, "packed": {"remove_padding": True}}
+    ways["shared"] = {"remove_padding": True, "share_prefixes": True}
+    reference = gradient_of(device, torch.float32, batch, ways["padded"])
+    exact = [distance(gradient_of(device, torch.float32, batch, ways[way]), reference) for way in ("packed", "shared")]
+    short = {way: distance(gradient_of(device, torch.bfloat16, batch, how), reference) for way, how in ways.items()}
+    figures = f"float32 {exact[0]:.1e} from padded, {exact[1]:.1e} with shared prompts; bfloat16 from float32: "
+    figures += ", ".join(f"{way} {error:.1e}" for way, error in short.items())
+    return Result(max(exact) < 1e-5 and max(short.values()) < 2 * short["padded"] + ROUNDED, figures)
 
 
 def short_log_probs(device: torch.device) -> Result:
@@ -154,7 +160,7 @@ def utilisation(device: torch.device, shape: dict[str, Any], num_tokens: int) ->
     seconds, peak = measured(device, update)
     weights = sum(p.numel() for layer in decoder_layers(model.model) for p in layer.parameters())
     head = num_tokens * shape["vocab_size"] * shape["hidden_size"]
-    per_pass = 2 * (weights * sum(layout.costs(batch.lengths_B)) + head)
+    per_pass = 2 * (weights * sum(layout.cost(length) for length in batch.lengths_B.tolist()) + head)
     achieved = 3 * per_pass / seconds / 1e12  # recomputing is not counted
     figures = f"{num_tokens / seconds:.0f} tokens/s, {achieved:.1f} TFLOP/s, peak {peak / GIB:.1f} GiB"
     if known := [tflops for name, tflops in PEAK_TFLOPS.items() if name in device_name(device)]:
@@ -190,23 +196,33 @@ def small(device: torch.device, dtype: torch.dtype) -> CausalModel:
     return build(torch.device("cpu"), torch.float32, shape, scale=3.0).to(device, dtype)
 
 
-def micro_batches(model: CausalModel, batch: TrainBatch, device: torch.device, packed: bool) -> Iterator[Any]:
-    layout = layout_of([model.model], remove_padding=packed)
-    for rows in plan(batch.lengths_B, 1, 0, Budget(rows=3), layout):
+def with_prompts(batch: TrainBatch, rows: Sequence[int], length: int) -> TrainBatch:
+    """The batch, in which `rows` begin with the same prompt, on which nothing is trained."""
+    ids, masks = (batch.tokens[name].split(batch.lengths_B.tolist()) for name in ("ids", "loss_mask"))
+    for row in rows:
+        ids[row][:length] = ids[rows[0]][:length].clone()
+        masks[row][:length] = False
+    return batch
+
+
+def micro_batches(model: CausalModel, batch: TrainBatch, device: torch.device, how: Layouting) -> Iterator[Any]:
+    layout = layout_of([model.model], **how)
+    for rows in plan(batch.lengths_B, 1, 0, Budget(rows=3), layout, layout.prefixes(batch)):
         yield rows, model_input(batch.select(rows), device, layout)
 
 
-def gradient_of(device: torch.device, dtype: torch.dtype, batch: TrainBatch, packed: bool) -> torch.Tensor:
+def gradient_of(device: torch.device, dtype: torch.dtype, batch: TrainBatch, how: Layouting) -> torch.Tensor:
     """All parameters' in one float64 vector."""
     model = small(device, dtype)
-    for _, inputs in micro_batches(model, batch, device, packed):
+    for _, inputs in micro_batches(model, batch, device, how):
         model(inputs, 1.0).log_prob_N.sum().backward()
     return torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
 
 
 def log_probs(device: torch.device, dtype: torch.dtype, batch: TrainBatch) -> torch.Tensor:
     model = small(device, dtype)
-    return torch.cat([model(inputs, 1.0).log_prob_N.cpu() for _, inputs in micro_batches(model, batch, device, True)])
+    packed = micro_batches(model, batch, device, {"remove_padding": True})
+    return torch.cat([model(inputs, 1.0).log_prob_N.cpu() for _, inputs in packed])
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -108,6 +108,11 @@ class ActorConfig:
         "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
         "number of workers and of the model's attention heads (docs/long_context.md).",
     )
+    use_prefix_grouper: bool = setting(
+        True,
+        "Compute a prompt that several rows of a micro-batch begin with once, for policy and anchor (does not change "
+        "the result). Needs packed rows; without effect where workers share sequences (Ulysses).",
+    )
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
     num_threads: int | None = count(None, "CPU threads of each worker; null: the node's cores divided by its workers.")

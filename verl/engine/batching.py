@@ -1,34 +1,18 @@
-"""Cutting a batch: rows over ranks, a rank's rows into micro-batches, a micro-batch into tensors for the model.
-
-Every rank sees the whole batch and works out the cut of all ranks, so no communication is needed. All ranks run the
-same number of micro-batches (sharded models meet in every forward); a rank with too few runs fillers of zero loss.
-"""
+"""A micro-batch as tensors for the model, and what the model gives of its tokens as columns of the whole batch."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from verl.engine.prefixes import Prefixes
 from verl.engine.sequence_parallel import SequenceGroup, SequenceShare
 from verl.protocol import TrainBatch, flat_positions
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How large a micro-batch may be on one rank: at most so many `tokens` (padding counted) or so many `rows`."""
-
-    tokens: int | None = None
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.tokens is None) == (self.rows is None):
-            raise ValueError("a micro-batch is limited either by tokens or by rows")
 
 
 @dataclass(frozen=True)
@@ -37,48 +21,90 @@ class Layout:
 
     A row of L tokens costs L + `square` L^2: the products with weights, and the attention (`model.attention_cost`).
     `sequence`: the ranks that share each micro-batch with this one, all groups of one size; packed rows only.
+    `share_prefixes`: a prompt that several rows of a micro-batch begin with is computed once; packed rows only, and
+    without a `sequence` group.
     """
 
     packed: bool
     square: float = 0.0
     sequence: SequenceGroup | None = None
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        if self.sequence is not None and not self.packed:
-            raise ValueError("ranks share packed rows only")
+        if (self.sequence is not None or self.share_prefixes) and not self.packed:
+            raise ValueError("ranks share packed rows only, and so do rows share a prefix")
+        if self.sequence is not None and self.share_prefixes:
+            raise ValueError("a slice of the tokens may begin in a prefix that rows share: choose one of the two")
 
     @property
     def ranks_per_row(self) -> int:
         """How many ranks work on a row together."""
         return 1 if self.sequence is None else self.sequence.size
 
-    def costs(self, lengths_B: torch.Tensor) -> list[float]:
-        """Of each row, in tokens."""
-        return [length + self.square * length * length for length in lengths_B.tolist()]
+    def cost(self, length: int) -> float:
+        """Of a row of `length` tokens, in tokens."""
+        return length + self.square * length * length
+
+    def prefixes(self, batch: TrainBatch) -> Prefixes:
+        """What rows of `batch` may share in this layout."""
+        return Prefixes.of(batch, selected_tokens(batch)) if self.share_prefixes else Prefixes.none(len(batch))
+
+
+class SharedKeys(NamedTuple):
+    """Which keys and values packed rows see, when some of them are another row's.
+
+    `lent`: for each row the tokens of another that it sees before its own (slices of the packed row), on the host;
+    `longest`: the most tokens that a row sees. On the device, of the rows' keys one row after the other: `starts`
+    [rows + 1] int32, where each begins, and `tokens` int64, which packed token each is.
+    """
+
+    lent: tuple[slice, ...]
+    longest: int
+    starts: torch.Tensor
+    tokens: torch.Tensor
 
 
 class PackedRows(NamedTuple):
-    """Where rows begin in one long row: `lengths` on the host; `starts` [rows + 1] int32, 0 first, on the device."""
+    """Where rows begin in one long row: `lengths` on the host; `starts` [rows + 1] int32, 0 first, on the device.
+
+    Where rows share prefixes, `keys` says what each row sees.
+    """
 
     lengths: tuple[int, ...]
     starts: torch.Tensor
+    keys: SharedKeys | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
-        """Empty rows are left out."""
-        filled = [length for length in lengths if length]
-        starts = torch.tensor([0, *accumulate(filled)], dtype=torch.int32)
-        return cls(tuple(filled), starts.to(device))
+        """Of rows that share nothing. Empty rows are left out."""
+        filled = tuple(length for length in lengths if length)
+        return cls(filled, _starts(filled).to(device))
+
+    @classmethod
+    def sharing(cls, lengths: Sequence[int], lent: Sequence[slice], device: torch.device) -> PackedRows:
+        """Of rows that see the tokens `lent` before their own `lengths`; none is empty."""
+        rows = cls.of(lengths, device)
+        if not any(span.stop for span in lent):
+            return rows
+        key_lengths = [span.stop - span.start + length for span, length in zip(lent, lengths, strict=True)]
+        starts = _starts(lengths).tolist()
+        spans = chain.from_iterable((span, slice(*own)) for span, own in zip(lent, pairwise(starts), strict=True))
+        index = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        keys = SharedKeys(tuple(lent), max(key_lengths), _starts(key_lengths).to(device), index.to(device))
+        return rows._replace(keys=keys)
 
     def attention_arguments(self) -> dict[str, Any]:
-        """By the names that Hugging Face gives them for flash-attention, and `row_lengths` for `varlen`."""
+        """By the names that Hugging Face gives them for flash-attention, and `row_lengths` and `shared_keys` for
+        `varlen`.
+        """
         longest = max(self.lengths)
         return {
             "cu_seq_lens_q": self.starts,
-            "cu_seq_lens_k": self.starts,
+            "cu_seq_lens_k": self.starts if self.keys is None else self.keys.starts,
             "max_length_q": longest,
-            "max_length_k": longest,
+            "max_length_k": longest if self.keys is None else self.keys.longest,
             "row_lengths": self.lengths,
+            "shared_keys": self.keys,
         }
 
 
@@ -110,73 +136,6 @@ class RankValues(NamedTuple):
     tokens: dict[str, torch.Tensor]
 
 
-def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
-    """Rows in as many parts of about as many tokens, each in the batch's order."""
-    return _balanced(lengths_B.tolist(), num_ranks, len(lengths_B))
-
-
-def plan(lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, layout: Layout) -> list[list[int]]:
-    """This rank's micro-batches; see `plan_all`."""
-    return plan_all(lengths_B, num_ranks, budget, layout)[rank]
-
-
-def plan_all(lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: Layout) -> list[list[list[int]]]:
-    """Each rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
-
-    The ranks of a sequence group have the same ones; `budget` is what the group may hold.
-
-    Packed: as few micro-batches as the budget allows, of equal cost on all ranks and one after the other, so that
-    neither time nor memory is spent on the largest. Padded: rows of like length together. Either way the micro-batches
-    that run at the same time on all ranks cost about the same; a row longer than the token budget goes alone.
-    """
-    if not layout.packed:
-        return _by_length(lengths_B.tolist(), num_ranks, budget)
-    costs = layout.costs(lengths_B)
-    num_groups = num_ranks // layout.ranks_per_row
-    parts = _fewest(lengths_B.tolist(), costs, num_groups, budget)
-    parts.sort(key=lambda rows: -sum(costs[row] for row in rows))
-    return [parts[rank // layout.ranks_per_row :: num_groups] for rank in range(num_ranks)]
-
-
-def _fewest(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: Budget) -> list[list[int]]:
-    """Parts of balanced cost within `budget`: the smallest multiple of `num_ranks` that does it."""
-    if budget.rows is not None:
-        num_rounds = max(1, -(-len(lengths) // (num_ranks * budget.rows)))
-        return _balanced(costs, num_ranks * num_rounds, budget.rows)
-    assert budget.tokens is not None
-    num_rounds = max(1, -(-sum(min(length, budget.tokens) for length in lengths) // (num_ranks * budget.tokens)))
-    while True:
-        parts = _balanced(costs, num_ranks * num_rounds, len(lengths))
-        if all(len(rows) <= 1 or sum(lengths[row] for row in rows) <= budget.tokens for rows in parts):
-            return parts
-        num_rounds += 1
-
-
-def _balanced(costs: Sequence[float], num_parts: int, max_rows: int) -> list[list[int]]:
-    """Each row, dearest first, goes to the cheapest part that has room; a part's rows are in the batch's order."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    open_parts = [(0.0, part) for part in range(num_parts)]
-    for row in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        cost, part = heapq.heappop(open_parts)
-        parts[part].append(row)
-        if len(parts[part]) < max_rows:
-            heapq.heappush(open_parts, (cost + costs[row], part))
-    return [sorted(rows) for rows in parts]
-
-
-def _by_length(lengths: Sequence[int], num_ranks: int, budget: Budget) -> list[list[list[int]]]:
-    """Rows by falling length, dealt to all ranks in rounds; padding counts towards a token budget."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rounds: list[list[int]] = []
-    start = 0
-    while start < len(order) or not rounds:
-        longest = max(1, lengths[order[start]]) if order else 1
-        num_rows = budget.rows or max(1, (budget.tokens or 0) // longest)
-        rounds.append(order[start : start + num_rows * num_ranks])
-        start += num_rows * num_ranks
-    return [[rows[rank::num_ranks] for rows in rounds] for rank in range(num_ranks)]
-
-
 def labels_of(batch: TrainBatch) -> torch.Tensor:
     """[T] int64: what each token's log-prob is taken of: `tokens["labels"]` where given, else the ids themselves."""
     return batch.tokens.get("labels", batch.tokens["ids"])
@@ -201,42 +160,67 @@ def model_input(batch: TrainBatch, device: torch.device, layout: Layout) -> Mode
     which nothing is selected.
     """
     if not len(batch.tokens["ids"]):
-        empty = torch.zeros(0, dtype=torch.int64)
-        return _laid_out(torch.zeros(1, dtype=torch.int64), [1], empty, empty, empty, device, layout)
+        one = torch.zeros(1, dtype=torch.int64)
+        batch = TrainBatch(torch.ones_like(one), {"ids": one, "loss_mask": torch.zeros_like(one, dtype=torch.bool)})
     token_N = selected_tokens(batch)
     label_N = labels_of(batch)[token_N]
-    if layout.packed:
-        lengths = batch.lengths_B.tolist()
-        return _laid_out(batch.tokens["ids"], lengths, token_N - 1, token_N, label_N, device, layout)
     starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
-    ids_BL, row_N = batch.padded("ids"), batch.row_of_token_T[token_N]
+    row_T = batch.row_of_token_T
+    if layout.packed:
+        position_T = torch.arange(len(row_T)) - starts_B[row_T]
+        if layout.sequence is not None:
+            return _slice(batch, position_T, token_N, label_N, device, layout.sequence)
+        return _packed(batch, position_T, token_N, label_N, device, layout.prefixes(batch))
+    ids_BL, row_N = batch.padded("ids"), row_T[token_N]
     select_N = row_N * ids_BL.shape[1] + (token_N - starts_B[row_N]) - 1
     return ModelInput(ids_BL.to(device), None, select_N.to(device), token_N, label_N.to(device))
 
 
-def _laid_out(
-    ids_T: torch.Tensor,
-    lengths: list[int],
-    select_N: torch.Tensor,
+def _packed(
+    batch: TrainBatch,
+    position_T: torch.Tensor,
     token_N: torch.Tensor,
     label_N: torch.Tensor,
     device: torch.device,
-    layout: Layout,
+    prefixes: Prefixes,
 ) -> ModelInput:
-    """One row of all tokens, or this rank's slice of it; `select_N` rises."""
-    filling = -len(ids_T) % layout.ranks_per_row  # a row of its own, which nobody else sees
-    lengths = [*lengths, filling]
-    ids_T = functional.pad(ids_T, (0, filling))
-    position_T = torch.cat([torch.arange(length) for length in lengths])
-    share = None
-    if layout.sequence is not None:
-        borders = torch.arange(layout.sequence.size + 1) * (len(ids_T) // layout.sequence.size)
-        share = SequenceShare(layout.sequence, tuple(torch.searchsorted(select_N, borders).diff().tolist()))
-        start, end = borders[layout.sequence.place : layout.sequence.place + 2].tolist()
-        ids_T, position_T, select_N = ids_T[start:end], position_T[start:end], select_N[share.own] - start
-    rows = PackedRows.of(lengths, device) if layout.packed else None
-    ids_1T, position_1T = ids_T[None].to(device), position_T[None].to(device)
+    """One row of all tokens but prefixes that an earlier row has."""
+    borrowed_B = torch.tensor(prefixes.borrowed(range(len(batch))))
+    kept_T = position_T >= borrowed_B[batch.row_of_token_T]
+    own_B = batch.lengths_B - borrowed_B
+    starts_B = own_B.cumsum(0) - own_B
+    lenders = zip(starts_B[list(prefixes.first)].tolist(), borrowed_B.tolist(), own_B.tolist(), strict=True)
+    lent = [slice(start, start + length) if length else slice(0, 0) for start, length, own in lenders if own]
+    rows = PackedRows.sharing(own_B[own_B > 0].tolist(), lent, device)
+    select_N = (kept_T.cumsum(0) - 1)[token_N - 1]
+    ids_1T, position_1T = (x_T[kept_T][None].to(device) for x_T in (batch.tokens["ids"], position_T))
+    return ModelInput(ids_1T, position_1T, select_N.to(device), token_N, label_N.to(device), rows)
+
+
+def _slice(
+    batch: TrainBatch,
+    position_T: torch.Tensor,
+    token_N: torch.Tensor,
+    label_N: torch.Tensor,
+    device: torch.device,
+    sequence: SequenceGroup,
+) -> ModelInput:
+    """This rank's slice of one row of all tokens."""
+    filling = -len(position_T) % sequence.size  # a row of its own, which nobody else sees
+    ids_T = functional.pad(batch.tokens["ids"], (0, filling))
+    position_T = torch.cat([position_T, torch.arange(filling)])
+    borders = torch.arange(sequence.size + 1) * (len(ids_T) // sequence.size)
+    share = SequenceShare(sequence, tuple(torch.searchsorted(token_N - 1, borders).diff().tolist()))
+    start, end = borders[sequence.place : sequence.place + 2].tolist()
+    rows = PackedRows.of([*batch.lengths_B.tolist(), filling], device)
+    ids_1T, position_1T = (x_T[None, start:end].to(device) for x_T in (ids_T, position_T))
+    select_N = token_N[share.own] - 1 - start
     return ModelInput(ids_1T, position_1T, select_N.to(device), token_N, label_N.to(device), rows, share)
+
+
+def _starts(lengths: Sequence[int]) -> torch.Tensor:
+    """[len + 1] int32: where each of several runs begins, and the last ends."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def values_at(batch: TrainBatch, name: str, inputs: ModelInput) -> torch.Tensor:

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregation import loss_weights
-from verl.engine.batching import Budget, Layout, ModelInput, model_input, plan, selected_tokens
+from verl.engine.batching import Layout, ModelInput, model_input, selected_tokens
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.sharding import is_main_rank, reduce_gradients
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
@@ -91,7 +92,7 @@ class Learner:
         place = dist.get_world_size(), dist.get_rank()
         batch = replace(batch, tokens=batch.tokens | {"loss_weight": self.weigh(batch)})
         sums: dict[str, torch.Tensor] = {}
-        micro_batches = plan(batch.lengths_B, *place, self.budget, self.layout)
+        micro_batches = plan(batch.lengths_B, *place, self.budget, self.layout, self.layout.prefixes(batch))
         for number, rows in enumerate(micro_batches, 1):
             reduce_gradients(self.model, number == len(micro_batches), self.reduction == "micro_batch")
             micro_batch = batch.select(rows)

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from verl.config.counts import num_mini_batches
-from verl.engine.batching import Budget, Layout, plan_all
+from verl.engine.batching import Layout
+from verl.engine.micro_batches import Budget, plan_all
+from verl.protocol import TrainBatch
 
 
 def mini_batches(
@@ -42,13 +44,13 @@ def micro_budget(by_tokens: bool, max_tokens: int, micro_batch_size: int, ranks_
     return Budget(rows=max(1, micro_batch_size * ranks_per_row // dist.get_world_size()))
 
 
-def rows_of_ranks(
-    lengths_B: torch.Tensor, parts: Sequence[Sequence[int]], budget: Budget, layout: Layout
-) -> list[list[int]]:
+def rows_of_ranks(batch: TrainBatch, parts: Sequence[Sequence[int]], budget: Budget, layout: Layout) -> list[list[int]]:
     """The rows that each rank works on in any of these mini-batches, `parts` of the batch's rows."""
     rows_of_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+    prefixes = layout.prefixes(batch)
     for part in parts:
-        plans = plan_all(lengths_B[torch.tensor(part)], len(rows_of_rank), budget, layout)
+        lengths_B = batch.lengths_B[torch.tensor(part)]
+        plans = plan_all(lengths_B, len(rows_of_rank), budget, layout, prefixes.select(part))
         for rows, micro_batches in zip(rows_of_rank, plans, strict=True):
             rows.update(part[row] for micro_batch in micro_batches for row in micro_batch)
     return [sorted(rows) for rows in rows_of_rank]

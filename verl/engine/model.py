@@ -102,14 +102,22 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def layout_of(models: Sequence[PreTrainedModel], remove_padding: bool, sequence: SequenceGroup | None = None) -> Layout:
+def layout_of(
+    models: Sequence[PreTrainedModel],
+    remove_padding: bool,
+    sequence: SequenceGroup | None = None,
+    share_prefixes: bool = False,
+) -> Layout:
     """How micro-batches of `models` (the first is trained) lie: packed if `remove_padding` and they all can be.
+
+    `share_prefixes` has no effect where rows are padded or shared by ranks.
 
     Lets the models attend within packed rows; a model that cannot is named in a warning, and rows are padded. Where
     ranks share rows (`sequence`) that is a ConfigError, and so are heads that the ranks cannot share equally.
     """
     if sequence is None:
-        return Layout(remove_padding and use_varlen_attention(models), attention_cost(models[0]))
+        packed = remove_padding and use_varlen_attention(models, keep_flash=not share_prefixes)
+        return Layout(packed, attention_cost(models[0]), share_prefixes=packed and share_prefixes)
     for model in models:
         require_divisible_heads(model.config, sequence.size)
         if (why := why_not_packed(model)) is not None:

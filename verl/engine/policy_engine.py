@@ -55,7 +55,7 @@ class PolicyEngine(TrainedEngine):
         self.anchor = self._anchor() if with_anchor else None
         loaded = [self.policy.model] + ([] if self.anchor is None else [self.anchor.model])
         sequence = sequence_group(device, actor.ulysses_sequence_parallel_size)
-        layout = layout_of(loaded, self.role.model.use_remove_padding, sequence)
+        layout = layout_of(loaded, self.role.model.use_remove_padding, sequence, actor.use_prefix_grouper)
         temperature = self.role.rollout.temperature
         self.reader = None if self.anchor is None else AnchorReader(self.anchor, temperature)
         trains = not config.trainer.val_only
@@ -120,7 +120,7 @@ class PolicyEngine(TrainedEngine):
         actor = self.role.actor
         require_old_policy(actor, batch, own, len(parts))
         if own is not None:
-            wanted = rows_of_ranks(batch.lengths_B, parts, self.learner.budget, self.layout)
+            wanted = rows_of_ranks(batch, parts, self.learner.budget, self.layout)
             own = exchange(own, batch.lengths_B, wanted, self.device)
         first_epoch = len(parts) // actor.ppo_epochs
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from verl.config.sft import SftConfig
-from verl.engine.batching import Budget, ModelInput
+from verl.engine.batching import ModelInput
 from verl.engine.device import set_threads
 from verl.engine.learner import Learner, TokenLoss
 from verl.engine.loading import load_sharded
+from verl.engine.micro_batches import Budget
 from verl.engine.model import layout_of
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.saving import save_model

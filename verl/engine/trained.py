@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from verl.config import ActorConfig, Config, CriticConfig, FsdpConfig
 from verl.config.model import FrozenFsdpConfig
-from verl.engine.batching import Budget, Layout, RankValues, own_values, plan, trained_rows
+from verl.engine.batching import Layout, RankValues, own_values, trained_rows
 from verl.engine.learner import Learner, LossFunction, TokenWeights, token_mean
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.mini_batches import micro_budget, mini_batches
 from verl.engine.model import Decoder
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
@@ -101,7 +102,8 @@ class TrainedEngine(ABC):
         on the device, `release` lets go of it. Raises NumericalError, which names `what`, for a value that is not
         finite.
         """
-        micro_batches = plan(batch.lengths_B, dist.get_world_size(), dist.get_rank(), budget, self.layout)
+        place, prefixes = (dist.get_world_size(), dist.get_rank()), self.layout.prefixes(batch)
+        micro_batches = plan(batch.lengths_B, *place, budget, self.layout, prefixes)
         with self.residence.during(Phase.SCORE, part):
             values = read_tokens(batch, micro_batches, self.device, self.layout, read)
             release()

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from verl.engine.batching import SharedKeys
 from verl.engine.device import kind_of
 from verl.engine.sequence_parallel import SequenceGroup
 from verl.errors import ConfigError
@@ -43,13 +44,15 @@ def varlen_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     row_lengths: Sequence[int] | None = None,
+    shared_keys: SharedKeys | None = None,
     sequence: SequenceGroup | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, T, heads, D] from `query` [1, heads, T, D], `key` and `value` [1, fewer or as many heads, T, D].
 
     `row_lengths`: tokens of each row, on the host; `cu_seq_lens_q` [rows + 1] int32: where they begin, on the device;
-    `max_length_q`: the longest. With a `sequence` group T is this rank's slice of the rows, which are the group's.
+    `max_length_q`: the longest. `shared_keys`: rows see tokens of other rows before their own. With a `sequence` group
+    T is this rank's slice of the rows, which are the group's.
     Raises ConfigError when the model wants what this attention does not do.
     """
     if row_lengths is None or cu_seq_lens_q is None or max_length_q is None:
@@ -60,19 +63,24 @@ def varlen_attention(
     if sequence is not None:
         query, key, value = sequence.scatter_heads(query, key, value)
     if _kernel_takes(query):
-        output = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        queries = cu_seq_lens_q, max_length_q
+        keys = queries if shared_keys is None else (shared_keys.starts, shared_keys.longest)
+        if shared_keys is not None:  # indexing, unlike index_select, has a deterministic backward on CUDA
+            key, value = (x[:, :, shared_keys.tokens] for x in (key, value))
+        output = _by_kernel(query, key, value, queries, keys, scaling, sliding_window)
     else:
-        output = _row_by_row(query, key, value, row_lengths, scaling, sliding_window)
+        lent = [slice(0)] * len(row_lengths) if shared_keys is None else shared_keys.lent
+        output = _row_by_row(query, key, value, row_lengths, lent, scaling, sliding_window)
     return output if sequence is None else sequence.gather_heads(output), None
 
 
 AttentionInterface.register(NAME, varlen_attention)
 
 
-def use_varlen_attention(models: Sequence[PreTrainedModel]) -> bool:
+def use_varlen_attention(models: Sequence[PreTrainedModel], keep_flash: bool) -> bool:
     """Let all models attend within packed rows, if each of them can; otherwise log which one cannot, and why.
 
-    A model that runs flash-attention 2 keeps it.
+    `keep_flash`: a model that runs flash-attention 2 keeps it, with which rows cannot share keys.
     """
     reasons = {type(model).__name__: why for model in models if (why := why_not_packed(model))}
     for name, why in reasons.items():
@@ -80,7 +88,7 @@ def use_varlen_attention(models: Sequence[PreTrainedModel]) -> bool:
     if reasons:
         return False
     for model in models:
-        if model.config._attn_implementation != "flash_attention_2":
+        if not (keep_flash and model.config._attn_implementation == "flash_attention_2"):
             model.set_attn_implementation(NAME)
     return True
 
@@ -106,49 +114,56 @@ def _row_by_row(
     key: torch.Tensor,
     value: torch.Tensor,
     row_lengths: Sequence[int],
+    lent: Sequence[slice],
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     sizes = list(row_lengths)
+    prefixes = {(span.start, span.stop): (key[:, :, span], value[:, :, span]) for span in lent if span.stop}
     outputs = []
-    for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True):
-        mask_LL = _window_mask(q.shape[2], sliding_window, query.device)
+    for q, k, v, span in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), lent, strict=True):
+        if span.stop:
+            k, v = (torch.cat(parts, 2) for parts in zip(prefixes[span.start, span.stop], (k, v), strict=True))
+        mask_LK = _mask(q.shape[2], k.shape[2], sliding_window, query.device)
         output = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scaling, enable_gqa=grouped
+            q, k, v, attn_mask=mask_LK, is_causal=mask_LK is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, 1)
 
 
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[L, L] bool: a token sees itself and the `sliding_window` - 1 before it; None when that is all before it."""
-    if sliding_window is None or length <= sliding_window:
+def _mask(length: int, seen: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[L, K] bool: the last L of K tokens see themselves and all before them, with a window `sliding_window` tokens at
+    most; None where `is_causal` says so already.
+    """
+    if length == seen and (sliding_window is None or length <= sliding_window):
         return None
-    position_L = torch.arange(length, device=device)
-    distance_LL = position_L[:, None] - position_L
-    return (distance_LL >= 0) & (distance_LL < sliding_window)
+    position_K = torch.arange(seen, device=device)
+    distance_LK = position_K[seen - length :, None] - position_K
+    return (distance_LK >= 0) & (distance_LK < (sliding_window or seen))
 
 
 def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
+    queries: tuple[torch.Tensor, int],
+    keys: tuple[torch.Tensor, int],
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
+    """`queries` and `keys`: where each row's begin, and the most that one has; its queries are its last keys."""
     head_size, value_size = query.shape[-1], value.shape[-1]
     value = functional.pad(value, (0, head_size - value_size))  # the kernel has one head size for all three
     output_THD = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        starts,
-        starts,
-        longest,
-        longest,
+        queries[0],
+        keys[0],
+        queries[1],
+        keys[1],
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -13,7 +13,7 @@ _ROLE = r"(actor_rollout_ref\.(actor|ref|rollout)|critic)\."
 HARMLESS = re.compile(
     r"data\.(val_\w+|test_files)|reward\.(val_kwargs(\..+)?|n_gpus|port)|retriever\.(timeout_s|deadline_s|max_batch)"
     rf"|{_MODEL}(enable_gradient_checkpointing|use_remove_padding|fsdp_config\.(?!mixed_precision).+)"
-    rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size)"
+    rf"|{_ROLE}(\w*micro_batch_size|\w*use_dynamic_bsz|\w*max_token_len_per_gpu|ulysses_sequence_parallel_size|use_prefix_grouper)"
     rf"|{_ROLE}(fsdp_config\.(?!mixed_precision).+|num_threads|head_chunk_tokens|old_log_probs)"
     r"|actor_rollout_ref\.ref\.log_probs"
     r"|actor_rollout_ref\.rollout\.(gpu_memory_utilization|free_cache_engine|enforce_eager|load_format|kv_cache_gib)"

@@ -10,7 +10,7 @@ from typing import Any
 from verl.config import Config
 from verl.config.asynchronous import max_staleness
 from verl.config.predicates import stores_token_values
-from verl.engine.batching import split_rows
+from verl.engine.micro_batches import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.protocol import TrainBatch
 from verl.startup import phase

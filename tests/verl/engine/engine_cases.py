@@ -52,7 +52,9 @@ def make_engine(
 
 
 def make_batch(num_rows: int = 7, seed: int = 0) -> TrainBatch:
-    """Rows of prompt, policy, environment, policy tokens; old and reference log-probs near the tiny model's scale."""
+    """Rows of prompt, policy, environment, policy tokens, two of each prompt; old and reference log-probs near the tiny
+    model's scale.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> tuple[int, ...]:
@@ -63,9 +65,10 @@ def make_batch(num_rows: int = 7, seed: int = 0) -> TrainBatch:
         tokens = ids(2, 9)
         return Segment(Source.POLICY, tokens, (-1.0,) * len(tokens))
 
-    trajectories = []
+    trajectories: list[Trajectory] = []
+    prompt: tuple[int, ...] = ()
     for row in range(num_rows):
-        prompt = ids(2, 8)
+        prompt = prompt if row % 2 else ids(2, 8)
         segments = [Segment(Source.PROMPT, prompt), policy(), Segment(Source.ENVIRONMENT, ids(3, 12)), policy()]
         trajectory = Trajectory(str(row // 2), Prompt(prompt, "test", {}), segments, Status.ANSWERED)
         trajectory.reward = float(row % 3 == 0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from engine_cases import CPU, make_batch
 
-from verl.engine.batching import Budget, Layout, merge_rows, model_input, plan, selected_tokens, split_rows
+from verl.engine.batching import Layout, merge_rows, model_input, selected_tokens
+from verl.engine.micro_batches import Budget, plan, split_rows
 
 PADDED, PACKED = Layout(packed=False), Layout(packed=True)
 

@@ -10,7 +10,8 @@ import torch
 from engine_cases import make_engine, relative_error
 from engine_state import gradients
 
-from verl.engine.batching import Budget, Layout, plan
+from verl.engine.batching import Layout
+from verl.engine.micro_batches import Budget, plan
 from verl.engine.policy_engine import PolicyEngine
 from verl.protocol import TrainBatch
 

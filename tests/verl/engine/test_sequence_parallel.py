@@ -11,7 +11,8 @@ import pytest
 import torch
 from engine_cases import CPU, make_batch, make_engine, relative_error
 
-from verl.engine.batching import Budget, Layout, merge_rows, model_input, plan_all
+from verl.engine.batching import Layout, merge_rows, model_input
+from verl.engine.micro_batches import Budget, plan_all
 from verl.engine.mini_batches import micro_budget
 from verl.engine.model import layout_of
 from verl.engine.sequence_parallel import SequenceGroup

@@ -45,13 +45,25 @@ def defined(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], window: int | None
 ) -> torch.Tensor:
     """[1, T, heads, D] float64: softmax over the allowed keys, written out for the whole [T, T] square."""
+    row_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position_T = torch.arange(len(row_T))
+    return masked_softmax(query, key, value, row_T, row_T, position_T[:, None] - position_T, window)
+
+
+def masked_softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row_Q: torch.Tensor,
+    row_K: torch.Tensor,
+    distance_QK: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
     group = query.shape[1] // key.shape[1]
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    row_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    distance_TT = torch.arange(len(row_T))[:, None] - torch.arange(len(row_T))
-    seen_TT = (row_T[:, None] == row_T) & (distance_TT >= 0) & (distance_TT < (window or len(row_T)))
-    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~seen_TT, float("-inf"))
+    seen_QK = (row_Q[:, None] == row_K) & (distance_QK >= 0) & (distance_QK < (window or len(row_K)))
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~seen_QK, float("-inf"))
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
@@ -67,14 +79,19 @@ def kernel_by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arg
     bound.apply_defaults()
     given = bound.arguments
     assert given["enable_gqa"] is (q.shape[1] != k.shape[1]) and q.shape[-1] == k.shape[-1] == v.shape[-1]
-    assert torch.equal(given["cu_seq_q"], given["cu_seq_k"]) and given["cu_seq_q"].dtype is torch.int32
-    lengths = tuple(given["cu_seq_q"].diff().tolist())
-    assert given["max_q"] == given["max_k"] == max(lengths)
+    rows, positions = [], []
+    for name, most in (("cu_seq_q", "max_q"), ("cu_seq_k", "max_k")):
+        lengths = given[name].diff()
+        assert given[name].dtype is torch.int32 and given[name][0] == 0 and given[most] == int(lengths.max())
+        ends = given["cu_seq_k"].diff()  # a row's queries are the last of its keys
+        positions.append(torch.cat([torch.arange(int(e - n), int(e)) for n, e in zip(lengths, ends, strict=True)]))
+        rows.append(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
     left, right = given["window_size"]
     assert right == 0  # causal
     scaled_q = q * (given["scale"] * q.shape[-1] ** 0.5)
-    rows = (x.transpose(0, 1)[None] for x in (scaled_q, k, v))
-    return defined(*rows, lengths, None if left == -1 else left + 1)[0].to(q.dtype)
+    tensors = (x.transpose(0, 1)[None] for x in (scaled_q, k, v))
+    distance = positions[0][:, None] - positions[1]
+    return masked_softmax(*tensors, *rows, distance, None if left == -1 else left + 1)[0].to(q.dtype)
 
 
 @pytest.mark.parametrize("window", [None, 4, 17])
@@ -113,7 +130,7 @@ def test_the_kernel_has_the_shapes_that_models_expect() -> None:
     with FakeTensorMode():
         query, key = (torch.empty(1, h, 30, 64, dtype=torch.bfloat16, requires_grad=True) for h in (14, 2))
         starts = torch.empty(5, dtype=torch.int32)
-        found = varlen._by_kernel(query, key, key, starts, 17, 0.125, None)
+        found = varlen._by_kernel(query, key, key, (starts, 17), (starts, 17), 0.125, None)
         found.sum().backward()
     assert found.shape == (1, 30, 14, 64) and found.dtype is torch.bfloat16
     assert query.grad is not None and query.grad.shape == query.shape

@@ -1,0 +1,149 @@
+"""Cutting a batch: rows over ranks, and a rank's rows into micro-batches.
+
+Every rank sees the whole batch and works out the cut of all ranks, so no communication is needed. All ranks run the
+same number of micro-batches (sharded models meet in every forward); a rank with too few runs fillers of zero loss.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from verl.engine.batching import Layout
+from verl.engine.prefixes import Prefixes
+
+PIECES_PER_PART = (1, 2, 4, 8)  # at least, of rows with one prefix: few share more, many balance better
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a micro-batch may be on one rank: at most so many `tokens` (padding counted) or so many `rows`."""
+
+    tokens: int | None = None
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.rows is None):
+            raise ValueError("a micro-batch is limited either by tokens or by rows")
+
+
+def split_rows(lengths_B: torch.Tensor, num_ranks: int) -> list[list[int]]:
+    """Rows in as many parts of about as many tokens, each in the batch's order."""
+    pieces = (([row], length) for row, length in enumerate(lengths_B.tolist()))
+    return _balanced(pieces, num_ranks, len(lengths_B))
+
+
+def plan(
+    lengths_B: torch.Tensor, num_ranks: int, rank: int, budget: Budget, layout: Layout, prefixes: Prefixes | None = None
+) -> list[list[int]]:
+    """This rank's micro-batches; see `plan_all`."""
+    return plan_all(lengths_B, num_ranks, budget, layout, prefixes)[rank]
+
+
+def plan_all(
+    lengths_B: torch.Tensor, num_ranks: int, budget: Budget, layout: Layout, prefixes: Prefixes | None = None
+) -> list[list[list[int]]]:
+    """Each rank's micro-batches (lists of row numbers) of a batch; empty lists stand for fillers.
+
+    The ranks of a sequence group have the same ones; `budget` is what the group may hold. `prefixes`, as
+    `Layout.prefixes` gives them, are counted once in a micro-batch.
+
+    Packed: as few micro-batches as the budget allows, of equal cost on all ranks and one after the other, so that
+    neither time nor memory is spent on the largest; rows with one prefix lie together as far as that allows. Padded:
+    rows of like length together. Either way the micro-batches that run at the same time on all ranks cost about the
+    same; a row longer than the token budget goes alone.
+    """
+    lengths = lengths_B.tolist()
+    if not layout.packed:
+        return _by_length(lengths, num_ranks, budget)
+    prefixes = prefixes or Prefixes.none(len(lengths))
+
+    def cost(rows: Sequence[int]) -> float:
+        borrowed = prefixes.borrowed(rows)
+        return sum(layout.cost(lengths[row]) - layout.cost(n) for row, n in zip(rows, borrowed, strict=True))
+
+    num_groups = num_ranks // layout.ranks_per_row
+
+    def seconds(parts: Sequence[Sequence[int]]) -> float:
+        """Until all are done, each round in the time of its dearest part."""
+        return sum(map(cost, parts[::num_groups]))
+
+    cuts = [
+        sorted(_fewest(lengths, prefixes, cost, num_groups, budget, num_pieces), key=cost, reverse=True)
+        for num_pieces in (PIECES_PER_PART if prefixes.any else PIECES_PER_PART[:1])
+    ]
+    parts = min(cuts, key=seconds)
+    return [parts[rank // layout.ranks_per_row :: num_groups] for rank in range(num_ranks)]
+
+
+def _fewest(
+    lengths: Sequence[int],
+    prefixes: Prefixes,
+    cost: Callable[[Sequence[int]], float],
+    num_ranks: int,
+    budget: Budget,
+    num_pieces: int,
+) -> list[list[int]]:
+    """Parts of balanced cost within `budget`: the smallest multiple of `num_ranks` that does it. Rows with one prefix
+    go together, in pieces of which a part has at least `num_pieces`.
+    """
+    rows_at_most = budget.rows or len(lengths)
+
+    def num_tokens(rows: Sequence[int]) -> int:
+        return sum(lengths[row] for row in rows) - sum(prefixes.borrowed(rows))
+
+    all_rows = range(len(lengths))
+    if budget.tokens is None:
+        num_rounds = -(-len(lengths) // (num_ranks * rows_at_most))
+    else:
+        own = [lengths[row] - n for row, n in zip(all_rows, prefixes.borrowed(all_rows), strict=True)]
+        num_rounds = -(-sum(min(length, budget.tokens) for length in own) // (num_ranks * budget.tokens))
+    total = cost(all_rows)
+    for num_parts in count(max(1, num_rounds) * num_ranks, num_ranks):
+        pieces = prefixes.pieces(cost, total / num_parts / num_pieces)
+        parts = _balanced(pieces, num_parts, rows_at_most)
+        if budget.tokens is None or all(len(rows) <= 1 or num_tokens(rows) <= budget.tokens for rows in parts):
+            break
+    return parts
+
+
+def _balanced(pieces: Iterable[tuple[list[int], float]], num_parts: int, max_rows: int) -> list[list[int]]:
+    """Each piece (rows and their cost), dearest first, goes to the cheapest part that has room for it, or row by row
+    where none has; a part's rows are in the batch's order.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts = [(0.0, part) for part in range(num_parts)]
+    waiting = deque(sorted(pieces, key=lambda piece: -piece[1]))
+    while waiting:
+        rows, cost = waiting.popleft()
+        too_full = []
+        while open_parts and len(parts[open_parts[0][1]]) + len(rows) > max_rows:
+            too_full.append(heapq.heappop(open_parts))
+        if open_parts:
+            spent, part = open_parts[0]
+            parts[part] += rows
+            heapq.heapreplace(open_parts, (spent + cost, part))
+        else:
+            waiting.extendleft(([row], cost / len(rows)) for row in reversed(rows))
+        for entry in too_full:
+            if len(parts[entry[1]]) < max_rows:
+                heapq.heappush(open_parts, entry)
+    return [sorted(rows) for rows in parts]
+
+
+def _by_length(lengths: Sequence[int], num_ranks: int, budget: Budget) -> list[list[list[int]]]:
+    """Rows by falling length, dealt to all ranks in rounds; padding counts towards a token budget."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    rounds: list[list[int]] = []
+    start = 0
+    while start < len(order) or not rounds:
+        longest = max(1, lengths[order[start]]) if order else 1
+        num_rows = budget.rows or max(1, (budget.tokens or 0) // longest)
+        rounds.append(order[start : start + num_rows * num_ranks])
+        start += num_rows * num_ranks
+    return [[rows[rank::num_ranks] for rows in rounds] for rank in range(num_ranks)]
