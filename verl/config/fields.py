@@ -39,7 +39,7 @@ def count(default: int | None, meaning: str, **more: Any) -> Any:
     return setting(default, meaning, ge=1, **more)
 
 
-def share(default: float, meaning: str, **more: Any) -> Any:
+def share(default: float | None, meaning: str, **more: Any) -> Any:
     """Declare a setting from 0 to 1."""
     return setting(default, meaning, ge=0, le=1, **more)
 
