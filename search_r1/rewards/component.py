@@ -99,6 +99,11 @@ class ComponentReward(ABC):
         """As the trainer makes it: with the grammar of `agent.template`, and `reward.kwargs`."""
         return cls(grammar=load_template(config.agent.template).grammar, **kwargs)
 
+    @property
+    def scores_while_sampling(self) -> bool:
+        """Whether a component says so of itself."""
+        return any(getattr(part, "scores_while_sampling", False) for part in self.components.values())
+
     @abstractmethod
     def combine(self, values: Mapping[str, float]) -> float:
         """The reward, of one value for each component."""

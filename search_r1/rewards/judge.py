@@ -32,6 +32,8 @@ class Judge:
     refuses its key, path or model raises `ConfigError`: no trajectory of the run would ever be scored.
     """
 
+    scores_while_sampling = True  # most of its time is spent waiting, and it works in any thread
+
     def __init__(
         self,
         url: str,

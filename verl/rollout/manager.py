@@ -17,7 +17,7 @@ from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.draws import Draws, Feed
-from verl.rollout.fleet import SHUTDOWN_S, Fleet
+from verl.rollout.fleet import Fleet
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 from verl.rollout.weight_broadcast import WeightBroadcast
@@ -188,11 +188,11 @@ class RolloutManager:
             self._fleet.ask("enter", phase)
 
     def _sample(self, draws: Draws) -> None:
+        stream = Stream(self._fleet, draws, self.timeout_s, self._abandoned)
         try:
-            Stream(self._fleet, draws, self.timeout_s, self._abandoned).run()
+            stream.run()
         except Exception:
-            calls = [engine.worker.abandon.remote() for engine in self._fleet.engines]
-            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
+            stream.abandon()
             raise
 
 

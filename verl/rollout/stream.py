@@ -7,10 +7,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
 from verl.errors import EngineDied, SamplingAbandoned, WorkerDied
 from verl.rollout.draws import Draws
-from verl.rollout.fleet import Engine, Fleet
+from verl.rollout.fleet import SHUTDOWN_S, Engine, Fleet
 from verl.single_controller import wait_for, wait_for_any
+
+NOTICE_S = TELL_AGAIN_S = 1.0
 
 
 @dataclass
@@ -57,10 +61,26 @@ class Stream:
             else:
                 self._hand_out()
 
+    def abandon(self) -> None:
+        """End what the engines are playing, and wait for it, at most SHUTDOWN_S seconds.
+
+        They are told again until no call is left: Ray may begin a `play` after an `abandon` that was sent later, and
+        its episodes would reach the next stream, which has other slots.
+        """
+        left, give_up = set(self._calls), time.monotonic() + SHUTDOWN_S
+        while True:
+            told = [engine.worker.abandon.remote() for engine in self.fleet.engines]
+            _, missing = ray.wait([*left, *told], num_returns=len(left) + len(told), timeout=TELL_AGAIN_S)
+            left &= set(missing)
+            if not missing or time.monotonic() > give_up:
+                return
+
     def _take_in(self) -> None:
         """Wait until some of the calls have ended, and record what they bring."""
-        oldest = min(made for _, made in self._calls.values())
-        done = wait_for_any(list(self._calls), "rollout", self.timeout_s, since=oldest)
+        calls, oldest = list(self._calls), min(made for _, made in self._calls.values())
+        while not ray.wait(calls, timeout=NOTICE_S)[0] and time.monotonic() < oldest + self.timeout_s:
+            self._require_wanted()
+        done = wait_for_any(calls, "rollout", self.timeout_s, since=oldest)
         self._require_wanted()
         for call in done:
             place, _ = self._calls.pop(call)

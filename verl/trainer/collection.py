@@ -65,7 +65,7 @@ class Collector:
 
     def collect(self, step: int) -> Collected:
         """Raises RolloutError when too much has failed (see `RolloutManager.collect`)."""
-        self.scorer.begin()
+        self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
         selection = self._selection(step)
         num_carried = len(selection.groups)
         selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
@@ -138,6 +138,8 @@ class Collector:
 
     def _are_useful(self, groups: Sequence[Group]) -> list[bool]:
         if not self._filtering:
+            for how in sorted(set(self._hows)):
+                self.scorer.score_ahead(_trajectories(groups, how))
             return [True] * len(groups)
         self.scorer.score_some([one for one in _trajectories(groups) if one.reward is None])
         self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
@@ -157,8 +159,8 @@ class Collector:
         return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
 
 
-def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories("train")]
+def _trajectories(groups: Sequence[Group], how: How = "train") -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories(how)]
 
 
 def _is_informative(trajectories: Sequence[Trajectory]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_score
 from verl.tracking.trajectory_rows import question_of
 from verl.trainer.function_reward import FunctionReward
+from verl.trainer.scoring_ahead import ScoringAhead
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ class Reward(Protocol):
 
     Its class is made with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
     **kwargs)`, a classmethod, makes it instead of the constructor. `check()` raises a `VerlError` when a service behind
-    the rule does not work.
+    the rule does not work. An attribute `scores_while_sampling = True` is optional, too: groups are scored in a thread
+    as they are completed, while others are being sampled.
     """
 
     def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
@@ -57,6 +60,7 @@ class Scorer:
         if reward.val_kwargs is not None:
             self.validation = make_reward(config, reward.function, with_server(reward.val_kwargs, address))
         self.tokenizer = tokenizer
+        self._ahead = self._scoring_ahead(config)
         self.max_failed_ratio = config.agent.max_failed_ratio
         self.stats: dict[str, float] = {}
         self._num_requested = self._num_unavailable = 0
@@ -86,15 +90,27 @@ class Scorer:
 
     def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
         """As `score`, of what is not all yet: `require_enough` says later whether too much has failed."""
-        finished = [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
-        scored = score_trajectories(self._rule(validate), finished, self.tokenizer)
-        self._num_requested += len(finished)
-        self._num_unavailable += len(finished) - len(scored)
-        return scored
+        ahead = self._ahead.take(trajectories) if self._ahead else []
+        known = {id(trajectory) for trajectory in ahead}
+        others = [one for one in _unscored(trajectories) if id(one) not in known]
+        score_trajectories(self._rule(validate), others, self.tokenizer)
+        requested = [*ahead, *others]
+        self._num_requested += len(requested)
+        self._num_unavailable += sum(trajectory.status is Status.FAILED for trajectory in requested)
+        return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
 
-    def begin(self) -> None:
-        """Forget what was scored for a step that was abandoned."""
+    def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
+        """Begin to score them for training, if the rule can do that beside sampling; `score` and `score_some` wait for
+        it.
+        """
+        if self._ahead:
+            self._ahead.add(_unscored(trajectories))
+
+    def begin(self, carried: Sequence[Trajectory] = ()) -> None:
+        """A new step, for which `carried` were completed before. Forgets what was scored for one that was abandoned."""
         self._num_requested = self._num_unavailable = 0
+        if self._ahead:
+            self._ahead.forget(but=carried)
 
     def require_enough_so_far(self, least: int) -> None:
         """While more is to come: raises RolloutError when too much could not be scored, of at least `least`."""
@@ -121,8 +137,19 @@ class Scorer:
                 f"agent.max_failed_ratio={self.max_failed_ratio}: {failure}"
             )
 
+    def _scoring_ahead(self, config: Config) -> ScoringAhead | None:
+        """None in a deterministic run: rules may draw random numbers, in the order of the groups."""
+        if config.trainer.deterministic or not getattr(self.train, "scores_while_sampling", False):
+            return None
+        tokenizer = copy.deepcopy(self.tokenizer)  # one cannot tokenize prompts and decode in two threads
+        return ScoringAhead(lambda trajectories: score_trajectories(self.train, trajectories, tokenizer))
+
     def _rule(self, validate: bool) -> Reward | BatchReward:
         return self.validation if validate else self.train
+
+
+def _unscored(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return [one for one in trajectories if one.status is not Status.FAILED and one.reward is None]
 
 
 def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | BatchReward:

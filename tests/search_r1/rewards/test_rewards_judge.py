@@ -399,3 +399,17 @@ def test_shipped_rubrics_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Judge("http://h/v1", "m", rubric="partial_credit", cache="v.sqlite")
     assert os.listdir() == ["v.sqlite"] and Path("v.sqlite").is_file()
+
+
+def test_the_judge_is_asked_beside_sampling(byte_tokenizer, judge_of):
+    """Through the trainer's scorer, in its thread; nobody is asked twice."""
+    server = ScriptedJudge(grades=GRADES)
+    found = scorer(byte_tokenizer, judge_of.url(server), 0.4)
+    assert found.train.scores_while_sampling
+    groups = [[episode(byte_tokenizer, answer) for answer in pair] for pair in ("ab", "cc")]
+    for group in groups:
+        found.score_ahead(group)
+    trajectories = [*groups[0], *groups[1]]
+    assert found.score(trajectories) == trajectories
+    assert sorted(server.asked) == ["a", "b", "c"]
+    assert [t.reward_components["judge"] for t in trajectories] == [GRADES[answer] for answer in "abcc"]

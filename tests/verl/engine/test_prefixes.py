@@ -112,21 +112,24 @@ def test_models_give_the_same_with_shared_prompts(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kl",
+    "settings",
     [
-        ["kl_loss_type=full_reverse", "kl_topk_tokens=8"],
-        ["kl_loss_type=full_forward", "kl_topk_tokens=8"],
-        ["kl_loss_type=full_reverse"],
-        ["kl_loss_type=low_var_kl"],
+        ["actor.kl_loss_type=full_reverse", "actor.kl_topk_tokens=8"],
+        ["actor.kl_loss_type=full_forward", "actor.kl_topk_tokens=8"],
+        ["actor.kl_loss_type=full_reverse"],
+        ["actor.kl_loss_type=low_var_kl", "model.enable_gradient_checkpointing=true"],
     ],
 )
-def test_an_update_is_the_same_with_shared_prompts(kl: list[str], model_path: str, run_dir: Path) -> None:
+def test_an_update_is_the_same_with_shared_prompts(
+    settings: list[str], model_path: str, other_model_path: str, run_dir: Path
+) -> None:
     """Through the engine: plan, anchor and all; the tokens are counted at the policy's embedding."""
     batch = make_batch(12)
-    of_kl = [f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=true", "kl_loss_coef=0.3", *kl)]
+    with_kl = ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.3", *settings)
+    overrides = [f"actor_rollout_ref.{setting}" for setting in with_kl]
     by_way, tokens = {}, {}
     for share in (False, True):
-        engine = make_engine(model_path, run_dir, *of_kl, f"{GROUPER}={share}", anchor_path=model_path)
+        engine = make_engine(model_path, run_dir, *overrides, f"{GROUPER}={share}", anchor_path=other_model_path)
         assert engine.layout.share_prefixes is share
         seen: list[int] = []
         engine.policy.model.get_input_embeddings().register_forward_hook(

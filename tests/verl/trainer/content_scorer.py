@@ -12,7 +12,10 @@ class ContentScorer:
 
     stats = {"reward/unavailable_ratio": 0.0}
 
-    def begin(self) -> None:
+    def begin(self, carried: Sequence[Trajectory] = ()) -> None:
+        pass
+
+    def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 
     def require_enough_so_far(self, least: int) -> None:

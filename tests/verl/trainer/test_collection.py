@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
+import pytest
 from content_scorer import ContentScorer
 
 from verl.config import Config, load_config
@@ -11,6 +14,7 @@ from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
 from verl.trainer.collection import Collector
+from verl.trainer.scoring import Scorer as RealScorer
 
 
 def make_config(*overrides: str) -> Config:
@@ -127,3 +131,41 @@ def test_a_group_whose_greedy_answer_failed_is_not_trained_on() -> None:
     collected = collector(rollouts, "algorithm.adv_estimator=remax").collect(1)
     assert [t.prompt.row["number"] for t in collected.trained] == [1, 1]
     assert collected.batch.rows["baseline"].tolist() == [1.0, 1.0]
+
+
+class Noting:
+    """The reward of a stand-in's trajectory; notes of which prompts it was asked."""
+
+    scores_while_sampling = True
+    asked: ClassVar[list[int]] = []
+    done = threading.Event()
+
+    def score(self, trajectory: Trajectory, tokenizer: object) -> float:
+        number = trajectory.prompt.row["number"]
+        Noting.asked.append(number)
+        if number == 1:
+            Noting.done.set()
+        return float(trajectory.events[0]["reward"])
+
+
+class OneByOne(Rollouts):
+    """Completes the second group only when the first, which is that of prompt 1, has been scored."""
+
+    def play(self, group: Group, how: str, index: int) -> Trajectory:
+        if group.prompt.row["number"] == 0:
+            assert Noting.done.wait(30), "the first group is not scored before the second is complete"
+        return super().play(group, how, index)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "remax"])
+def test_a_group_is_scored_while_the_next_is_sampled(estimator: str) -> None:
+    Noting.asked.clear()
+    Noting.done.clear()
+    config = make_config(f"algorithm.adv_estimator={estimator}", f"reward.function={__name__}.Noting")
+    rollouts = OneByOne([(1, 0), (0, 1)], greedy=[0.5, 1.0])
+    batch = Collector(config, Prompts(), rollouts, RealScorer(config, None)).collect(1).batch  # type: ignore[arg-type]
+    assert batch.rows["reward"].tolist() == [1, 0, 0, 1]
+    samples = 3 if estimator == "remax" else 2  # the greedy answer, too, once
+    assert sorted(Noting.asked) == [0] * samples + [1] * samples
+    if estimator == "remax":
+        assert batch.rows["baseline"].tolist() == [0.5, 0.5, 1.0, 1.0]

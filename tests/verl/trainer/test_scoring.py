@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -237,3 +239,82 @@ def test_too_much_that_cannot_be_scored_is_said_before_all_is_sampled():
     found.require_enough_so_far(1)
     found.require_enough(episodes(2))
     assert found.stats == {"reward/unavailable_ratio": 0.0}
+
+
+class Beside(Length):
+    """Holds each call until `go` is set; notes the thread and how many it scores at once."""
+
+    scores_while_sampling = True
+    go = threading.Event()
+    began = threading.Event()
+    calls: ClassVar[list[tuple[str, int]]] = []
+
+    def score_all(self, trajectories, tokenizer):
+        Beside.calls.append((threading.current_thread().name, len(trajectories)))
+        Beside.began.set()
+        assert Beside.go.wait(30)
+        if any(t.num_turns == 99 for t in trajectories):
+            raise ValueError("no such number")
+        return [RewardUnavailable("down") if t.num_turns == 13 else self.score(t, tokenizer) for t in trajectories]
+
+
+@pytest.fixture
+def beside():
+    Beside.calls.clear()
+    Beside.go.clear()
+    Beside.began.clear()
+    yield Beside
+    Beside.go.set()
+
+
+def test_groups_are_scored_while_others_are_sampled(beside):
+    """What comes while the first are being scored is scored at once, in the same thread; the rest is scored here."""
+    first, second, third, late = episodes(2, 3), episodes(13, 4), episodes(5, 6), episodes(7)
+    found = scorer(Beside, "agent.max_failed_ratio=0.2")
+    found.begin()
+    found.score_ahead(first)
+    assert beside.began.wait(30) and first[0].reward is None
+    found.score_ahead(second)
+    found.score_ahead(third)
+    found.score_ahead(third)  # is not handed over twice
+    beside.go.set()
+    everything = [*first, *second, *third, *late]
+    assert [t.num_turns for t in found.score(everything)] == [2, 3, 4, 5, 6, 7]
+    assert [t.reward for t in everything] == [2.0, 3.0, None, 4.0, 5.0, 6.0, 7.0]
+    assert beside.calls == [("scoring", 2), ("scoring", 4), ("MainThread", 1)]
+    assert found.stats == {"reward/unavailable_ratio": 1 / 7}
+
+
+def test_what_scoring_raises_beside_sampling_reaches_the_step(beside):
+    beside.go.set()
+    found = scorer(Beside)
+    wrong = episodes(99)
+    found.score_ahead(wrong)
+    with pytest.raises(RewardError, match="no such number"):
+        found.score(wrong)
+
+
+def test_what_is_carried_over_is_scored_once_and_counts_where_it_is_trained(beside):
+    beside.go.set()
+    found = scorer(Beside, "agent.max_failed_ratio=0.5")
+    now, carried, abandoned = episodes(1, 2), episodes(13, 3), episodes(4)
+    found.begin()
+    for group in (now, carried, abandoned):
+        found.score_ahead(group)
+    found.score(now)
+    assert found.stats == {"reward/unavailable_ratio": 0.0}
+    found.begin(carried)
+    found.score_ahead(carried)
+    assert found.score(carried) == carried[1:]
+    assert found.stats == {"reward/unavailable_ratio": 0.5}
+    assert sum(number for _, number in beside.calls) == 5
+
+
+def test_a_deterministic_run_scores_in_order_after_sampling(beside):
+    beside.go.set()
+    found = scorer(Beside, "trainer.deterministic=true")
+    trajectories = episodes(1, 2)
+    found.score_ahead(trajectories)
+    assert not beside.calls
+    found.score(trajectories)
+    assert beside.calls == [("MainThread", 2)]

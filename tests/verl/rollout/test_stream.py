@@ -1,0 +1,84 @@
+"""The queue for several engines, where Ray begins calls in another order than they were sent in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.config import load_config
+from verl.errors import SamplingAbandoned
+from verl.protocol import Prompt
+from verl.rollout.draws import Draws
+from verl.rollout.fleet import Engine
+from verl.rollout.groups import groups_of
+from verl.rollout.stream import Stream
+
+
+class LateWorker:
+    """Its `play` begins `late` seconds after it was called, and then holds its episodes until they are abandoned."""
+
+    def __init__(self, late: float) -> None:
+        self.late, self.playing, self.calls = late, asyncio.Event(), 0
+        self.is_called = asyncio.Event()
+
+    async def play(self, new: list[Any]) -> list[Any]:
+        self.is_called.set()
+        await asyncio.sleep(self.late)
+        self.calls += 1
+        self.playing.set()
+        while self.playing.is_set():
+            await asyncio.sleep(0.01)
+        return []
+
+    async def called(self) -> None:
+        await self.is_called.wait()
+
+    async def abandon(self) -> None:
+        self.playing.clear()
+
+    async def state(self) -> tuple[int, bool]:
+        return self.calls, self.playing.is_set()
+
+
+def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any) -> None:
+    worker = ray_session.remote(LateWorker).options(max_concurrency=8).remote(1.5)
+    engine = Engine(worker, SimpleNamespace(address="", rank=0), None, at_once=2)
+    config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
+    draws = Draws(config, groups_of([Prompt((1, 2), "test", {})], ["train"] * 2, 1), 1)
+    abandoned = threading.Event()
+    stream = Stream(SimpleNamespace(engines=[engine]), draws, 60.0, abandoned)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            stream.run()
+        except SamplingAbandoned as error:
+            stream.abandon()
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ray_session.get(worker.called.remote())
+    abandoned.set()
+    begun = time.monotonic()
+    ray_session.get(worker.abandon.remote())
+    thread.join(30)
+    assert ray_session.get(worker.state.remote()) == (1, False), "its episodes are still there"
+    assert len(raised) == 1 and time.monotonic() - begun < 8
+
+
+def test_nothing_is_waited_for_for_long(ray_session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that begins nothing within the time is left to those who end it."""
+    monkeypatch.setattr("verl.rollout.stream.SHUTDOWN_S", 1.0)
+    worker = ray_session.remote(LateWorker).options(max_concurrency=8).remote(60.0)
+    engine = Engine(worker, SimpleNamespace(address="", rank=0), None, at_once=2)
+    stream = Stream(SimpleNamespace(engines=[engine]), SimpleNamespace(), 60.0, threading.Event())
+    stream._calls[worker.play.remote([])] = (stream.places[0], 0.0)
+    begun = time.monotonic()
+    stream.abandon()
+    assert time.monotonic() - begun < 10

@@ -1,0 +1,71 @@
+"""Scoring beside sampling, in a thread of its own: a judge answers about the first groups while others are sampled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from verl.protocol import Trajectory
+
+Handed = tuple[Sequence[Trajectory], Future[None]]
+
+
+class ScoringAhead:
+    """Has `score` work on what is handed over; on all that has come meanwhile at once, as a judge that is slow or down
+    costs its time per call.
+    """
+
+    def __init__(self, score: Callable[[Sequence[Trajectory]], object]) -> None:
+        self._score = score
+        self._queue: SimpleQueue[Handed] = SimpleQueue()
+        self._handed: list[Handed] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Score them soon; until `take` they are the thread's. Those that it has already are left out."""
+        known = {id(trajectory) for handed, _ in self._handed for trajectory in handed}
+        new = [trajectory for trajectory in trajectories if id(trajectory) not in known]
+        if not new:
+            return
+        handed: Handed = (new, Future())
+        self._handed.append(handed)
+        self._queue.put(handed)
+        if self._thread is None:  # a daemon: a judge that hangs does not keep the run from ending
+            self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+            self._thread.start()
+
+    def take(self, wanted: Sequence[Trajectory]) -> list[Trajectory]:
+        """Those of `wanted` that were handed over, once they are scored. Raises what scoring them has raised."""
+        numbers = {id(trajectory) for trajectory in wanted}
+        taken: list[Trajectory] = []
+        for handed in list(self._handed):
+            trajectories, done = handed
+            if any(id(trajectory) in numbers for trajectory in trajectories):
+                self._handed.remove(handed)
+                done.result()
+                taken += trajectories
+        return taken
+
+    def forget(self, but: Sequence[Trajectory]) -> None:
+        """Nobody will take what was handed over, `but` for these."""
+        kept = {id(trajectory) for trajectory in but}
+        self._handed = [handed for handed in self._handed if any(id(one) in kept for one in handed[0])]
+
+    def _work(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while True:
+                try:
+                    batch.append(self._queue.get_nowait())
+                except Empty:
+                    break
+            try:
+                self._score([trajectory for trajectories, _ in batch for trajectory in trajectories])
+            except BaseException as error:
+                for _, done in batch:
+                    done.set_exception(error)
+            else:
+                for _, done in batch:
+                    done.set_result(None)
