@@ -224,9 +224,9 @@ class RetrievalClient:
                     self._last_failure = str(failure)
                     failures[server] = failure
                     continue
-            if any(failure.failed for failure in failures.values()):
+            if any(failure.failed for failure in failures.values()):  # HTTP 500
                 if len(batch) > 1:
-                    raise RetrieverQueryFailed(self._last_failure)  # the list is halved, to find the one at fault
+                    raise RetrieverQueryFailed(self._last_failure)  # the list is halved, to find the query at fault
                 batch[0].failed_alone(self._num_answered, self._last_failure)
             rest_s = self._replicas.rest_s()
             if left_s <= max(rest_s, _LAST_PAUSE_S):
