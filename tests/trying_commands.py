@@ -392,7 +392,11 @@ RULES: list[tuple[str, Rule]] = [
         accepts_options,
     ),
     (
-        r"python scripts/bench/(weight_sync|parallel_efficiency|update|viewer|rollouts|async_rollout|collect)\.py",
+        r"python scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
+        accepts_options,
+    ),
+    (
+        r"python scripts/bench/(rollouts|async_rollout|collect)\.py",
         accepts_options,
     ),
     (

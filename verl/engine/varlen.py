@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "varlen"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MASKED_LENGTH = 512  # tokens that PyTorch's CPU kernel takes at a time: no row up to it is faster for being causal
 KERNEL_LARGEST_HEAD = 256
 KERNEL_HEAD_STEP = 8
 KERNEL_CAPABILITY = (8, 0)
@@ -66,10 +67,10 @@ def varlen_attention(
         queries = cu_seq_lens_q, max_length_q
         keys = queries if shared_keys is None else (shared_keys.starts, shared_keys.longest)
         if shared_keys is not None:  # indexing, unlike index_select, has a deterministic backward on CUDA
-            key, value = (x[:, :, shared_keys.tokens] for x in (key, value))
+            key, value = (x.transpose(1, 2)[:, shared_keys.tokens].transpose(1, 2) for x in (key, value))
         output = _by_kernel(query, key, value, queries, keys, scaling, sliding_window)
     else:
-        lent = [slice(0)] * len(row_lengths) if shared_keys is None else shared_keys.lent
+        lent = [slice(0, 0)] * len(row_lengths) if shared_keys is None else shared_keys.lent
         output = _row_by_row(query, key, value, row_lengths, lent, scaling, sliding_window)
     return output if sequence is None else sequence.gather_heads(output), None
 
@@ -118,18 +119,25 @@ def _row_by_row(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
+    """The queries of lent tokens are computed again, and dropped, where that takes less time than a mask without them:
+    in rows so long that `is_causal` saves half.
+    """
     grouped = query.shape[1] != key.shape[1]
     sizes = list(row_lengths)
-    prefixes = {(span.start, span.stop): (key[:, :, span], value[:, :, span]) for span in lent if span.stop}
+    prefixes = {(s.start, s.stop): (query[:, :, s], key[:, :, s], value[:, :, s]) for s in lent if s.stop}
     outputs = []
     for q, k, v, span in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), lent, strict=True):
+        own = q.shape[2]
         if span.stop:
-            k, v = (torch.cat(parts, 2) for parts in zip(prefixes[span.start, span.stop], (k, v), strict=True))
+            prefix_q, prefix_k, prefix_v = prefixes[span.start, span.stop]
+            k, v = torch.cat([prefix_k, k], 2), torch.cat([prefix_v, v], 2)
+            if MASKED_LENGTH < k.shape[2] < 2 * own:
+                q = torch.cat([prefix_q, q], 2)
         mask_LK = _mask(q.shape[2], k.shape[2], sliding_window, query.device)
         output = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_LK, is_causal=mask_LK is None, scale=scaling, enable_gqa=grouped
         )
-        outputs.append(output.transpose(1, 2))
+        outputs.append(output[:, :, -own:].transpose(1, 2))
     return torch.cat(outputs, 1)
 
 

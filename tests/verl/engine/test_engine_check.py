@@ -32,7 +32,9 @@ def test_every_check_passes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = varlen._row_by_row
     monkeypatch.setattr(
-        varlen, "_row_by_row", lambda q, k, v, lengths, lent, *rest: right(q, k, v, [sum(lengths)], [slice(0)], *rest)
+        varlen,
+        "_row_by_row",
+        lambda q, k, v, lengths, lent, *rest: right(q, k, v, [sum(lengths)], [slice(0, 0)], *rest),
     )
     status, text = shown(monkeypatch, capsys)
     assert status == 1

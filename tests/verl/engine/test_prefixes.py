@@ -73,22 +73,22 @@ def test_rows_that_train_nothing_keep_a_token() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4, 9])
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_row_attends_to_the_prompt_of_another(
-    window: int | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by_kernel:
+@pytest.mark.parametrize("way", ["masked", "causal", "kernel"])
+def test_a_row_attends_to_the_prompt_of_another(window: int | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "kernel":
         monkeypatch.setattr(varlen, "_kernel_takes", lambda query: True)
         monkeypatch.setattr(varlen, "varlen_attn", kernel_by_definition)
-    rows = PackedRows.sharing([9, 4, 3, 5], [slice(0, 0), slice(0, 6), slice(0, 0), slice(0, 6)], CPU)
+    elif way == "causal":  # as for long rows
+        monkeypatch.setattr(varlen, "MASKED_LENGTH", 3)
+    rows = PackedRows.sharing([9, 4, 3, 8], [slice(0, 0), slice(0, 6), slice(0, 0), slice(0, 6)], CPU)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, 21, 8, generator=generator) for heads in (4, 2, 2)]
+    tensors = [torch.randn(1, heads, 24, 8, generator=generator) for heads in (4, 2, 2)]
     found, _ = varlen.varlen_attention(
         torch.nn.Module(), *tensors, None, scaling=8**-0.5, sliding_window=window, **rows.attention_arguments()
     )
-    whole = [*range(9), *range(6), *range(9, 13), *range(13, 16), *range(6), *range(16, 21)]
-    own = [*range(9), *range(15, 19), *range(19, 22), *range(28, 33)]
-    expected = defined(*(x[:, :, whole] for x in tensors), (9, 10, 3, 11), window)[:, own]
+    whole = [*range(9), *range(6), *range(9, 13), *range(13, 16), *range(6), *range(16, 24)]
+    own = [*range(9), *range(15, 19), *range(19, 22), *range(28, 36)]
+    expected = defined(*(x[:, :, whole] for x in tensors), (9, 10, 3, 14), window)[:, own]
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 

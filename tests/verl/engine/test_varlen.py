@@ -126,11 +126,17 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 def test_the_kernel_has_the_shapes_that_models_expect() -> None:
-    """torch's own description of the operator and its backward on fake tensors: nothing is computed."""
+    """torch's own description of the operator and its backward on fake tensors: nothing is computed. Keys of shared
+    prefixes are more than the queries, and lie as the others do.
+    """
     with FakeTensorMode():
-        query, key = (torch.empty(1, h, 30, 64, dtype=torch.bfloat16, requires_grad=True) for h in (14, 2))
-        starts = torch.empty(5, dtype=torch.int32)
-        found = varlen._by_kernel(query, key, key, (starts, 17), (starts, 17), 0.125, None)
+        query, key = (torch.empty(1, 30, h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (14, 2))
+        query.requires_grad_()
+        key.requires_grad_()
+        starts, shared = (torch.empty(5, dtype=torch.int32) for _ in range(2))
+        gathered = key.transpose(1, 2)[:, torch.empty(44, dtype=torch.int64)].transpose(1, 2)
+        assert gathered[0].transpose(0, 1).is_contiguous() and key[0].transpose(0, 1).is_contiguous()
+        found = varlen._by_kernel(query, gathered, gathered, (starts, 17), (shared, 24), 0.125, None)
         found.sum().backward()
     assert found.shape == (1, 30, 14, 64) and found.dtype is torch.bfloat16
     assert query.grad is not None and query.grad.shape == query.shape
