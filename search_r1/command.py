@@ -57,6 +57,8 @@ RUN = "--config-name tinywiki actor_rollout_ref.model.path=MODEL data.train_file
 WARM_START = "--config-name tinywiki_sft model.path=MODEL data.train_files=ROWS.parquet"
 EVALUATION = "--run RUN --data B.parquet --output_dir RESULTS"
 INDEX = "--retrieval_method bm25 --corpus_path WIKI.jsonl --save_dir INDEX"
+EXPORT = "export STEP.parquet --output ROWS.parquet"
+PROMPTS = "scripts/data_process"
 
 PROGRAMS = (
     Program("quickstart", "scripts/quickstart.sh", "Train a search agent end to end on this machine.", "--seed 3"),
@@ -79,12 +81,7 @@ PROGRAMS = (
     Program("infer", "infer", "Ask a search agent a question.", '--run RUN --question "Who wrote Ulysses?"'),
     Program("serve", "search_r1.serve", "Serve a search agent to chat clients.", "--run RUN"),
     Program("view", "search_r1.viewer", "View trajectories and curves in a browser.", "RUN"),
-    Program(
-        "replay",
-        "search_r1.replay",
-        "Rescore or export stored trajectories.",
-        "export STEP.parquet --output ROWS.parquet",
-    ),
+    Program("replay", "search_r1.replay", "Rescore or export stored trajectories.", EXPORT),
     Program("retriever", "search_r1.search.retrieval_server", "Start a retrieval server.", "--corpus_path WIKI.jsonl"),
     Program("index", "search_r1.search.index_builder", "Build a retrieval index.", INDEX),
     Program("doctor", "search_r1.doctor", "Check this installation.", ""),
@@ -92,15 +89,8 @@ PROGRAMS = (
 DATA = (
     Program("tinywiki", "search_r1.data.tinywiki", "Write a TinyWiki folder.", "--output_dir data/tinywiki"),
     Program("download", "scripts/download.py", "Download corpus, indexes and questions.", "--save_path data --what qa"),
-    Program(
-        "train",
-        "scripts/data_process/qa_search_train_merge.py",
-        "Write training prompts.",
-        "--data_sources nq,hotpotqa",
-    ),
-    Program(
-        "test", "scripts/data_process/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"
-    ),
+    Program("train", f"{PROMPTS}/qa_search_train_merge.py", "Write training prompts.", "--data_sources nq,hotpotqa"),
+    Program("test", f"{PROMPTS}/qa_search_test_merge.py", "Write test prompts.", "--data_sources nq,triviaqa"),
 )
 
 

@@ -1,5 +1,22 @@
 """Typed errors. Each message says what was wrong, where it came from, and what to do."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+E = TypeVar("E", bound=Exception)
+
+
+@contextlib.contextmanager
+def translated(caught: type[E] | tuple[type[E], ...], make: Callable[[E], VerlError]) -> Iterator[None]:
+    """Raise `make(error)` in place of an error of the block that is of type `caught`."""
+    try:
+        yield
+    except caught as error:
+        raise make(error) from error
+
 
 class VerlError(Exception):
     """Base of every error this project raises on purpose; entry points print it without a traceback."""

@@ -1,9 +1,9 @@
-"""Waiting for a coroutine from code that is not one."""
+"""Waiting for a coroutine from code that is not one, and for tasks that are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,3 +18,10 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel them, and wait until none is running."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TextIO
 
 import psutil
@@ -78,14 +79,21 @@ def tell(text: str) -> None:
 def phase(text: str) -> Iterator[None]:
     """A line now and, while the phase lasts, another after every ten seconds, or every minute of a long one."""
     tell(text)
+    with beside(partial(_beat, text)):
+        yield
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do `work` in a thread while the block lasts. The end of the block sets its event, then waits for it to return."""
     over = threading.Event()
-    beats = threading.Thread(target=_beat, args=(text, over), daemon=True)
-    beats.start()
+    thread = threading.Thread(target=work, args=(over,), daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        beats.join()
+        thread.join()
 
 
 def _beat(text: str, over: threading.Event) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.errors import StorageError
+from verl.errors import StorageError, translated
 
 Digests = dict[str, tuple[int, str]]
 """By file name: bytes, and SHA-256 in hex."""
@@ -62,13 +62,9 @@ def digest_of(file: BinaryIO) -> tuple[int, str]:
     return size, found.hexdigest()
 
 
-@contextlib.contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def writing(path: Path | str) -> contextlib.AbstractContextManager[None]:
     """Raise StorageError in place of an OSError of the block, which writes to `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(could_not_write(path, error)) from error
+    return translated(OSError, lambda error: StorageError(could_not_write(path, error)))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from search_r1.http.address import without_credentials
+from search_r1.http.address import addresses_of, without_credentials
 from search_r1.llm_agent.search_engine import Searcher
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError
@@ -35,7 +35,7 @@ async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
         await searcher.close()
     if retriever.engine is not None:
         return None
-    urls = [url.strip() for url in retriever.url.split(",") if url.strip()]
+    urls = addresses_of(retriever.url)
     infos = await asyncio.gather(*map(retriever_info, urls))
     found = {without_credentials(url): info for url, info in zip(urls, infos, strict=True) if info is not None}
     versions = {url: info[_VERSION] for url, info in found.items() if _has(info)}

@@ -13,6 +13,7 @@ from long_task import Progress
 from search_r1.evaluation.questions import Question
 from search_r1.evaluation.records import Measurer, Scored
 from search_r1.evaluation.store import Store
+from verl.event_loop import end_all
 from verl.protocol import Status, Trajectory
 from verl.startup import tell
 from verl.tracking.trajectory_store import Decode
@@ -63,9 +64,7 @@ class Runner:
                     if len(self._done) >= self._pace.part_size:
                         self._keep()
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_all(tasks)
                 self._keep()
 
     async def _play(self, question: Question) -> Scored:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from search_r1.evaluation.openai_sampler import OpenAISampler
 from search_r1.llm_agent.agent import SearchAgent, limits_within
@@ -16,9 +15,6 @@ from verl.model_source import find_source
 from verl.pretrained import load_tokenizer
 from verl.startup import phase
 from verl.tracking.secrets import mask_text
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

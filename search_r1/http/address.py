@@ -16,6 +16,11 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub("***", text)
 
 
+def addresses_of(urls: str | Iterable[str]) -> list[str]:
+    """Those of a list, or of a text that separates them by commas. Empty ones are left out."""
+    return [url.strip() for url in (urls.split(",") if isinstance(urls, str) else urls) if url.strip()]
+
+
 def check_addresses(urls: Iterable[str]) -> None:
     """Raise `RetrieverAddressError` unless each of `urls` is http:// or https:// with a host."""
     for url in urls:

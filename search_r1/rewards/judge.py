@@ -17,6 +17,7 @@ from search_r1.rewards.rubric import load_rubric
 from search_r1.rewards.verdict import VERDICT_FORMAT, read_score
 from search_r1.rewards.verdict_cache import VerdictCache
 from verl.errors import ConfigError, RewardUnavailable
+from verl.event_loop import end_all
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -138,6 +139,4 @@ async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(tasks)

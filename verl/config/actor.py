@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.config.algorithm import SampledKl
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
 from verl.config.rollout import LogProbConfig, RolloutConfig
 
@@ -40,23 +40,21 @@ class ActorConfig:
     """The policy update. Batch sizes count trajectories over all workers."""
 
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
-    ppo_mini_batch_size: int = setting(
+    ppo_mini_batch_size: int = count(
         256,
         "Trajectories per optimizer step, over all workers. The trajectories of an RL step are split evenly into "
         "the number of mini-batches that comes closest to this size.",
-        ge=1,
     )
-    ppo_micro_batch_size: int = setting(
+    ppo_micro_batch_size: int = count(
         64,
         "Maximum number of trajectories per forward and backward pass, over all workers (does not change the result).",
-        ge=1,
     )
     use_dynamic_bsz: bool = setting(
         False,
         "Limit a forward and backward pass by ppo_max_token_len_per_gpu instead of by the number of trajectories.",
     )
-    ppo_max_token_len_per_gpu: int = setting(
-        16384, "Maximum number of tokens per worker in one forward and backward pass.", ge=1
+    ppo_max_token_len_per_gpu: int = count(
+        16384, "Maximum number of tokens per worker in one forward and backward pass."
     )
     grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
     state_masking: bool = setting(
@@ -78,8 +76,8 @@ class ActorConfig:
     loss_agg_mode: LossAggMode = setting(
         "token-mean", "How token losses are aggregated over a mini-batch (verl/algorithms/aggregation.py)."
     )
-    loss_scale_factor: int | None = setting(
-        None, "For seq-mean-token-sum-norm (Dr.GRPO): the constant number of tokens to divide by.", ge=1
+    loss_scale_factor: int | None = count(
+        None, "For seq-mean-token-sum-norm (Dr.GRPO): the constant number of tokens to divide by."
     )
     entropy_coeff: float = setting(0.001, "Coefficient of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
@@ -103,13 +101,12 @@ class ActorConfig:
     )
     kl_iw_clip_upper: float | None = setting(None, "Upper limit of that weight; null: none.", gt=0)
     kl_iw_clip_lower: float | None = setting(None, "Lower limit of that weight; null: none.", ge=0)
-    ppo_epochs: int = setting(1, "Number of passes over the trajectories of a step.", ge=1)
+    ppo_epochs: int = count(1, "Number of passes over the trajectories of a step.")
     shuffle: bool = setting(False, "Shuffle the mini-batches of a pass (seeded by trainer.seed).")
-    ulysses_sequence_parallel_size: int = setting(
+    ulysses_sequence_parallel_size: int = count(
         1,
         "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
         "number of workers and of the model's attention heads (docs/long_context.md).",
-        ge=1,
     )
     use_prefix_grouper: bool = setting(
         True,
@@ -118,14 +115,11 @@ class ActorConfig:
     )
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)
-    num_threads: int | None = setting(
-        None, "CPU threads of each worker; null: the node's cores divided by its workers.", ge=1
-    )
-    head_chunk_tokens: int | None = setting(
+    num_threads: int | None = count(None, "CPU threads of each worker; null: the node's cores divided by its workers.")
+    head_chunk_tokens: int | None = count(
         None,
         "Tokens per chunk of the vocabulary projection; limits memory and does not change the result. null: as many"
         " as give 512 MiB of logits on CUDA or 8 MiB on CPU, at least 64.",
-        ge=1,
     )
     head_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -167,10 +161,9 @@ class RefConfig(LogProbConfig):
         "before the update (score), or forward passes next to those of the policy during the update (update). auto:"
         " update if ppo_epochs=1 and param_offload is off (docs/speed.md).",
     )
-    ulysses_sequence_parallel_size: int = setting(
+    ulysses_sequence_parallel_size: int = count(
         1,
         "Number of workers that share each sequence.",
-        ge=1,
         shown="${actor_rollout_ref.actor.ulysses_sequence_parallel_size}",
     )
     fsdp_config: FrozenFsdpConfig = section(FrozenFsdpConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.fields import setting
+from verl.config.fields import count, setting, share
 
 RetrieverPlacement = Literal["apart", "per_node"]
 
@@ -25,11 +25,9 @@ class AgentConfig:
     )
     template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
     feedback: str = setting(FEEDBACK, "Sentence that the policy reads after an invalid turn; it must not contain tags.")
-    max_failed_ratio: float = setting(
+    max_failed_ratio: float = share(
         0.2,
         "Share of a step's trajectories that may fail (retriever, reward service and the like) before the run stops.",
-        ge=0,
-        le=1,
     )
     max_redraws: int = setting(2, "How many times a prompt is sampled again after its trajectory failed.", ge=0)
 
@@ -81,10 +79,10 @@ class RetrieverConfig:
         None, "Dotted name of a class with search(query), or of a function of a query, to use instead of the service."
     )
     engine_kwargs: dict[str, Any] = setting({}, "Keyword arguments of the engine's class or function.")
-    max_concurrent: int = setting(
-        16, "Maximum number of concurrent calls of an engine that is not async, each in a thread.", ge=1
+    max_concurrent: int = count(
+        16, "Maximum number of concurrent calls of an engine that is not async, each in a thread."
     )
-    topk: int = setting(3, "Passages per query.", ge=1)
+    topk: int = count(3, "Passages per query.")
     timeout_s: float = setting(10.0, "Time limit of one HTTP attempt, in seconds.", gt=0)
     deadline_s: float = setting(60.0, "Time limit of one query, with all its attempts, in seconds.", gt=0)
-    max_batch: int = setting(64, "Maximum number of queries in one HTTP request.", ge=1)
+    max_batch: int = count(64, "Maximum number of queries in one HTTP request.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting, share
 
 SampledKl = (
     Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3plusplus", "k4", "k5"]
@@ -25,7 +25,7 @@ class KlCtrlConfig:
     )
     kl_coef: float = setting(0.001, "Coefficient of the KL in the reward (adaptive: its initial value).", ge=0)
     target_kl: float | None = setting(None, "KL that the adaptive coefficient aims at, in nats per token.", gt=0)
-    horizon: int | None = setting(None, "Time constant of the adaptive coefficient, in trajectories.", ge=1)
+    horizon: int | None = count(None, "Time constant of the adaptive coefficient, in trajectories.")
 
 
 @dataclass
@@ -41,11 +41,10 @@ class FilterGroupsConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476): prompts whose trajectories all have the same reward are replaced."""
 
     enable: bool = setting(False, "Leave such groups out of the update and sample new prompts instead.")
-    max_num_gen_batches: int = setting(
+    max_num_gen_batches: int = count(
         10,
         "Maximum number of prompts sampled in a step, as a multiple of data.train_batch_size; after that the step "
         "uses the groups it has.",
-        ge=1,
     )
 
 
@@ -53,8 +52,8 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """Advantages, the KL, and the anchor."""
 
-    gamma: float = setting(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
-    lam: float = setting(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1)
+    gamma: float = share(1.0, "Discount per token (gae, reinforce_plus_plus).")
+    lam: float = share(1.0, "Lambda of generalised advantage estimation.")
     adv_estimator: AdvEstimator = setting(
         "gae", "Advantage estimator: gae needs a critic; the others compare rewards (verl/algorithms/advantages)."
     )
@@ -78,13 +77,10 @@ class AlgorithmConfig:
     use_future_kl_as_reward: bool = setting(
         False, "Subtract the sum of the KL of this and all later tokens; needs apply_kl_after_advantage."
     )
-    ref_policy_ema_tau: float = setting(
-        1.0,
-        "Share of its own weights that the anchor keeps: anchor = tau * anchor + (1 - tau) * actor; 1: frozen.",
-        ge=0,
-        le=1,
+    ref_policy_ema_tau: float = share(
+        1.0, "Share of its own weights that the anchor keeps: anchor = tau * anchor + (1 - tau) * actor; 1: frozen."
     )
-    ref_policy_ema_update_period: int = setting(10, "RL steps between two updates of the anchor.", ge=1)
+    ref_policy_ema_update_period: int = count(10, "RL steps between two updates of the anchor.")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     filter_overlong: bool = setting(
         False, "Leave trajectories that reached the length limit out of every loss (they keep their reward)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl.config.fields import setting
+from verl.config.fields import count, setting
 
 GuardAction = Literal["off", "warn", "stop", "rollback"]
 
@@ -19,13 +19,12 @@ class CollapseGuardConfig:
         "What the guard does: off (watches nothing), warn (logs each alarm), stop (ends the run at an alarm), or "
         "rollback (goes back to the last good checkpoint with half the learning rate).",
     )
-    patience: int = setting(5, "Number of steps in a row in which a condition must hold to raise an alarm.", ge=1)
+    patience: int = count(5, "Number of steps in a row in which a condition must hold to raise an alarm.")
     max_rollbacks: int = setting(2, "action=rollback: number of rollbacks in a run; the next alarm ends it.", ge=0)
-    dead_run_steps: int | None = setting(
+    dead_run_steps: int | None = count(
         20,
         "Number of steps in a row (instead of patience) in which nothing could be learned: all rewards were the "
         "same, no group of trajectories had two different rewards, all advantages were 0, or the gradient was 0.",
-        ge=1,
     )
     max_invalid_action_ratio: float | None = setting(
         0.9, "Maximum share of turns without a valid action (health/invalid_action_ratio).", ge=0, lt=1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting, share
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, ModelConfig, OptimConfig, Strategy
 
 
@@ -35,47 +35,41 @@ class CriticModelConfig(ModelConfig):
 class CriticConfig:
     """The value update. Batch sizes count trajectories over all workers."""
 
-    n_gpus_per_node: int | None = setting(
+    n_gpus_per_node: int | None = count(
         None,
         "GPUs of each node, out of trainer.n_gpus_per_node, that are reserved for the critic, which then works at "
         "the same time as the actor. null: critic and actor take turns on the same GPUs.",
-        ge=1,
     )
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     model: CriticModelConfig = section(CriticModelConfig)
-    ppo_mini_batch_size: int = setting(
+    ppo_mini_batch_size: int = count(
         256,
         "Trajectories per optimizer step, over all workers.",
-        ge=1,
         shown="${actor_rollout_ref.actor.ppo_mini_batch_size}",
     )
-    ppo_micro_batch_size: int = setting(64, "Maximum number of trajectories per forward and backward pass.", ge=1)
-    forward_micro_batch_size: int = setting(
-        64, "Maximum number of trajectories per forward pass.", ge=1, shown="${critic.ppo_micro_batch_size}"
+    ppo_micro_batch_size: int = count(64, "Maximum number of trajectories per forward and backward pass.")
+    forward_micro_batch_size: int = count(
+        64, "Maximum number of trajectories per forward pass.", shown="${critic.ppo_micro_batch_size}"
     )
     use_dynamic_bsz: bool = setting(
         False,
         "Limit a pass by tokens instead of by trajectories.",
         shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
     )
-    ppo_max_token_len_per_gpu: int = setting(
-        32768, "Maximum number of tokens per worker in one forward and backward pass.", ge=1
+    ppo_max_token_len_per_gpu: int = count(
+        32768, "Maximum number of tokens per worker in one forward and backward pass."
     )
-    forward_max_token_len_per_gpu: int = setting(
-        32768,
-        "Maximum number of tokens per worker in one forward pass.",
-        ge=1,
-        shown="${critic.ppo_max_token_len_per_gpu}",
+    forward_max_token_len_per_gpu: int = count(
+        32768, "Maximum number of tokens per worker in one forward pass.", shown="${critic.ppo_max_token_len_per_gpu}"
     )
-    ulysses_sequence_parallel_size: int = setting(
+    ulysses_sequence_parallel_size: int = count(
         1,
         "Number of workers that share each sequence, each with a slice of its tokens (Ulysses). Must divide the "
         "number of workers and of the model's attention heads (docs/long_context.md).",
-        ge=1,
     )
-    ppo_epochs: int = setting(
-        1, "Number of passes over the trajectories of a step.", ge=1, shown="${actor_rollout_ref.actor.ppo_epochs}"
+    ppo_epochs: int = count(
+        1, "Number of passes over the trajectories of a step.", shown="${actor_rollout_ref.actor.ppo_epochs}"
     )
     shuffle: bool = setting(False, "Shuffle the mini-batches of a pass.", shown="${actor_rollout_ref.actor.shuffle}")
     grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
@@ -109,15 +103,15 @@ class RewardModelConfig:
     enable: bool = setting(False, "Must be false: scoring with a reward model is not available; use reward.function.")
     strategy: Strategy = setting("fsdp", "How the model is sharded; only fsdp is available.")
     model: RewardModelNetConfig = section(RewardModelNetConfig)
-    micro_batch_size: int = setting(64, "Maximum number of trajectories per forward pass.", ge=1)
-    max_length: int | None = setting(None, "Maximum length of the text to score, in tokens; null: no limit.", ge=1)
-    ulysses_sequence_parallel_size: int = setting(1, "Number of workers that share each sequence.", ge=1)
+    micro_batch_size: int = count(64, "Maximum number of trajectories per forward pass.")
+    max_length: int | None = count(None, "Maximum length of the text to score, in tokens; null: no limit.")
+    ulysses_sequence_parallel_size: int = count(1, "Number of workers that share each sequence.")
     use_dynamic_bsz: bool = setting(
         False, "Limit a pass by tokens instead of by trajectories.", shown="${critic.use_dynamic_bsz}"
     )
-    forward_max_token_len_per_gpu: int = setting(
-        32768, "Maximum number of tokens per worker in one pass.", ge=1, shown="${critic.forward_max_token_len_per_gpu}"
+    forward_max_token_len_per_gpu: int = count(
+        32768, "Maximum number of tokens per worker in one pass.", shown="${critic.forward_max_token_len_per_gpu}"
     )
-    structure_format_score: float = setting(0.0, "Reward of a well-formed trajectory with a wrong answer.", ge=0, le=1)
-    final_format_score: float = setting(0.0, "Reward of a malformed trajectory that has an answer.", ge=0, le=1)
-    retrieval_score: float = setting(0.0, "Additional reward if a retrieved passage contains the answer.", ge=0, le=1)
+    structure_format_score: float = share(0.0, "Reward of a well-formed trajectory with a wrong answer.")
+    final_format_score: float = share(0.0, "Reward of a malformed trajectory that has an answer.")
+    retrieval_score: float = share(0.0, "Additional reward if a retrieved passage contains the answer.")

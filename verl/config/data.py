@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.fields import setting
+from verl.config.fields import count, setting
 
 
 @dataclass
@@ -23,32 +23,25 @@ class DataConfig:
     test_files: str | list[str] | None = setting(
         None, "Parquet file (or list) of held-out prompts, scored before and after training; null: none.", path=True
     )
-    train_data_num: int | None = setting(
-        None, "Number of training prompts to draw from the files; null: all of them.", ge=1
-    )
-    val_data_num: int | None = setting(
-        None, "Number of validation prompts to draw from the files; null: all of them.", ge=1
-    )
+    train_data_num: int | None = count(None, "Number of training prompts to draw from the files; null: all of them.")
+    val_data_num: int | None = count(None, "Number of validation prompts to draw from the files; null: all of them.")
     prompt_key: str = setting("prompt", "Column with the chat messages of a prompt.")
-    max_prompt_length: int = setting(
+    max_prompt_length: int = count(
         512,
         "Maximum length of the context (prompt, turns and observations) before a turn is sampled, in tokens. In "
         "most frameworks this name means the prompt alone: that is max_start_length.",
-        ge=1,
     )
-    max_response_length: int = setting(512, "Maximum number of tokens sampled in one policy turn.", ge=1)
-    max_start_length: int = setting(256, "Maximum length of the initial prompt, in tokens.", ge=1)
-    max_obs_length: int = setting(
+    max_response_length: int = count(512, "Maximum number of tokens sampled in one policy turn.")
+    max_start_length: int = count(256, "Maximum length of the initial prompt, in tokens.")
+    max_obs_length: int = count(
         512,
         "Maximum length of an observation (retrieved passages and their tags), in tokens; a longer one is cut at "
         "its end.",
-        ge=1,
     )
-    train_batch_size: int = setting(1024, "Prompts per RL step, before they are repeated n_agent times.", ge=1)
-    val_batch_size: int = setting(
+    train_batch_size: int = count(1024, "Prompts per RL step, before they are repeated n_agent times.")
+    val_batch_size: int = count(
         1312,
         "Has no effect; accepted because Search-R1's scripts set it. Validation is one stream of prompts, not batches.",
-        ge=1,
     )
     return_raw_input_ids: bool = setting(False, "Has no effect; changing it is an error that says why.")
     return_raw_chat: bool = setting(False, "Has no effect; changing it is an error that says why.")

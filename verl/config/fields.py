@@ -34,6 +34,16 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def count(default: int | None, meaning: str, **more: Any) -> Any:
+    """Declare a setting that is at least 1."""
+    return setting(default, meaning, ge=1, **more)
+
+
+def share(default: float | None, meaning: str, **more: Any) -> Any:
+    """Declare a setting from 0 to 1."""
+    return setting(default, meaning, ge=0, le=1, **more)
+
+
 def section(cls: type, **changes: Any) -> Any:
     """Declare a nested section: `cls` with its own defaults, except for `changes`."""
     return dataclasses.field(default_factory=lambda: cls(**changes))

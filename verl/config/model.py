@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.fields import section, setting
+from verl.config.fields import section, setting, share
 
 Strategy = Literal["fsdp", "megatron"]
 LoraTargets = str | list[str]
@@ -53,10 +53,10 @@ class OptimConfig:
     betas: tuple[float, float] = setting((0.9, 0.999), "AdamW decay rates of the two moments.", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW denominator offset.", gt=0)
     weight_decay: float = setting(0.01, "Decoupled weight decay, per unit of learning rate.", ge=0)
-    lr_warmup_steps_ratio: float = setting(0.0, "Share of the RL steps used for the linear warm-up.", ge=0, le=1)
+    lr_warmup_steps_ratio: float = share(0.0, "Share of the RL steps used for the linear warm-up.")
     warmup_style: Literal["constant", "cosine"] = setting("constant", "Schedule after the warm-up.")
-    min_lr_ratio: float | None = setting(
-        None, "Learning rate at the end of a cosine schedule, as a share of lr; null: 0.", ge=0, le=1
+    min_lr_ratio: float | None = share(
+        None, "Learning rate at the end of a cosine schedule, as a share of lr; null: 0."
     )
     total_training_steps: int = setting(
         -1, "Length of the schedule in RL steps; -1: the run's own number of steps.", ge=-1

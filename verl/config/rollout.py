@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting, share
 
 
 @dataclass
@@ -24,10 +24,8 @@ class ValKwargs:
 class WeightSyncConfig:
     """How the policy's weights get to the engines."""
 
-    bucket_mib: int = setting(
-        512,
-        "Size of a bucket of weights sent to the engines, in MiB; a single larger weight is sent whole.",
-        ge=1,
+    bucket_mib: int = count(
+        512, "Size of a bucket of weights sent to the engines, in MiB; a single larger weight is sent whole."
     )
     between_nodes: Literal["auto", "broadcast", "objects"] = setting(
         "auto",
@@ -44,18 +42,17 @@ class WeightSyncConfig:
 class LogProbConfig:
     """How large a pass that reads log-probs may be (no influence on the result)."""
 
-    log_prob_micro_batch_size: int = setting(
-        128, "Maximum number of trajectories per forward pass that computes log-probs, over all workers.", ge=1
+    log_prob_micro_batch_size: int = count(
+        128, "Maximum number of trajectories per forward pass that computes log-probs, over all workers."
     )
     log_prob_use_dynamic_bsz: bool = setting(
         False,
         "Limit that pass by tokens instead of by trajectories.",
         shown="${actor_rollout_ref.actor.use_dynamic_bsz}",
     )
-    log_prob_max_token_len_per_gpu: int = setting(
+    log_prob_max_token_len_per_gpu: int = count(
         16384,
         "Maximum number of tokens per worker in that pass.",
-        ge=1,
         shown="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
     )
 
@@ -76,11 +73,11 @@ class RolloutConfig(LogProbConfig):
         gt=0,
         le=1,
     )
-    prompt_length: int = setting(
-        512, "Maximum length of the context given to the engine, in tokens.", ge=1, shown="${data.max_prompt_length}"
+    prompt_length: int = count(
+        512, "Maximum length of the context given to the engine, in tokens.", shown="${data.max_prompt_length}"
     )
-    response_length: int = setting(
-        512, "Maximum number of tokens the engine samples per turn.", ge=1, shown="${data.max_response_length}"
+    response_length: int = count(
+        512, "Maximum number of tokens the engine samples per turn.", shown="${data.max_response_length}"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "bfloat16", "Number format of the engine's weights and activations."
@@ -94,46 +91,42 @@ class RolloutConfig(LogProbConfig):
     load_format: str = setting(
         "auto", "vLLM load format of the initial weights (Search-R1: dummy_dtensor, a loader that vLLM no longer has)."
     )
-    tensor_model_parallel_size: int = setting(2, "GPUs per engine.", ge=1)
-    max_num_batched_tokens: int = setting(8192, "Maximum number of tokens in one engine iteration.", ge=1)
-    max_num_seqs: int = setting(1024, "Maximum number of sequences in one engine iteration.", ge=1)
+    tensor_model_parallel_size: int = count(2, "GPUs per engine.")
+    max_num_batched_tokens: int = count(8192, "Maximum number of tokens in one engine iteration.")
+    max_num_seqs: int = count(1024, "Maximum number of sequences in one engine iteration.")
     do_sample: bool = setting(True, "Has no effect; changing it is an error that says why.")
-    n: int = setting(1, "Samples per prompt without search (do_search=false); must be 1 with search.", ge=1)
-    n_agent: int = setting(1, "Trajectories per prompt (the group size) with search.", ge=1)
+    n: int = count(1, "Samples per prompt without search (do_search=false); must be 1 with search.")
+    n_agent: int = count(1, "Trajectories per prompt (the group size) with search.")
     kv_cache_gib: float = setting(1.0, "Memory of the key-value cache of one engine on CPU, in GiB.", gt=0)
-    num_threads: int | None = setting(
-        None, "CPU threads of each engine on CPU; null: the node's cores minus one, divided by its engines.", ge=1
+    num_threads: int | None = count(
+        None, "CPU threads of each engine on CPU; null: the node's cores minus one, divided by its engines."
     )
-    num_engines: int = setting(1, "Number of engines on CPU; on GPU it follows from the number of GPUs.", ge=1)
+    num_engines: int = count(1, "Number of engines on CPU; on GPU it follows from the number of GPUs.")
     nnodes: int = setting(
         0,
         "Number of additional nodes that only sample, with trainer.layout=split; those of trainer.nnodes then only "
         "train.",
         ge=0,
     )
-    n_gpus_per_node: int | None = setting(None, "GPUs of each of these nodes; null: trainer.n_gpus_per_node.", ge=1)
-    max_nnodes: int | None = setting(
+    n_gpus_per_node: int | None = count(None, "GPUs of each of these nodes; null: trainer.n_gpus_per_node.")
+    max_nnodes: int | None = count(
         None,
         "Maximum number of these nodes: nodes that join the cluster during the run sample too, up to this number; "
         "null: nnodes.",
-        ge=1,
     )
-    over_sample: float = setting(
+    over_sample: float = share(
         0.0,
         "Additional prompts in progress, as a share of data.train_batch_size: 0.5 of 512 makes 768. A step is "
         "trained on the first groups that are complete; the others are interrupted and continue in the next step, "
         "with its weights. 0: a step waits for all of its groups.",
-        ge=0,
-        le=1,
     )
     seed_per_request: bool = setting(
         True, "Seed each turn separately, so that its tokens do not depend on the rest of the batch."
     )
-    max_concurrent: int | None = setting(
+    max_concurrent: int | None = count(
         None,
         "Maximum number of trajectories in progress on one engine; null: as many as fit into its cache at half of "
         "their maximum length.",
-        ge=1,
     )
     max_restarts: int = setting(2, "How many times in a run an engine that died is restarted.", ge=0)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

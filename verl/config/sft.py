@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.config.compose import load
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting, share
 from verl.config.model import FsdpConfig, ModelConfig, OptimConfig
 from verl.config.trainer import Overwrite
 from verl.config.validate import adapter_problems, raise_problems
@@ -21,13 +21,11 @@ class SftDataConfig:
     """
 
     train_files: str | list[str] = setting("data/sft/train.parquet", "Parquet file, or list of them.", path=True)
-    train_batch_size: int = setting(64, "Rows per step, over all workers.", ge=1)
-    lm_fraction: float = setting(
+    train_batch_size: int = count(64, "Rows per step, over all workers.")
+    lm_fraction: float = share(
         0.0,
         "Share of the steps, at the start, that draw rows with phase lm and train on every token; the later steps "
         "draw rows with phase policy and train on policy segments. Without a phase column both draw from all rows.",
-        ge=0,
-        le=1,
     )
     max_length: int = setting(4096, "Maximum number of tokens in a row; a longer one is an error.", ge=2)
 
@@ -36,7 +34,7 @@ class SftDataConfig:
 class SftTrainerConfig:
     """The run."""
 
-    total_training_steps: int = setting(100, "Number of optimizer steps.", ge=1)
+    total_training_steps: int = count(100, "Number of optimizer steps.")
     default_local_dir: str = setting("checkpoints/sft", "Run folder: metrics.jsonl and the model.", path=True)
     overwrite: Overwrite = setting(
         "never",
@@ -45,18 +43,15 @@ class SftTrainerConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs; auto: cuda if there is a GPU.")
     seed: int = setting(0, "Seed for the order of rows.", ge=0)
-    num_threads: int | None = setting(None, "CPU threads of each worker; null: PyTorch's default.", ge=1)
+    num_threads: int | None = count(None, "CPU threads of each worker; null: PyTorch's default.")
     grad_clip: float = setting(1.0, "Maximum gradient norm; a larger gradient is scaled down to it.", gt=0)
-    max_token_len_per_gpu: int = setting(
-        16384, "Maximum number of tokens per worker in one forward and backward pass.", ge=1
-    )
-    head_chunk_tokens: int | None = setting(
+    max_token_len_per_gpu: int = count(16384, "Maximum number of tokens per worker in one forward and backward pass.")
+    head_chunk_tokens: int | None = count(
         None,
         "Tokens per chunk of the vocabulary projection; null: as many as give 512 MiB of logits on CUDA or 8 MiB on"
         " CPU, at least 64.",
-        ge=1,
     )
-    log_freq: int = setting(20, "Steps between two log lines when there is no terminal.", ge=1)
+    log_freq: int = count(20, "Steps between two log lines when there is no terminal.")
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.config.collapse_guard import CollapseGuardConfig
-from verl.config.fields import section, setting
+from verl.config.fields import count, section, setting
 
 Logger = Literal["console", "wandb", "mlflow", "tensorboard", "jsonl"]
 Layout = Literal["colocated", "split"]
@@ -18,8 +18,8 @@ AsyncRollout = Literal["off", "one_step_off", "bounded"]
 class TrainerConfig:
     """The run. One step is one RL step: sample, score, update."""
 
-    total_epochs: int = setting(30, "Number of passes over the training prompts.", ge=1)
-    total_training_steps: int | None = setting(None, "Number of RL steps; null: as total_epochs gives.", ge=1)
+    total_epochs: int = count(30, "Number of passes over the training prompts.")
+    total_training_steps: int | None = count(None, "Number of RL steps; null: as total_epochs gives.")
     project_name: str = setting("search_r1", "Project in the experiment trackers.")
     experiment_name: str = setting("default", "Name of the run in the experiment trackers.")
     logger: list[Logger] = setting(["console", "wandb"], "Where metrics go in addition to the run folder.")
@@ -29,7 +29,7 @@ class TrainerConfig:
         "log_trajectories_freq steps; 0: none.",
         ge=0,
     )
-    log_trajectories_freq: int = setting(10, "Steps between two such logs of sample trajectories.", ge=1)
+    log_trajectories_freq: int = count(10, "Steps between two such logs of sample trajectories.")
     metrics_port: int | None = setting(
         None, "Port for Prometheus: the metrics of the run are at /metrics; null: none.", ge=0, le=65535
     )
@@ -37,21 +37,20 @@ class TrainerConfig:
         "127.0.0.1",
         "Address for metrics_port; 0.0.0.0 lets a Prometheus on another machine connect. There is no password.",
     )
-    nnodes: int = setting(1, "Number of nodes (machines).", ge=1)
-    min_nnodes: int | None = setting(
+    nnodes: int = count(1, "Number of nodes (machines).")
+    min_nnodes: int | None = count(
         None,
         "Minimum number of nodes to start with if the cluster does not have all of nnodes within a minute; null: "
         "nnodes. Lets a run that lost a node resume on the others.",
-        ge=1,
     )
-    n_gpus_per_node: int = setting(8, "Workers per node: GPUs, or processes with device=cpu.", ge=1)
+    n_gpus_per_node: int = count(8, "Workers per node: GPUs, or processes with device=cpu.")
     layout: Layout = setting(
         "colocated",
         "colocated: engines and trained roles take turns on all GPUs; split: some GPUs of each node sample "
         "(rollout_gpus_per_node) and the others train, or whole nodes sample (rollout.nnodes).",
     )
-    rollout_gpus_per_node: int | None = setting(
-        None, "GPUs of each node that sample, with layout=split; must be null with colocated.", ge=1
+    rollout_gpus_per_node: int | None = count(
+        None, "GPUs of each node that sample, with layout=split; must be null with colocated."
     )
     async_rollout: AsyncRollout = setting(
         "off",
@@ -59,11 +58,10 @@ class TrainerConfig:
         "with the newest weights available when its sampling begins; bounded: sampling runs up to max_staleness "
         "steps ahead. Needs layout=split or device=cpu.",
     )
-    max_staleness: int | None = setting(
+    max_staleness: int | None = count(
         None,
         "Maximum age of the weights that sample a token, in versions behind the weights that train on it. Required "
         "with async_rollout=bounded, else null: 1 with one_step_off, plus 1 with rollout.over_sample.",
-        ge=1,
     )
     save_freq: int = setting(-1, "Steps between two checkpoints; -1: only at the end.", ge=-1)
     test_freq: int = setting(-1, "Steps between two validations; -1: only before and after training.", ge=-1)
@@ -96,8 +94,8 @@ class TrainerConfig:
     resume_from_path: str | None = setting(
         None, "For resume_mode=resume_path: .../state/global_step_N, or .../actor/global_step_N beside it.", path=True
     )
-    max_ckpt_to_keep: int | None = setting(
-        None, "Number of checkpoints to keep, besides the one with the best validation; null: all.", ge=1
+    max_ckpt_to_keep: int | None = count(
+        None, "Number of checkpoints to keep, besides the one with the best validation; null: all."
     )
     del_local_ckpt_after_load: bool = setting(
         False, "Must be false: deleting the checkpoint after resuming from it is not available."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.engine.inside import inside
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,9 @@ class Precision:
     reduce_dtype: torch.dtype
 
 
-@contextlib.contextmanager
-def cpu_stands_for(kind: str) -> Iterator[None]:
+def cpu_stands_for(kind: str) -> AbstractContextManager[None]:
     """Inside, a CPU takes the code paths of that kind of device ("cuda"): for measuring without one."""
-    token = _STANDS_FOR.set(kind)
-    try:
-        yield
-    finally:
-        _STANDS_FOR.reset(token)
+    return inside(_STANDS_FOR, kind)
 
 
 def kind_of(device: torch.device) -> str:

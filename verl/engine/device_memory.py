@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import psutil
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
+from verl.engine.inside import inside
 
 
 class Usage(NamedTuple):
@@ -79,14 +80,9 @@ class CudaMemory(DeviceMemory):
 _STAND_IN: ContextVar[DeviceMemory | None] = ContextVar("stand_in", default=None)
 
 
-@contextlib.contextmanager
-def memory_stands_in(memory: DeviceMemory) -> Iterator[None]:
+def memory_stands_in(memory: DeviceMemory) -> AbstractContextManager[None]:
     """Inside, `device_memory` returns `memory`: for measuring without a GPU."""
-    token = _STAND_IN.set(memory)
-    try:
-        yield
-    finally:
-        _STAND_IN.reset(token)
+    return inside(_STAND_IN, memory)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
 from verl.config.model import ModelConfig
-from verl.errors import ConfigError
+from verl.errors import ConfigError, translated
 from verl.pretrained import load_model_config
 
 
@@ -99,12 +99,9 @@ class HfModel(ABC):
             "trust_remote_code": self.trust_remote_code,
         }
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cannot load a {self.kind} from '{self.path}': {error}") from error
+    def _named(self) -> contextlib.AbstractContextManager[None]:
+        what = f"cannot load a {self.kind} from '{self.path}'"
+        return translated((OSError, ValueError, RuntimeError), lambda error: ConfigError(f"{what}: {error}"))
 
     def _ready(self, model: PreTrainedModel) -> PreTrainedModel:
         self._check(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.sharding import shard
 from verl.engine.slices import find_slices
 from verl.engine.value_model import TokenClassifier, ValueModel
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, translated
 
 D = TypeVar("D", bound=Decoder)
 
@@ -89,10 +89,6 @@ def import_modules(external_lib: str | list[str] | None) -> None:
         importlib.import_module(name)
 
 
-@contextlib.contextmanager
-def _damage_is_named() -> Iterator[None]:
+def _damage_is_named() -> contextlib.AbstractContextManager[None]:
     """Files that cannot be read at the start of a run are a mistake in its settings."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise ConfigError(f"cannot load the model: {error}") from error
+    return translated(CheckpointError, lambda error: ConfigError(f"cannot load the model: {error}"))

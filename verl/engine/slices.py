@@ -6,9 +6,9 @@ The names in the files are translated by transformers' own rules. Where those ru
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import ADAPTER_CONFIG_NAME
 
+from verl.engine.inside import inside
 from verl.engine.model import Decoder, weights_of
 from verl.engine.weight_files import WeightFiles, weight_files
 
@@ -31,14 +32,9 @@ COMPARED_VALUES = 2**22  # compared at a time, where two stored weights should b
 _UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
 
 
-@contextlib.contextmanager
-def unread_weights() -> Iterator[None]:
+def unread_weights() -> AbstractContextManager[None]:
     """Inside, models need only a config.json: their weights get memory, but no values. For measuring."""
-    token = _UNREAD.set(True)
-    try:
-        yield
-    finally:
-        _UNREAD.reset(token)
+    return inside(_UNREAD, True)
 
 
 @dataclass(frozen=True)

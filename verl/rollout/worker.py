@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from verl.agent.sampling import How, sampling_of
 from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
+from verl.event_loop import end_all
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
@@ -145,14 +146,14 @@ class RolloutWorker:
                     _, left = await asyncio.wait(left, timeout=TOGETHER_S)
                 return [(slot, task.result()) for task, slot in playing.items()]
             except BaseException:
-                await _end(playing)
+                await end_all(playing)
                 raise
 
     async def abandon(self) -> None:
         """End all episodes, also those that are being interrupted, before it returns."""
         async with self._interrupting:
             tasks, self._playing = list(self._playing), {}
-            await _end(tasks)
+            await end_all(tasks)
             self._answers.forget()
 
     async def take_spans(self) -> list[Span]:
@@ -225,12 +226,6 @@ class RolloutWorker:
             raise type(error)(f"{place}: {error}") from error
         except Exception as error:
             raise RolloutError(f"{place}: {in_words(error)}") from error
-
-
-async def _end(tasks: Iterable[asyncio.Task[Trajectory]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def build_engine(config: Config, max_model_len: int, device: str) -> VLLMEngine:

@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from verl.errors import CheckpointError, Stalled, StorageError, VerlError, WorkerDied
+from verl.errors import CheckpointError, Stalled, StorageError, VerlError, WorkerDied, translated
 from verl.single_controller.progress import note_progress
 from verl.single_controller.resource_pool import ResourcePool
 from verl.storage import Digests, could_not_write, sync, writing
@@ -270,9 +270,6 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
 
 
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"on host {socket.gethostname()}: {could_not_write(Path(path), error)}") from error
+def _told(path: str) -> AbstractContextManager[None]:
+    host = socket.gethostname()
+    return translated(OSError, lambda error: StorageError(f"on host {host}: {could_not_write(Path(path), error)}"))

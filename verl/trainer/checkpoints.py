@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,38 +29,31 @@ log = logging.getLogger(__name__)
 WRITERS_S = 600.0  # at most, for the other ranks when one could not write its part of a state
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and loads the roles of a run together. `steps` are those saved, oldest first.
 
     The latest `max_to_keep` steps are kept (None: all), and in addition the one with the best validation. What was
     saved between a good step and the rollback to it is `abandoned`: it is neither counted nor the best, and is removed
     as soon as there is a state from after the rollback (with `max_to_keep` None it stays on the disk).
+
+    `with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
+    do not share it. `model_bytes`: approximate size of a saved model, if known, so that the first
+    save can say how long it will take.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        actor: ActorGroup,
-        critic: CriticGroup | None,
-        with_anchor: bool,
-        max_to_keep: int | None = None,
-        copies: FolderCopies | None = None,
-        model_bytes: int | None = None,
-    ) -> None:
-        """`with_anchor`: there is an anchor that moves, so it is saved too. `copies`: of the run folder, on nodes that
-        do not share it. `model_bytes`: approximate size of a saved model, if known, so that the first save can
-        say how long it will take.
-        """
-        self.run_dir = run_dir
-        self.with_anchor = with_anchor
-        self.max_to_keep = max_to_keep
-        self.model_bytes = model_bytes
-        self.actor = actor
-        self.critic = critic
+    run_dir: Path
+    actor: ActorGroup
+    critic: CriticGroup | None
+    with_anchor: bool
+    max_to_keep: int | None = None
+    copies: FolderCopies | None = None
+    model_bytes: int | None = None
+
+    def __post_init__(self) -> None:
         self.steps: list[int] = []
         self.scores: dict[int, float] = {}  # validation scores by saved step
         self.abandoned: list[int] = []
-        self._copies = copies
         self._writing: tuple[int, Path] | None = None  # step, and temporary name of its state
         self._arriving: Future[Digests] | None = None  # what others have written of it
 
@@ -73,9 +67,9 @@ class Checkpoints:
         for name, role, of in self._models():
             with self._saving(name, step) as path:
                 role.save(path, of)
-        if self._copies:  # rank 0 may be on another node
+        if self.copies:  # rank 0 may be on another node
             for name, _, _ in self._models():
-                self._copies.bring(self.path(name, step))
+                self.copies.bring(self.path(name, step))
         self.steps.append(step)
         self.abandoned = [other for other in self.abandoned if other != step]
 
@@ -91,8 +85,8 @@ class Checkpoints:
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
         try:
-            if self._copies:
-                self._copies.make([temporary / role for role in self._groups()])
+            if self.copies:
+                self.copies.make([temporary / role for role in self._groups()])
             for role, group in self._groups().items():
                 group.start_saving_state(temporary / role)
         except VerlError as error:
@@ -130,7 +124,7 @@ class Checkpoints:
     def _bringing(self, temporary: Path) -> Future[Digests]:
         """Of what ranks have written on other nodes; begun when they are all done."""
         if self._arriving is None:
-            self._arriving = self._copies.begin_bringing(temporary) if self._copies else nothing_to_bring()
+            self._arriving = self.copies.begin_bringing(temporary) if self.copies else nothing_to_bring()
         return self._arriving
 
     def _require_arrived(self, temporary: Path, written: Digests, timeout_s: float | None) -> None:
@@ -149,8 +143,8 @@ class Checkpoints:
             while isinstance(error, CheckpointError) and not self._nobody_writes() and time.monotonic() < deadline:
                 time.sleep(0.05)
         saved_state.discard(temporary)
-        if self._copies:
-            self._copies.remove(temporary)
+        if self.copies:
+            self.copies.remove(temporary)
 
     def _nobody_writes(self) -> bool:
         return all(group.state_is_saved() for group in self._groups().values())
@@ -199,7 +193,7 @@ class Checkpoints:
 
     def _lent(self, *folders: Path) -> AbstractContextManager[None]:
         """Meanwhile ranks on all nodes can read them."""
-        return self._copies.lent(*folders) if self._copies else nullcontext()
+        return self.copies.lent(*folders) if self.copies else nullcontext()
 
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from long_task import BYTES, Progress
+from verl.startup import beside
 from verl.trainer.saved_state import step_folders
 
 LOOK_S = 0.5
@@ -23,15 +25,11 @@ def saving(path: Path, expected: int | None = None) -> Iterator[None]:
     written = path.with_name(f".{path.name}.writing")
     earlier = [folder for folder in step_folders(path.parent) if folder != path]
     total = folder_bytes(earlier[-1]) if earlier else expected
-    over = threading.Event()
-    with Progress(f"save {path.parent.name}/{path.name}", total, unit=BYTES) as progress:
-        looks = threading.Thread(target=_look, args=(written, progress, over), daemon=True)
-        looks.start()
-        try:
-            yield
-        finally:
-            over.set()
-            looks.join()
+    with (
+        Progress(f"save {path.parent.name}/{path.name}", total, unit=BYTES) as progress,
+        beside(partial(_look, written, progress)),
+    ):
+        yield
 
 
 def folder_bytes(folder: Path) -> int:

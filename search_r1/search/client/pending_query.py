@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
+from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.http.backoff import backoff_s
 from search_r1.search.client.replicas import Replica
 from search_r1.search.client.reply import Passages, QueryFailure
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+_BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would not answer one of them
 FAILED = 500  # the status of a server that cannot answer a query, or any
 _MOST_FAILURES = 5  # of one query in a request of its own, while other queries are answered
 
@@ -71,3 +72,9 @@ class PendingQuery:
         if pause_s >= self.left_s():
             raise RetrieverUnavailable(f"{message}; no time is left for a retry within retriever.deadline_s")
         return pause_s
+
+
+def may_be_one_query(error: Exception) -> bool:
+    """Whether one query may be to blame, so that the others of the batch can be answered."""
+    refused = isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY
+    return refused or isinstance(error, RetrieverReplyError | RetrieverQueryFailed)

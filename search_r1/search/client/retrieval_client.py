@@ -23,11 +23,11 @@ from search_r1.errors import (
     RetrieverReplyError,
     RetrieverUnavailable,
 )
-from search_r1.http.address import check_addresses, without_credentials
+from search_r1.http.address import addresses_of, check_addresses, without_credentials
 from search_r1.http.backoff import backoff_s
 from search_r1.http.event_loop import entered_loop
 from search_r1.search.client.exchange import Reply, TemporaryFailure, post
-from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery
+from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery, may_be_one_query
 from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.client.reply import Passages, QueryFailure
 
@@ -38,7 +38,6 @@ _LAST_PAUSE_S = 0.05
 _CHECK_DEADLINE_S = 5.0
 _SLACK_S = 0.25  # lets a batch report its own cause before the waiter's clock rings
 _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"  # the one that the server reads
-_BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would not answer one of them
 
 
 class RetrievalClient:
@@ -59,8 +58,7 @@ class RetrievalClient:
         sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` uses
         basic authentication instead; messages and logs omit it. Raises `RetrieverAddressError` for an invalid address.
         """
-        addresses = url.split(",") if isinstance(url, str) else url
-        self.urls = tuple(address.strip() for address in addresses if address.strip())
+        self.urls = tuple(addresses_of(url))
         if not self.urls:
             raise RetrieverAddressError("a RetrievalClient needs the address of at least one server")
         check_addresses(self.urls)
@@ -179,7 +177,7 @@ class RetrievalClient:
             while batch:
                 batch = await self._settle(batch, await self._ask(batch))
         except Exception as error:  # the callers get it, whatever it is
-            if len(batch) > 1 and _may_be_one_query(error):
+            if len(batch) > 1 and may_be_one_query(error):
                 half = len(batch) // 2
                 await asyncio.gather(self._answer(batch[:half]), self._answer(batch[half:]))
                 return
@@ -226,8 +224,10 @@ class RetrievalClient:
                     self._last_failure = str(failure)
                     failures[server] = failure
                     continue
-            if any(failure.failed for failure in failures.values()):
-                self._blame(batch)
+            if any(failure.failed for failure in failures.values()):  # HTTP 500
+                if len(batch) > 1:
+                    raise RetrieverQueryFailed(self._last_failure)  # the list is halved, to find the query at fault
+                batch[0].failed_alone(self._num_answered, self._last_failure)
             rest_s = self._replicas.rest_s()
             if left_s <= max(rest_s, _LAST_PAUSE_S):
                 elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
@@ -236,12 +236,6 @@ class RetrievalClient:
             pause_s = self._replicas.wait_s() or backoff_s(rounds, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(max(rest_s, min(pause_s, left_s / 2)))
             failures.clear()
-
-    def _blame(self, batch: list[PendingQuery]) -> None:
-        """After HTTP 500. Raises `RetrieverQueryFailed` for a list, to halve it, and for a query that is at fault."""
-        if len(batch) > 1:
-            raise RetrieverQueryFailed(self._last_failure)
-        batch[0].failed_alone(self._num_answered, self._last_failure)
 
     async def _attempt(
         self, server: Replica, batch: list[PendingQuery], left_s: float
@@ -298,9 +292,3 @@ class RetrievalClient:
         return RetrieverUnavailable(
             f"retriever {self.name} is not available ({reason}); start one with: bash retrieval_launch.sh"
         )
-
-
-def _may_be_one_query(error: Exception) -> bool:
-    """Whether one query may be to blame, so that the others of the batch can be answered."""
-    refused = isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY
-    return refused or isinstance(error, RetrieverReplyError | RetrieverQueryFailed)

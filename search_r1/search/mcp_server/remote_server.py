@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from search_r1.http.address import check_addresses, without_credentials
+from search_r1.http.address import addresses_of, check_addresses, without_credentials
 from search_r1.search.client import RetrievalClient
 from search_r1.search.server.source_interface import ScoredPassage
 
@@ -18,7 +18,7 @@ class HttpSource:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s` bounds a search with its retries. Raises `ValueError` if `url` is not an address."""
-        check_addresses(part.strip() for part in url.split(",") if part.strip())
+        check_addresses(addresses_of(url))
         self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
         self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
 

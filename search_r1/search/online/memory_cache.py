@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from cachetools import LRUCache
 
@@ -16,25 +15,18 @@ _ENTRY_BYTES = 300  # the digest, the tuple and their bookkeeping
 class MemoryCache:
     """Like `ResponseCache` in the mode record, without a file; the least recently used answers are evicted first."""
 
-    def __init__(
-        self,
-        keep_s: float,
-        keep_empty_s: float,
-        max_bytes: int = _MAX_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, keep_s: float, keep_empty_s: float) -> None:
         self._keep_s, self._keep_empty_s = keep_s, keep_empty_s
-        self._clock = clock
-        self._answers: LRUCache[str, tuple[str, float]] = LRUCache(max_bytes, getsizeof=_size)
+        self._answers: LRUCache[str, tuple[str, float]] = LRUCache(_MAX_BYTES, getsizeof=_size)
 
     def get(self, key: RequestKey) -> str | None:
         """The stored body, or None if there is none that is recent enough."""
         body, expires = self._answers.get(key.digest, ("", 0.0))
-        return body if self._clock() < expires else None
+        return body if time.monotonic() < expires else None
 
     def put(self, key: RequestKey, body: str, is_empty: bool) -> None:
         """Store a body, replacing an earlier one; `is_empty`: it holds no results."""
-        entry = body, self._clock() + (self._keep_empty_s if is_empty else self._keep_s)
+        entry = body, time.monotonic() + (self._keep_empty_s if is_empty else self._keep_s)
         if _size(entry) <= self._answers.maxsize:
             self._answers[key.digest] = entry
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,9 +140,8 @@ def test_values_take_the_type_of_their_key() -> None:
     ],
 )
 def test_a_bad_override_is_an_error_that_names_the_key(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("ppo_trainer", [override])
-    assert message in str(caught.value)
 
 
 def test_a_recipe_anywhere_starts_from_the_tree(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from verl.by_name import in_words
-from verl.errors import WeightSyncError
+from verl.errors import WeightSyncError, translated
 from verl.rollout.weights.memory import Located, bucket_of, host_name, tensors_in
 
 JOIN_S = 60.0  # until all have joined
@@ -211,10 +211,6 @@ def _failures_are_ours() -> Iterator[None]:
             os.environ[name] = before
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str) -> AbstractContextManager[None]:
     """Turn any error into a WeightSyncError: weights can be sent another way, so none of them ends a run."""
-    try:
-        yield
-    except Exception as error:
-        raise WeightSyncError(f"{what}: {in_words(error)}") from error
+    return translated(Exception, lambda error: WeightSyncError(f"{what}: {in_words(error)}"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from verl.config import Config, check_supported
 from verl.config.placement import critic_gpus
@@ -81,25 +82,17 @@ def search(
             tried.add(sharding)
             tell(f"dry run: {sharding}")
             roles = run_roles(config, place.kind)
-            found = list(_engines(load, config, sharding, roles, place, policy, machine))
+            plan = partial(planned, load, sharding=sharding, roles=roles, place=place, policy=policy, machine=machine)
+            found = list(_engines(map(plan, engine_sizes(config))))
             yield from found
             if any(one.fits for one in found):
                 break
 
 
-def _engines(
-    load: Loader,
-    config: Config,
-    sharding: Sharding,
-    roles: list[Role],
-    place: Place,
-    policy: ModelShape,
-    machine: Machine,
-) -> Iterator[Planned]:
+def _engines(by_size: Iterable[Planned]) -> Iterator[Planned]:
     """With the smallest engines that have room for a sequence, and where these fit also with the next larger ones."""
     before: Planned | None = None
-    for size in engine_sizes(config):
-        found = planned(load, size, sharding, roles, place, policy, machine)
+    for found in by_size:
         if not found.room or (before and found.engine == before.engine):
             continue
         yield found
