@@ -118,7 +118,7 @@ def policy(tinywiki: Path, built_once: Callable[[str, Callable[[Path], None]], P
                 f"data.train_files={tinywiki / 'sft.parquet'}",
             ),
             *(f"model.path={tinywiki / 'policy_init'}", f"trainer.default_local_dir={folder}"),
-            "trainer.total_training_steps=60",
+            *("trainer.total_training_steps=60", "optim.lr=3e-3"),  # so short that it needs a higher rate
         )
 
     return built_once("warm_start", warm_start) / "global_step_60"

@@ -234,7 +234,7 @@ def test_check_names_the_address_and_the_command(search_url, byte_tokenizer):
 
 
 def test_a_wrong_path_is_told_from_a_server_that_is_not_there(search_url, byte_tokenizer):
-    with pytest.raises(EnvironmentUnavailable, match="not at this path; the address ends in /retrieve") as caught:
+    with pytest.raises(EnvironmentUnavailable, match="not at this path; the address must end in /retrieve") as caught:
         asyncio.run(environment_at(search_url.removesuffix("/retrieve"), byte_tokenizer).check())
     assert "start one" not in str(caught.value)
     with pytest.raises(ValueError, match="is not an address: write http://"):
