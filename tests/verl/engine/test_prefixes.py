@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_cases import CPU, make_batch, make_engine, relative_error
 from engine_state import gradients
-from test_varlen import FAMILIES, defined, kernel_by_definition, tiny
+from test_varlen import FAMILIES, defined, kernel_by_definition, log_probs_and_gradient, tiny
 
 from verl.engine import varlen
 from verl.engine.batching import Layout, PackedRows, model_input
@@ -101,11 +101,7 @@ def test_models_give_the_same_with_shared_prompts(family: str) -> None:
         layout = layout_of([model.model], remove_padding=True, share_prefixes=share)
         inputs = model_input(batch, CPU, layout)
         assert inputs.ids_BL.numel() == len(batch.tokens["ids"]) - share * 2 * (8 + 13 + 1)
-        stats = model(inputs, 1.0)
-        model.zero_grad()
-        (stats.log_prob_N * torch.linspace(-1, 1, len(stats.log_prob_N))).sum().backward()
-        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((stats.log_prob_N.detach(), gradient))
+        results.append(log_probs_and_gradient(model, inputs))
     (whole_N, whole), (shared_N, shared) = results
     torch.testing.assert_close(shared_N, whole_N, rtol=1e-6, atol=1e-6)
     assert relative_error(shared, whole) < 1e-6

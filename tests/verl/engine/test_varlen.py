@@ -14,7 +14,7 @@ from torch.nn.attention import varlen as library
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine import varlen
-from verl.engine.batching import Layout, PackedRows, model_input
+from verl.engine.batching import Layout, ModelInput, PackedRows, model_input
 from verl.engine.model import CausalModel, layout_of
 from verl.errors import ConfigError
 from verl.protocol import TrainBatch
@@ -143,6 +143,15 @@ def test_the_kernel_has_the_shapes_that_models_expect() -> None:
     assert key.grad is not None and key.grad.shape == key.shape
 
 
+def log_probs_and_gradient(model: CausalModel, inputs: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of a loss that weighs the selected tokens differently."""
+    stats = model(inputs, 1.0)
+    model.zero_grad()
+    (stats.log_prob_N * torch.linspace(-1, 1, len(stats.log_prob_N))).sum().backward()
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return stats.log_prob_N.detach(), gradient
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_models_agree_with_padded_ones(family: str) -> None:
     batch = make_batch(6)
@@ -151,11 +160,7 @@ def test_packed_models_agree_with_padded_ones(family: str) -> None:
     for packed in (False, True):
         layout = layout_of([model.model], remove_padding=packed)
         assert layout.packed is packed
-        stats = model(model_input(batch, CPU, layout), 1.0)
-        model.zero_grad()
-        (stats.log_prob_N * torch.linspace(-1, 1, len(stats.log_prob_N))).sum().backward()
-        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((stats.log_prob_N.detach(), gradient))
+        results.append(log_probs_and_gradient(model, model_input(batch, CPU, layout)))
     (padded_N, padded), (packed_N, gradient) = results
     torch.testing.assert_close(packed_N, padded_N, rtol=1e-5, atol=1e-5)
     assert relative_error(gradient, padded) < 1e-5
