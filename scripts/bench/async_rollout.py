@@ -28,13 +28,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 URL = "retriever.url="
-OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample=0.5"
+OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample"
 MODES = {
     "off": ("trainer.async_rollout=off",),
     "one_step_off": ("trainer.async_rollout=one_step_off",),
     "bounded_2": ("trainer.async_rollout=bounded", "trainer.max_staleness=2"),
-    "over_sample": (OVER_SAMPLE,),
-    "over_sample_one_step_off": (OVER_SAMPLE, "trainer.async_rollout=one_step_off"),
+    "over_sample": ("trainer.async_rollout=off",),
+    "over_sample_one_step_off": ("trainer.async_rollout=one_step_off",),
 }
 COLUMNS = (
     "timing_s/step",
@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--tail", type=float, default=0.5, help="mean of the time beyond it, as a share of it")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--over_sample", type=float, default=0.5, help="in the modes of that name")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("arguments", nargs="+", help="after --: those of verl.trainer.main_ppo, with retriever.url")
     args = parser.parse_args()
@@ -66,7 +67,9 @@ def main() -> int:
             for number in range(args.rounds):
                 for mode in args.modes:
                     folder = args.output_dir.resolve() / f"{mode}_{delay_ms:g}_{number}"
-                    runs[mode].append(run(folder, mode, [*arguments, URL + url]))
+                    share = args.over_sample if mode.startswith("over_sample") else 0.0
+                    own = [*MODES[mode], f"{OVER_SAMPLE}={share}", URL + url]
+                    runs[mode].append(run(folder, [*arguments, *own]))
         print(
             f"\nmedians of {args.rounds} runs each, {delay_ms:g} ms + Exp({args.tail * delay_ms:g} ms) before an answer"
         )
@@ -76,8 +79,8 @@ def main() -> int:
     return 0
 
 
-def run(folder: Path, mode: str, arguments: Sequence[str]) -> Rows:
-    own = (*MODES[mode], f"trainer.default_local_dir={folder}", "trainer.logger=[]", "trainer.overwrite=archive")
+def run(folder: Path, arguments: Sequence[str]) -> Rows:
+    own = (f"trainer.default_local_dir={folder}", "trainer.logger=[]", "trainer.overwrite=archive")
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *own], check=True)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -306,7 +306,7 @@ class OverSampled:
         most = wanted + math.ceil(self._share * wanted)
         due = [group for group in self._carried if step - group.step >= self._max_staleness]
         groups = self._carried + draw(most - len(self._carried))
-        selection = Selection(wanted, most, draw, lambda new: [True] * len(new), groups, due)
+        selection = Selection(wanted, most, draw, lambda new, wait: [True] * len(new), groups, due)
         await self._play(Draws(self._config, groups, step, selection.feed))
         self._carried = selection.left
         self._ages += [step - group.step for group in selection.taken]

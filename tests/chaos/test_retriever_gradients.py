@@ -90,7 +90,7 @@ class Episodes:
         self.stats = {"env/failed_ratio": failed / len(found), "env/redraws": 0.0}
         for trajectory, (group, sample) in zip(found, slots, strict=True):
             groups[group].results[sample] = replace(trajectory, group_id=groups[group].id)
-        assert feed(groups) is None
+        assert feed(groups, True) is None
 
 
 class Prompts:

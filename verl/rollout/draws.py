@@ -11,8 +11,12 @@ from verl.protocol import Status, Trajectory
 from verl.rollout.groups import Group
 from verl.rollout.worker import EpisodeRequest
 
-Feed = Callable[[Sequence[Group]], Sequence[Group] | None]
-"""Given the groups completed since the last call, the groups to begin now; None when there are enough."""
+Feed = Callable[[Sequence[Group], bool], Sequence[Group] | None]
+"""Given the groups completed since the last call, the groups to begin now; None when there are enough.
+
+It may take time to decide whether a complete group is useful, and answer in a later call. If the second argument is
+true, nothing is being sampled, and it waits until it has decided about all.
+"""
 
 
 class Draws:
@@ -43,13 +47,15 @@ class Draws:
             self.slots += slots
             self.num_unfinished += len(slots)
 
-    def settle(self) -> None:
-        """Report the complete groups to `feed`."""
-        while self._complete and self._feed and not self.is_enough:
+    def settle(self, wait: bool = False) -> None:
+        """Report the complete groups to `feed`, and add the groups that it wants. wait: for all of its decisions."""
+        while self._feed and not self.is_enough:
             complete, self._complete = self._complete, []
-            further = self._feed(complete)
+            further = self._feed(complete, wait)
             self.is_enough = further is None
             self.add(further or ())
+            if not self._complete:
+                return
 
     def take(self, most: int, engine: str = "") -> list[EpisodeRequest]:
         """The next episodes of the queue for the engine of that name; those begun on another engine come last.

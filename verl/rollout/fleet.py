@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,10 +124,15 @@ class Fleet:
         self._answers({getattr(one.worker, method).remote(*args): one for one in self.engines}, f"rollout {method}")
         self._require_engines()
 
-    def ask_each(self, method: str, args: Mapping[Engine, tuple[Any, ...]]) -> dict[Engine, Any]:
-        """Call a method of some engines, each with its own arguments. Returns the answers of those that are alive."""
+    def ask_each(
+        self, method: str, args: Mapping[Engine, tuple[Any, ...]], on_loss: Callable[[], None] = lambda: None
+    ) -> dict[Engine, Any]:
+        """Call a method of some engines, each with its own arguments. Returns the answers of those that are alive.
+
+        on_loss: called each time one has died, while the answers of others may still be awaited.
+        """
         calls = {getattr(engine.worker, method).remote(*own): engine for engine, own in args.items()}
-        return dict(self._answers(calls, f"rollout {method}"))
+        return dict(self._answers(calls, f"rollout {method}", on_loss))
 
     def lose(self, engine: Engine, error: VerlError) -> None:
         """Continue without an engine that died of `error`; may be called twice for one engine."""
@@ -188,7 +193,9 @@ class Fleet:
             self._coming.remove(engine)
             self.engines.append(engine)
 
-    def _answers(self, calls: dict[Any, Engine], what: str) -> list[tuple[Engine, Any]]:
+    def _answers(
+        self, calls: dict[Any, Engine], what: str, on_loss: Callable[[], None] = lambda: None
+    ) -> list[tuple[Engine, Any]]:
         """Answers of the live engines; dead ones are lost. Raises any other error of an engine as soon as it occurs."""
         begun, waiting, answers = time.monotonic(), dict(calls), list[tuple[Engine, Any]]()
         while waiting:
@@ -198,6 +205,7 @@ class Fleet:
                     [answer] = wait_for([call], what, self._timeout_s)
                 except (EngineDied, WorkerDied) as error:
                     self.lose(engine, error)
+                    on_loss()
                 except (VerlError, RayTaskError) as error:
                     if engine.seat.address not in self._joined:
                         raise

@@ -14,7 +14,8 @@ from verl.rollout.draws import Draws
 from verl.rollout.fleet import SHUTDOWN_S, Engine, Fleet
 from verl.single_controller import wait_for, wait_for_any
 
-NOTICE_S = TELL_AGAIN_S = 1.0
+NOTICE_S = 0.2
+TELL_AGAIN_S = 1.0
 
 
 @dataclass
@@ -49,17 +50,10 @@ class Stream:
     def run(self) -> None:
         self._require_wanted()
         self.draws.put_back()
-        self.draws.settle()
-        if not self.draws.is_enough:
-            self._hand_out()
+        self._continue()
         while self._calls:
             self._take_in()
-            if not self.draws.is_enough:
-                self.draws.settle()
-            if self.draws.is_enough:
-                self._interrupt()
-            else:
-                self._hand_out()
+            self._continue()
 
     def abandon(self) -> None:
         """End all running episodes on the engines; waits for that, at most SHUTDOWN_S seconds.
@@ -75,13 +69,23 @@ class Stream:
             if not missing or time.monotonic() > give_up:
                 return
 
+    def _continue(self) -> None:
+        """Keep the engines busy, or interrupt them if there are enough groups."""
+        if not self.draws.is_enough:
+            self.draws.settle(wait=not (self.draws.waiting or any(place.held for place in self.places)))
+        if self.draws.is_enough:
+            self._interrupt()
+        else:
+            self._hand_out()
+
     def _take_in(self) -> None:
-        """Wait until some of the calls have ended, and record their results."""
+        """Record the results of calls that have ended; waits for the first one, but no longer than NOTICE_S."""
         calls, oldest = list(self._calls), min(made for _, made in self._calls.values())
-        while not ray.wait(calls, timeout=NOTICE_S)[0] and time.monotonic() < oldest + self.timeout_s:
-            self._require_wanted()
-        done = wait_for_any(calls, "rollout", self.timeout_s, since=oldest)
+        ended, _ = ray.wait(calls, timeout=NOTICE_S)
         self._require_wanted()
+        if not ended and time.monotonic() < oldest + self.timeout_s:
+            return
+        done = wait_for_any(calls, "rollout", self.timeout_s, since=oldest)
         for call in done:
             place, _ = self._calls.pop(call)
             self._interrupts.discard(call)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from verl.errors import WeightSyncError
 from verl.rollout.fleet import Engine, Fleet
 from verl.rollout.weight_stream import WeightSender
 from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.group import RECEIVED
+from verl.rollout.weights.group import RECEIVED, end_group
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class WeightBroadcast:
     def __init__(self, fleet: Fleet, ranks_per_engine: int) -> None:
         self._fleet, self._ranks_per_engine = fleet, ranks_per_engine
         self._members: list[Engine] = []
+        self._end_group: Callable[[], None] = lambda: None
 
     def prepare(self, sender: WeightSender) -> None:
         """Form a group unless there is one of exactly the current engines."""
@@ -37,6 +39,7 @@ class WeightBroadcast:
         except WeightSyncError as error:
             self._fail(sender, str(error))
             return
+        self._end_group = partial(end_group, meeting)
         joined = sender.begin_join()
         places = [(meeting, 1 + self._ranks_per_engine * number) for number in range(len(engines))]
         if wrong := self._wrong("join_weight_group", places, joined):
@@ -62,8 +65,12 @@ class WeightBroadcast:
             self._fleet.ask_each("leave_weight_group", dict.fromkeys(there, ()))
 
     def _wrong(self, method: str, args: Sequence[tuple[Any, ...]], sender_is_done: Callable[[], None]) -> str:
-        """Call it on all members, and wait for the sender. Returns what went wrong; empty if nothing did."""
-        answers = self._fleet.ask_each(method, dict(zip(self._members, args, strict=True)))
+        """Call it on all members, and wait for the sender. Returns what went wrong; empty if nothing did.
+
+        When an engine dies, the group is ended: the others would wait for it until their time limit.
+        """
+        asked = dict(zip(self._members, args, strict=True))
+        answers = self._fleet.ask_each(method, asked, on_loss=self._end_group)
         try:
             sender_is_done()
         except WeightSyncError as error:

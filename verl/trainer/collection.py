@@ -136,14 +136,17 @@ class Collector:
             return 0
         return math.ceil(self.config.actor_rollout_ref.rollout.over_sample * self._wanted)
 
-    def _are_useful(self, groups: Sequence[Group]) -> list[bool]:
+    def _are_useful(self, groups: Sequence[Group], wait: bool) -> list[bool | None]:
+        """See `Selection`. Without dynamic sampling all are, and their rewards are needed only when the step trains."""
         if not self._filtering:
             for how in sorted(set(self._hows)):
                 self.scorer.score_ahead(_trajectories(groups, how))
             return [True] * len(groups)
-        self.scorer.score_some([one for one in _trajectories(groups) if one.reward is None])
+        self.scorer.score_ahead(_trajectories(groups))
+        known = [group for group in groups if wait or self.scorer.can_score_now(group.trajectories("train"))]
+        self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
         self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
-        return [_is_informative(group.trajectories("train")) for group in groups]
+        return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
 
     def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
         return {

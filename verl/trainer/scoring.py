@@ -106,6 +106,10 @@ class Scorer:
         if self._ahead:
             self._ahead.add(_unscored(trajectories))
 
+    def can_score_now(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether `score_some` need not wait for what `score_ahead` has started."""
+        return self._ahead is None or self._ahead.has_scored(trajectories)
+
     def begin(self, carried: Sequence[Trajectory] = ()) -> None:
         """Start a step, for which `carried` were completed before. Forgets what was scored for an abandoned step."""
         self._num_requested = self._num_unavailable = 0

@@ -20,38 +20,36 @@ class ScoringAhead:
     def __init__(self, score: Callable[[Sequence[Trajectory]], object]) -> None:
         self._score = score
         self._queue: SimpleQueue[Handed] = SimpleQueue()
-        self._handed: list[Handed] = []
+        self._handed: dict[int, tuple[Trajectory, Future[None]]] = {}  # by the trajectory's `id`
         self._thread: threading.Thread | None = None
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Score them soon; until `take` they are the thread's. Those that it has already are left out."""
-        known = {id(trajectory) for handed, _ in self._handed for trajectory in handed}
-        new = [trajectory for trajectory in trajectories if id(trajectory) not in known]
+        new = [trajectory for trajectory in trajectories if id(trajectory) not in self._handed]
         if not new:
             return
-        handed: Handed = (new, Future())
-        self._handed.append(handed)
-        self._queue.put(handed)
+        done = Future[None]()
+        self._handed |= {id(trajectory): (trajectory, done) for trajectory in new}
+        self._queue.put((new, done))
         if self._thread is None:  # a daemon: a judge that hangs does not keep the run from ending
             self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
             self._thread.start()
 
+    def has_scored(self, wanted: Sequence[Trajectory]) -> bool:
+        """Whether `take` need not wait."""
+        return all(self._handed[id(one)][1].done() for one in wanted if id(one) in self._handed)
+
     def take(self, wanted: Sequence[Trajectory]) -> list[Trajectory]:
         """Those of `wanted` that were handed over, once they are scored. Raises what scoring them has raised."""
-        numbers = {id(trajectory) for trajectory in wanted}
-        taken: list[Trajectory] = []
-        for handed in list(self._handed):
-            trajectories, done = handed
-            if any(id(trajectory) in numbers for trajectory in trajectories):
-                self._handed.remove(handed)
-                done.result()
-                taken += trajectories
-        return taken
+        taken = [self._handed.pop(id(one)) for one in wanted if id(one) in self._handed]
+        for _, done in taken:
+            done.result()
+        return [trajectory for trajectory, _ in taken]
 
     def forget(self, but: Sequence[Trajectory]) -> None:
         """Nobody will take what was handed over, `but` for these."""
         kept = {id(trajectory) for trajectory in but}
-        self._handed = [handed for handed in self._handed if any(id(one) in kept for one in handed[0])]
+        self._handed = {number: handed for number, handed in self._handed.items() if number in kept}
 
     def _work(self) -> None:
         while True:

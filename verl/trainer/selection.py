@@ -15,12 +15,15 @@ class Selection:
     `due` are groups that cannot wait for another step: they are taken, however long they take. If there are more groups
     than wanted, the first to complete are taken. `in_order` decides about a group only when all groups before it are
     complete, so that the decision does not depend on timing.
+
+    are_useful: for each group, whether it is; None if that is not known yet. It is called again with those groups, and
+    with true as its second argument when it has to wait until it knows.
     """
 
     wanted: int
     most: int
     draw: Callable[[int], list[Group]]
-    are_useful: Callable[[Sequence[Group]], list[bool]]
+    are_useful: Callable[[Sequence[Group], bool], Sequence[bool | None]]
     groups: list[Group]
     due: list[Group] = field(default_factory=list)
     in_order: bool = False
@@ -28,18 +31,18 @@ class Selection:
     useless: list[Group] = field(default_factory=list)
     _undecided: list[Group] = field(default_factory=list)
 
-    def feed(self, complete: Sequence[Group]) -> list[Group] | None:
+    def feed(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
         """See `verl.rollout.draws.Feed`."""
         self._undecided += complete
-        decided = self._leading() if self.in_order else list(self._undecided)
-        self._undecided = [group for group in self._undecided if group not in decided]
-        useless = 0
-        for group, is_useful in zip(decided, self.are_useful(decided) if decided else [], strict=True):
-            (self.useful if is_useful else self.useless).append(group)
-            useless += not is_useful
+        asked = self._leading() if self.in_order else list(self._undecided)
+        answers = dict(zip(asked, self.are_useful(asked, wait) if asked else [], strict=True))
+        self._undecided = [group for group in self._undecided if answers.get(group) is None]
+        self.useful += [group for group, is_useful in answers.items() if is_useful]
+        new_useless = [group for group, is_useful in answers.items() if is_useful is False]
+        self.useless += new_useless
         if len(self.useful) >= self.wanted and all(group in self.useful + self.useless for group in self.due):
             return None
-        new = self.draw(max(0, min(useless, self.most - len(self.groups))))
+        new = self.draw(max(0, min(len(new_useless), self.most - len(self.groups))))
         self.groups += new
         return new
 

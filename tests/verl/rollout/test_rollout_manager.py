@@ -138,7 +138,7 @@ def test_groups_that_are_too_slow_go_on_under_the_next_weights(
     groups = groups_of(prompts, ["train"] * 2, 6)
     complete: list[Group] = []
 
-    def feed(more: Sequence[Group]) -> list[Group] | None:
+    def feed(more: Sequence[Group], wait: bool) -> list[Group] | None:
         complete.extend(more)
         return None if len(complete) == 2 else []
 
@@ -170,7 +170,7 @@ def test_enough_groups_that_were_complete_before_need_no_engine(
     groups = groups_of(prompts_of(byte_tokenizer, {}), ["train"], 6)
     manager.collect_groups(groups, 6)
     fresh = groups_of(prompts_of(byte_tokenizer, {}, {}), ["train"], 7)
-    manager.collect_groups([*groups, *fresh], 7, lambda complete: None)
+    manager.collect_groups([*groups, *fresh], 7, lambda complete, wait: None)
     assert not any(group.results or group.begun for group in fresh)
 
 

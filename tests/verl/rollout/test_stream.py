@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 
 from verl.config import load_config
 from verl.errors import SamplingAbandoned
-from verl.protocol import Prompt
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Draws
 from verl.rollout.fleet import Engine
-from verl.rollout.groups import groups_of
+from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 
 
@@ -82,3 +83,55 @@ def test_nothing_is_waited_for_for_long(ray_session: Any, monkeypatch: pytest.Mo
     begun = time.monotonic()
     stream.abandon()
     assert time.monotonic() - begun < 10
+
+
+class OneShort:
+    """Ends the episodes of the first prompt at once, and the others when they are interrupted."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+        self.interrupted = asyncio.Event()
+
+    async def play(self, new: list[Any]) -> list[Any]:
+        self.held += new
+        short = [request for request in self.held if request.prompt.ids == (1,)]
+        self.held = [request for request in self.held if request not in short]
+        if not short:
+            await self.interrupted.wait()
+        return [(request.slot, ended(request, Status.ANSWERED)) for request in short]
+
+    async def interrupt(self) -> list[Any]:
+        held, self.held = self.held, []
+        self.interrupted.set()
+        return [(request.slot, ended(request, None)) for request in held]
+
+
+def ended(request: Any, status: Status | None) -> Trajectory:
+    return Trajectory(request.group_id, request.prompt, [Segment(Source.PROMPT, request.prompt.ids)], status)
+
+
+def fed(ray_session: Any, prompts: Sequence[int], answers: int) -> tuple[list[tuple[int, bool]], list[Group]]:
+    """What `feed` was told from the first complete group on, if it has enough after so many `answers`; the groups."""
+    engine = Engine(ray_session.remote(OneShort).remote(), SimpleNamespace(address="", rank=0), None, at_once=8)
+    config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
+    told: list[tuple[int, bool]] = []
+
+    def feed(complete: Sequence[Group], wait: bool) -> list[Group] | None:
+        if complete or told:
+            told.append((len(complete), wait))
+        return None if len(told) == answers else []
+
+    groups = groups_of([Prompt((number,), "test", {}) for number in prompts], ["train"] * 2, 1)
+    Stream(SimpleNamespace(engines=[engine]), Draws(config, groups, 1, feed), 60.0, threading.Event()).run()
+    return told, groups
+
+
+def test_a_decision_that_takes_time_is_heard_of_while_another_group_is_sampled(ray_session: Any) -> None:
+    told, [first, second] = fed(ray_session, (1, 2), answers=4)
+    assert told == [(1, False), (0, False), (0, False), (0, False)]
+    assert len(first.results) == 2 and not second.results
+
+
+def test_a_decision_is_waited_for_when_nothing_is_sampled(ray_session: Any) -> None:
+    told, _ = fed(ray_session, (1,), answers=4)
+    assert told == [(1, True)], "it has to decide, and wants no other group"

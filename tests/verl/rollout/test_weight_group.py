@@ -21,7 +21,7 @@ from verl.rollout.weights import group as weight_group
 from verl.rollout.weights.buckets import Version
 from verl.rollout.weights.checksum import differing, sums_of
 from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.group import Meeting, WeightDrain, WeightGroup, WeightSource
+from verl.rollout.weights.group import Meeting, WeightDrain, WeightGroup, WeightSource, end_group
 from verl.rollout.weights.memory import HostBuckets
 
 CPU = torch.device("cpu")
@@ -156,6 +156,33 @@ def test_who_does_not_come_is_not_waited_for_beyond_the_limit(monkeypatch: pytes
         source.join()
     with pytest.raises(WeightSyncError, match="rank 1 of 2 could not join"):
         WeightDrain(CPU).join(Meeting(HOST, free_port(), 2), 1)
+
+
+def test_who_waits_for_a_member_that_does_nothing_fails_when_the_group_is_ended(tmp_path: Path) -> None:
+    """As by the driver, when an engine has died: the others would wait until their limit."""
+    receivers = Receivers()
+    [bucket, _] = buckets_of(tmp_path)
+    packed = next(iter(bucket.exports.values()))
+    source = WeightSource(CPU)
+    meeting = source.open(HOST, 3)
+    receivers.ends[0].send(("join", meeting))
+    end_group(meeting)
+    assert "another member has failed" in receivers.answer(0)
+    assert "another member has failed" in failure_of(source.join)
+    meeting = source.open(HOST, 3)
+    receivers.begin("join", meeting)
+    source.join()
+    assert receivers.answers() == ["", ""]
+    receivers.begin("receive", packed, b"")  # before anything is sent
+    assert not receivers.ends[0].poll(1)
+    end_group(meeting)
+    assert all("another member has failed" in told for told in receivers.answers())
+    source.leave()
+    receivers.close()
+
+
+def test_a_group_of_a_sender_that_is_gone_can_be_ended() -> None:
+    end_group(Meeting(HOST, free_port(), 2))
 
 
 def test_a_receiver_that_ends_is_told_to_all_others(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ class ContentScorer:
     def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 
+    def can_score_now(self, trajectories: Sequence[Trajectory]) -> bool:
+        return True
+
     def require_enough_so_far(self, least: int) -> None:
         pass
 

@@ -48,7 +48,7 @@ class Rollouts:
         while waiting:
             group = waiting.pop()
             group.results = {index: self.play(group, how, index) for index, how in enumerate(group.hows)}
-            waiting += feed([group]) or []
+            waiting += feed([group], not waiting) or []
 
     def play(self, group: Group, how: str, index: int) -> Trajectory:
         number = group.prompt.row["number"]
@@ -169,3 +169,31 @@ def test_a_group_is_scored_while_the_next_is_sampled(estimator: str) -> None:
     assert sorted(Noting.asked) == [0] * samples + [1] * samples
     if estimator == "remax":
         assert batch.rows["baseline"].tolist() == [0.5, 0.5, 1.0, 1.0]
+
+
+class Hesitating(Noting):
+    """Scores the group that is complete first only when the other one has been sampled."""
+
+    sampled = threading.Event()
+
+    def score(self, trajectory: Trajectory, tokenizer: object) -> float:
+        assert Hesitating.sampled.wait(30), "sampling waits for the reward of its first group"
+        return super().score(trajectory, tokenizer)
+
+
+class OneAfterTheOther(Rollouts):
+    def play(self, group: Group, how: str, index: int) -> Trajectory:
+        if group.prompt.row["number"] == 0:
+            Hesitating.sampled.set()
+        return super().play(group, how, index)
+
+
+def test_dynamic_sampling_goes_on_while_a_group_is_scored() -> None:
+    """The first group turns out to be useless when all others are complete, and is replaced then."""
+    Hesitating.sampled.clear()
+    config = make_config(*FILTER, f"reward.function={__name__}.Hesitating")
+    rollouts = OneAfterTheOther([(1, 0), (1, 1), (0, 1)])
+    collected = Collector(config, Prompts(), rollouts, RealScorer(config, None)).collect(1)  # type: ignore[arg-type]
+    assert [t.prompt.row["number"] for t in collected.trained] == [0, 0, 2, 2]
+    assert collected.batch.rows["reward"].tolist() == [1, 0, 0, 1]
+    assert collected.metrics["filter_groups/kept"] == 2 / 3

@@ -81,7 +81,7 @@ class Engines:
                 if trajectory.num_turns == trajectory.prompt.row["length"]:
                     trajectory.status = Status.ANSWERED
                     draws.record(slot, playing.pop(slot))
-            draws.settle()
+            draws.settle(wait=not (draws.waiting or playing))
         for slot, trajectory in playing.items():
             draws.record(slot, trajectory)
         self.stats = draws.stats()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,10 @@ from verl.rollout.weights.memory import Located, bucket_of, host_name, tensors_i
 JOIN_S = 60.0  # until all have joined
 BROADCAST_S = 120.0  # per bucket; at most half of NCCL's own limit, at which it would end the process
 POLL_S = 0.001
+LOOK_S = 0.2  # between looks whether the group has been ended
+CONNECT_S = 10.0
 SENDER = 0
+ENDED = "ended"  # in the group's store, once a broadcast cannot succeed any more
 RECEIVED = "received"  # in the exports of a bucket that engines have received; the value is its ticket
 
 
@@ -43,30 +46,32 @@ class Meeting:
 class WeightGroup:
     """One member. Raises WeightSyncError when not all `meeting.size` members have joined within `JOIN_S`.
 
+    A member that fails ends the group: all others that wait for it fail, too, instead of waiting until their limit.
     store: the sender's own, which the others connect to. device: where this member's buckets are.
     """
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
         self.device = device
         with _told(f"rank {rank} of {meeting.size} could not join the group at {meeting.host}:{meeting.port}"):
-            self._store = store or _connected(meeting)
+            self._store = store or _connected(meeting, JOIN_S)
             self._store.set_timeout(timedelta(seconds=JOIN_S))
-            _wait_for_all(self._store, rank, meeting.size)
-            self._group = _formed(dist.PrefixStore("group", self._store), meeting, rank, device)
-            if device.type == "cuda":  # NCCL connects only now
-                _finish(self._begin(torch.zeros(1, device=device)), JOIN_S)
+            with self._ended_by_failure():
+                self._wait_for_all(rank, meeting.size)
+                self._group = _formed(dist.PrefixStore("group", self._store), meeting, rank, device)
+                if device.type == "cuda":  # NCCL connects only now
+                    self._finish(self._begin(torch.zeros(1, device=device)), JOIN_S)
 
     def begin(self, bucket: torch.Tensor) -> Any:
         """Start to send `bucket`, or to receive into it. It is flat, on this member's device, and of the same size for
         all. Returns what `finish` waits for.
         """
-        with _told("the broadcast of weights failed"):
+        with _told("the broadcast of weights failed"), self._ended_by_failure():
             return self._begin(bucket)
 
     def finish(self, begun: Any) -> None:
         """Wait until it is sent or received, at most `BROADCAST_S`."""
-        with _told("the broadcast of weights failed"):
-            _finish(begun, BROADCAST_S)
+        with _told("the broadcast of weights failed"), self._ended_by_failure():
+            self._finish(begun, BROADCAST_S)
 
     def leave(self) -> None:
         """Leave, even while others wait for this member: their calls fail."""
@@ -77,6 +82,44 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         return self._group.broadcast([bucket], options)
+
+    def _wait_for_all(self, rank: int, size: int) -> None:
+        """NCCL itself would wait for them forever."""
+        self._store.set(f"here/{rank}", "")
+        everyone = [f"here/{number}" for number in range(size)]
+        self._wait_until(lambda: self._store.check(everyone), JOIN_S, LOOK_S / 4)
+
+    def _finish(self, work: Any, limit_s: float) -> None:
+        self._wait_until(work.is_completed, limit_s, POLL_S)
+        work.wait()  # raises what went wrong
+
+    def _wait_until(self, is_done: Callable[[], bool], limit_s: float, poll_s: float) -> None:
+        """Polls, because `wait` has no timeout in NCCL's usual mode and cannot be interrupted."""
+        begun = looked = time.monotonic()
+        while not is_done():
+            now = time.monotonic()
+            if now > begun + limit_s:
+                raise WeightSyncError(f"not done after {limit_s:g} s")
+            if now > looked + LOOK_S:
+                looked = now
+                if self._store.check([ENDED]):
+                    raise WeightSyncError("another member has failed")
+            time.sleep(poll_s)
+
+    @contextmanager
+    def _ended_by_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):  # the sender, who has the store, is gone
+                self._store.set(ENDED, "")
+            raise
+
+
+def end_group(meeting: Meeting) -> None:
+    """Make all members fail that wait for another one: call it when a member has died. Never raises."""
+    with suppress(Exception):  # there is no sender any more either
+        _connected(meeting, CONNECT_S).set(ENDED, "")
 
 
 class WeightSource:
@@ -158,14 +201,8 @@ class WeightDrain:
             group.leave()
 
 
-def _connected(meeting: Meeting) -> dist.Store:
-    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=JOIN_S))
-
-
-def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
-    """NCCL itself would wait for them forever."""
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=JOIN_S))
+def _connected(meeting: Meeting, limit_s: float) -> dist.Store:
+    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
 def _formed(store: dist.Store, meeting: Meeting, rank: int, device: torch.device) -> Any:
@@ -184,16 +221,6 @@ def _address_towards(meeting: Meeting) -> str:
     """This host's address, as the meeting's host sees it."""
     with socket.create_connection((meeting.host, meeting.port), timeout=JOIN_S) as connection:
         return str(connection.getsockname()[0])
-
-
-def _finish(work: Any, limit_s: float) -> None:
-    """Polls, because `wait` has no timeout in NCCL's usual mode and cannot be interrupted."""
-    deadline = time.monotonic() + limit_s
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise WeightSyncError(f"not done after {limit_s:g} s")
-        time.sleep(POLL_S)
-    work.wait()  # raises what went wrong
 
 
 @contextmanager
