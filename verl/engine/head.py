@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from verl.algorithms.entropy import entropy
 from verl.algorithms.kl import ExactKL
 from verl.engine.device import kind_of
+from verl.engine.linear import linear, matmul
 
 SHORT = (torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}  # of float32 logits: keeps a GPU busy, fits a CPU's cache
@@ -45,7 +45,7 @@ class Head(NamedTuple):
         """[N, V] log-softmax of the logits over `temperature`, in float32 or float64."""
         hidden_NH = hidden_NH.to(self.weight_VH.dtype)
         if self.weight_VH.dtype not in SHORT:
-            logits_NV = functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+            logits_NV = linear(hidden_NH, self.weight_VH, self.bias_V)
         else:
             logits_NV = product(hidden_NH, self.weight_VH.T)
             logits_NV += 0.0 if self.bias_V is None else self.bias_V
@@ -57,7 +57,8 @@ def product(left_AB: torch.Tensor, right_BC: torch.Tensor, add_to_AC: torch.Tens
     if left_AB.dtype in SHORT and kind_of(left_AB.device) != "cuda":  # only CUDA multiplies 16-bit inputs into float32
         left_AB, right_BC = left_AB.float(), right_BC.float()
     if left_AB.dtype not in SHORT:
-        return left_AB @ right_BC if add_to_AC is None else add_to_AC.addmm_(left_AB, right_BC)
+        product_AC = matmul(left_AB, right_BC)
+        return product_AC if add_to_AC is None else add_to_AC.add_(product_AC)
     if add_to_AC is None:
         return torch.mm(left_AB, right_BC, out_dtype=torch.float32)
     return torch.addmm(add_to_AC, left_AB, right_BC, out_dtype=torch.float32, out=add_to_AC)

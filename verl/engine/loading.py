@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from verl.config.critic import CriticModelConfig
 from verl.config.model import FrozenFsdpConfig, FsdpConfig, MixedPrecisionConfig, ModelConfig
-from verl.engine.device import Precision, device_mesh, prepare_matmul, resolve_head_dtype, resolve_precision
+from verl.engine.device import Precision, device_mesh, kind_of, prepare_matmul, resolve_head_dtype, resolve_precision
 from verl.engine.hf_model import HfModel
+from verl.engine.linear import use_onednn
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import CausalLm, CausalModel, Decoder
 from verl.engine.sharding import shard
@@ -75,6 +76,8 @@ def _load(
         add_adapters(hf_model, lora, precision.param_dtype, None if slices is None else slices.stored)
     model = wrap(hf_model)
     prepare_matmul(hf.device, precision)
+    if kind_of(hf.device) == "cpu":
+        use_onednn(model)
     shard(model, device_mesh(hf.device, fsdp.fsdp_size), precision, fsdp.wrap_policy.min_num_params)
     if slices is not None:
         with _damage_is_named():

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from verl.config.model import LoraTargets, ModelConfig
+from verl.engine.linear import linear
 from verl.engine.slices import own_index
 from verl.errors import ConfigError
 
@@ -64,10 +64,10 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out]."""
-        output = super().forward(input)
+        output = linear(input, self.weight, self.bias)
         if not self.adapter_is_on:
             return output
-        return output + self.lora.scale * functional.linear(functional.linear(input, self.lora_A), self.lora_B)
+        return output + self.lora.scale * linear(linear(input, self.lora_A), self.lora_B)
 
 
 def add_adapters(

@@ -563,3 +563,13 @@ def test_ranks_that_share_a_row_have_half_of_it(tmp_path: Path) -> None:
     layers, micro_batches, swaps = 3, 2, 6  # before and behind attention: forward, backward, and the anchor's forward
     assert half.work.calls["all-to-all"] == layers * micro_batches * swaps and not whole.work.calls["all-to-all"]
     assert sharing.groups.of("all-to-all") == (2, True)
+
+
+def test_a_product_by_onednn_counts_like_pytorchs_own() -> None:
+    """[5, 7] by [7, 3]: 2 x 5 x 7 x 3 operations."""
+    left, right = torch.randn(5, 7), torch.randn(3, 7)
+    work, own = Work(), (left, right.T)
+    onednn = (left, right, None, "none", [], "")
+    for func, args in ((torch.ops.aten.mm.default, own), (torch.ops.mkldnn._linear_pointwise.default, onednn)):
+        counted = work.count(func, args, {}, func(*args))
+        assert counted is not None and counted.flops == 210

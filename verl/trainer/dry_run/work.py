@@ -113,6 +113,8 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         query = args[1 if attention.backward else 0]
         products = BACKWARD_PRODUCTS if attention.backward else FORWARD_PRODUCTS
         return products * query.numel() * attention.longest(args)  # 2 per product and value, half of them masked
+    if func._schema.name == "mkldnn::_linear_pointwise":
+        return 2.0 * out.numel() * args[0].shape[-1]
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0.0

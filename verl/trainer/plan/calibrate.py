@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.engine.device import init_process_group, resolve_device
+from verl.engine.linear import matmul
 from verl.errors import VerlError
 from verl.trainer.plan.machine import Machine, write_machine
 
@@ -127,7 +128,7 @@ def _wait_for(device: torch.device) -> None:
 def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
     side = ON_DEVICE[device.type].side
     one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / seconds_of(lambda: one @ other, device)
+    return 2 * side**3 / seconds_of(lambda: matmul(one, other), device)
 
 
 def _memory_bytes(device: torch.device) -> float:
