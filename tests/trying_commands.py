@@ -407,6 +407,7 @@ RULES: list[tuple[str, Rule]] = [
         r"python scripts/bench/(driver_step|data_plane)\.py",
         runs_apart("--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1"),
     ),
+    (r"python scripts/bench/linear\.py", runs_apart("--tokens", "16", "--rounds", "1")),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
