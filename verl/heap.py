@@ -1,15 +1,40 @@
-"""The heap of a process that works on tensors of ever new sizes."""
+"""The heap of a process that works on tensors of ever new sizes, where glibc manages it; elsewhere nothing is done.
+
+Memory that goes back to the system has to be mapped and cleared, page by page, when it is used again: a tenth of the
+time of a small model's update. Memory that never goes back adds up, since such tensors leave holes between what stays.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
+import psutil
+
+KEPT_BYTES = 512 * 2**20
+LARGE_BYTES = 32 * 2**20  # the largest that glibc allows
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+_resident_bytes = 0  # right after the last return
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to KEPT_BYTES at the end of the heap, and all tensors but those above LARGE_BYTES in it."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_surplus_memory() -> None:
+    """`return_free_memory` if the process has grown by more than KEPT_BYTES since that was last done."""
+    if psutil.Process().memory_info().rss > _resident_bytes + KEPT_BYTES:
+        return_free_memory()
+
 
 def return_free_memory() -> None:
-    """Give the pages that glibc keeps for later back to the system; elsewhere does nothing.
-
-    Such tensors leave holes between what stays, so that the heap on CPU grows with the steps of a run.
-    """
+    """Give the pages that glibc keeps for later back to the system."""
+    global _resident_bytes
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+        _resident_bytes = psutil.Process().memory_info().rss

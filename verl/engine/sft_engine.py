@@ -18,6 +18,7 @@ from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.errors import ConfigError
+from verl.heap import keep_freed_memory
 from verl.protocol import TrainBatch
 
 
@@ -28,6 +29,7 @@ class SftEngine:
         """Load and shard `model.path`. The process group must exist. Raises ConfigError."""
         trainer = config.trainer
         set_threads(trainer.num_threads)
+        keep_freed_memory()
         self.num_steps_done = 0
         fsdp = config.fsdp_config
         if fsdp.param_offload or fsdp.grad_offload or fsdp.optimizer_offload:

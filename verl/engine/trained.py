@@ -25,7 +25,7 @@ from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.engine.token_values import ReadTokens, read_tokens
 from verl.errors import NumericalError
-from verl.heap import return_free_memory
+from verl.heap import keep_freed_memory, return_surplus_memory
 from verl.phases import Part, Phase
 from verl.protocol import TrainBatch
 
@@ -57,6 +57,7 @@ class TrainedEngine(ABC):
         perhaps a frozen "anchor", off-loaded as `frozen` says. `total_training_steps` is the length of the
         learning-rate schedule unless optim.total_training_steps says otherwise.
         """
+        keep_freed_memory()
         self.config, self.settings, self.models, self.layout = config, settings, models, layout
         self.model = models[self.trained]
         optimizer = build_adamw(self.model.parameters(), settings.optim)
@@ -129,7 +130,7 @@ class TrainedEngine(ABC):
             ]
             self.release()
         self.step += 1
-        return_free_memory()
+        return_surplus_memory()
         return [metrics for metrics in steps if metrics], lr
 
     def release(self) -> None:

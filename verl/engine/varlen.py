@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -124,6 +125,9 @@ def _row_by_row(
     """
     grouped = query.shape[1] != key.shape[1]
     sizes = list(row_lengths)
+    seen = [span.stop - span.start + own for span, own in zip(lent, sizes, strict=True)]
+    short = max((keys for keys in seen if keys <= MASKED_LENGTH), default=0)
+    short_mask_SS = _mask(short, short, sliding_window, query)
     prefixes = {(s.start, s.stop): (query[:, :, s], key[:, :, s], value[:, :, s]) for s in lent if s.stop}
     outputs = []
     for q, k, v, span in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), lent, strict=True):
@@ -133,7 +137,11 @@ def _row_by_row(
             k, v = torch.cat([prefix_k, k], 2), torch.cat([prefix_v, v], 2)
             if MASKED_LENGTH < k.shape[2] < 2 * own:
                 q = torch.cat([prefix_q, q], 2)
-        mask_LK = _mask(q.shape[2], k.shape[2], sliding_window, query.device)
+        length, keys = q.shape[2], k.shape[2]
+        mask_LK = None
+        if length < keys or (sliding_window is not None and length > sliding_window):
+            is_short = keys <= MASKED_LENGTH
+            mask_LK = short_mask_SS[keys - length : keys, :keys] if is_short else _mask(length, keys, sliding_window, q)
         output = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_LK, is_causal=mask_LK is None, scale=scaling, enable_gqa=grouped
         )
@@ -141,15 +149,14 @@ def _row_by_row(
     return torch.cat(outputs, 1)
 
 
-def _mask(length: int, seen: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[L, K] bool: the last L of K tokens see themselves and all before them, with a window `sliding_window` tokens at
-    most; None where `is_causal` says so already.
+def _mask(length: int, seen: int, sliding_window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """[L, K], to be added to scores: the last L of K tokens see themselves and all before them, with a window
+    `sliding_window` tokens at most.
     """
-    if length == seen and (sliding_window is None or length <= sliding_window):
-        return None
-    position_K = torch.arange(seen, device=device)
+    position_K = torch.arange(seen, device=like.device)
     distance_LK = position_K[seen - length :, None] - position_K
-    return (distance_LK >= 0) & (distance_LK < (sliding_window or seen))
+    hidden_LK = (distance_LK < 0) | (distance_LK >= (sliding_window or max(1, seen)))
+    return torch.zeros_like(hidden_LK, dtype=like.dtype).masked_fill_(hidden_LK, -math.inf)
 
 
 def _by_kernel(
