@@ -65,6 +65,7 @@ class VLLMEngine:
         except BaseException:
             self._litter.remove()
             raise
+        _remember_eos(self._llm.get_tokenizer())
 
     async def start(self) -> None:
         """Tie the engine's process to this one, so that it cannot outlive it. Optional; once, before the first use.
@@ -229,6 +230,11 @@ def _require_accepted(what: str, refused: Sequence[Sequence[str]]) -> None:
         if reasons:
             more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             raise WeightSyncError(f"{what}: the engine's rank {rank} found {reasons[0]}{more}")
+
+
+def _remember_eos(tokenizer: Any) -> None:
+    """vLLM asks for it in every request, and transformers looks it up in the vocabulary each time."""
+    vars(tokenizer)["eos_token_id"] = tokenizer.eos_token_id
 
 
 @contextlib.contextmanager
