@@ -74,7 +74,7 @@ class VLLMEngine:
         """
         await self.on_ranks("join_run", os.getpid())
         if self._on_cpu:
-            await self.on_ranks("draw_ahead")
+            await self.on_ranks("speed_up_cpu")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `ids`. A stop string and an end-of-sequence token are part of the result.

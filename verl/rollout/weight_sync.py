@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verl.errors import WeightSyncError
-from verl.heap import return_free_memory
+from verl.heap import collect_rarely, keep_freed_memory, return_surplus_memory
 from verl.parent import end_with_parent
 from verl.rollout.seed_draws import draw_ahead
 from verl.rollout.weights.adapters import are_adapters, with_adapters
@@ -95,8 +95,10 @@ class WeightSyncExtension:
             if (engine := os.getppid()) != owner:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
-    def draw_ahead(self) -> None:
-        """Sample with `verl.rollout.seed_draws`."""
+    def speed_up_cpu(self) -> None:
+        """Sample with `verl.rollout.seed_draws`; see `verl.heap`."""
+        keep_freed_memory()
+        collect_rarely()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)
 
     def _keep_adapters(self, tensors: Mapping[str, torch.Tensor], index: int) -> None:
@@ -134,7 +136,7 @@ class WeightSyncExtension:
                     _repack_output_heads(model)
                 self.model_runner.reset_lora_state()
         if self.device.type == "cpu":
-            return_free_memory()
+            return_surplus_memory()
         else:
             torch.accelerator.synchronize(self.device)  # the trainer reuses the bucket's memory next
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.event_loop import end_all
+from verl.heap import collect_rarely
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.protocol import Prompt, Trajectory
@@ -91,9 +91,7 @@ class RolloutWorker:
         self.limits = EpisodeLimits.from_config(config)
         self.engine = build_engine(config, self.limits.window, self.device)
         await self.engine.start()
-        # Objects from start-up never become garbage, and scanning them in every collection costs half of the time.
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
         at_once = config.actor_rollout_ref.rollout.max_concurrent or self._as_the_cache_holds()
         self._places = asyncio.Semaphore(at_once)
         return at_once
