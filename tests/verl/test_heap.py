@@ -1,4 +1,4 @@
-"""Memory between what stays goes back to the system."""
+"""Freed memory is used again, and what is too much of it goes back to the system; Python's collector runs rarely."""
 
 from __future__ import annotations
 
@@ -34,3 +34,86 @@ def test_holes_in_the_heap_are_given_back() -> None:
     full, before, after = json.loads(done.stdout)
     assert full - before < 20, "glibc itself keeps the holes"
     assert full - after == pytest.approx(100, abs=10)  # 200 blocks of half a MiB
+
+
+# Tensors of 4 to 28 MiB come and go: how many pages the system has to give in the second round.
+REUSE = """
+import resource
+import sys
+import torch
+from verl.heap import keep_freed_memory, return_free_memory, return_surplus_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+keep_freed_memory()
+return_free_memory()
+for _ in range(2):
+    before = faults()
+    for mib in range(4, 32, 4):
+        torch.ones(mib * 2**18) * 2
+    dict(free=return_free_memory, surplus=return_surplus_memory)[sys.argv[1]]()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults")
+def test_freed_memory_is_used_again() -> None:
+    def faults(at_the_end: str) -> int:
+        command = [sys.executable, "-c", REUSE, at_the_end]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return int(done.stdout)
+
+    assert faults("free") > 10_000
+    assert faults("surplus") < 8_000  # mostly 0, and 30,000 without `keep_freed_memory`
+
+
+# 150 MiB stay below what is kept, 700 MiB are above it.
+SURPLUS = """
+import json
+import psutil
+import torch
+from verl.heap import keep_freed_memory, return_free_memory, return_surplus_memory
+
+def left_mib(count):
+    rss = psutil.Process().memory_info().rss
+    parts = [torch.ones(2**20) for _ in range(count)]
+    kept = [torch.ones(2**20)]  # keeps the heap high
+    del parts
+    return_surplus_memory()
+    return (psutil.Process().memory_info().rss - rss) / 2**20
+
+keep_freed_memory()
+return_free_memory()
+print(json.dumps([left_mib(40), left_mib(175)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_more_than_is_kept_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", SURPLUS], capture_output=True, text=True, timeout=60, check=True)
+    little, much = json.loads(done.stdout)
+    assert little == pytest.approx(160, abs=20)
+    assert much < 20
+
+
+# Open requests: objects that are alive, and that refer to each other.
+COLLECTIONS = """
+import gc
+from verl.heap import collect_rarely
+
+old = [[] for _ in range(1000)]
+collect_rarely()
+counts = [0]
+gc.callbacks.append(lambda phase, info: counts.__setitem__(0, counts[0] + (phase == "start")))
+new = [[] for _ in range(50_000)]
+frozen = gc.get_freeze_count() >= 1000
+print(counts[0], frozen)
+"""
+
+
+def test_the_collector_runs_rarely() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, timeout=60, check=True)
+    count, frozen = done.stdout.split()
+    assert 1 <= int(count) <= 6, "it still runs; by default it does so 70 times"
+    assert frozen == "True"
