@@ -16,10 +16,10 @@ import psutil
 KEPT_BYTES = 512 * 2**20
 LARGE_BYTES = 32 * 2**20  # the largest that glibc allows
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
+RETURN_EVERY = 8  # steps
 COLLECTOR_THRESHOLDS = (10_000, 20, 50)  # 700, 10, 10 by default
 
-_resident_bytes = 0  # right after the last return
+_resident_bytes, _steps = 0, 0  # right after the last return, and since then
 
 
 def keep_freed_memory() -> None:
@@ -31,18 +31,20 @@ def keep_freed_memory() -> None:
 
 
 def return_surplus_memory() -> None:
-    """`return_free_memory` if the process has grown by more than KEPT_BYTES since that was last done."""
-    if psutil.Process().memory_info().rss > _resident_bytes + KEPT_BYTES:
+    """`return_free_memory` after RETURN_EVERY steps, or once the process has grown by KEPT_BYTES. Call it in each step."""
+    global _steps
+    _steps += 1
+    if _steps >= RETURN_EVERY or psutil.Process().memory_info().rss > _resident_bytes + KEPT_BYTES:
         return_free_memory()
 
 
 def return_free_memory() -> None:
     """Give the pages that glibc keeps for later back to the system."""
-    global _resident_bytes
+    global _resident_bytes, _steps
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-        _resident_bytes = psutil.Process().memory_info().rss
+    _resident_bytes, _steps = psutil.Process().memory_info().rss, 0
 
 
 def collect_rarely() -> None:
