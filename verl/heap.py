@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def return_surplus_memory() -> None:
-    """`return_free_memory` after RETURN_EVERY steps, or once the process has grown by KEPT_BYTES. Call it in each step."""
+    """To be called in each step: `return_free_memory` after RETURN_EVERY steps, or when it has grown by KEPT_BYTES."""
     global _steps
     _steps += 1
     if _steps >= RETURN_EVERY or psutil.Process().memory_info().rss > _resident_bytes + KEPT_BYTES:
@@ -51,7 +51,7 @@ def collect_rarely() -> None:
     """Let Python's collector leave alone what exists, and look for garbage less often.
 
     Hundreds of open requests are objects that each collection looks at, and none of them is garbage: with the default
-    thresholds this takes a third of a rollout worker's time.
+    thresholds this takes a quarter of a rollout worker's time.
     """
     gc.collect()
     gc.freeze()
