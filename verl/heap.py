@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-
-import psutil
+import math
+import time
 
 KEPT_BYTES = 512 * 2**20
 LARGE_BYTES = 32 * 2**20  # the largest that glibc allows
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-RETURN_EVERY = 8  # steps
+RETURN_EVERY_S = 15.0  # between the steps of a run
 COLLECTOR_THRESHOLDS = (10_000, 20, 50)  # 700, 10, 10 by default
 
-_resident_bytes, _steps = 0, 0  # right after the last return, and since then
+_returned_at = -math.inf
 
 
 def keep_freed_memory() -> None:
@@ -30,21 +30,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
-def return_surplus_memory() -> None:
-    """To be called in each step: `return_free_memory` after RETURN_EVERY steps, or when it has grown by KEPT_BYTES."""
-    global _steps
-    _steps += 1
-    if _steps >= RETURN_EVERY or psutil.Process().memory_info().rss > _resident_bytes + KEPT_BYTES:
-        return_free_memory()
-
-
-def return_free_memory() -> None:
-    """Give the pages that glibc keeps for later back to the system."""
-    global _resident_bytes, _steps
+def return_free_memory(every_s: float = 0.0) -> None:
+    """Give the pages that glibc keeps back to the system, unless that was done in the last `every_s` seconds."""
+    global _returned_at
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
+    if hasattr(libc, "malloc_trim") and time.monotonic() >= _returned_at + every_s:
         libc.malloc_trim(0)
-    _resident_bytes, _steps = psutil.Process().memory_info().rss, 0
+        _returned_at = time.monotonic()
 
 
 def collect_rarely() -> None:

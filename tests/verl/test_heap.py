@@ -41,7 +41,7 @@ REUSE = """
 import resource
 import sys
 import torch
-from verl.heap import keep_freed_memory, return_free_memory, return_surplus_memory
+from verl.heap import keep_freed_memory, return_free_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -52,52 +52,52 @@ for _ in range(2):
     before = faults()
     for mib in range(4, 32, 4):
         torch.ones(mib * 2**18) * 2
-    dict(free=return_free_memory, surplus=return_surplus_memory)[sys.argv[1]]()
+    return_free_memory(float(sys.argv[1]))
 print(faults() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts page faults")
 def test_freed_memory_is_used_again() -> None:
-    def faults(at_the_end: str) -> int:
-        command = [sys.executable, "-c", REUSE, at_the_end]
+    def faults(every_s: int) -> int:
+        command = [sys.executable, "-c", REUSE, str(every_s)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return int(done.stdout)
 
-    assert faults("free") > 10_000
-    assert faults("surplus") < 8_000  # mostly 0, and 30,000 without `keep_freed_memory`
+    assert faults(0) > 10_000
+    assert faults(600) < 8_000  # mostly 0, and 30,000 without `keep_freed_memory`
 
 
-# 150 MiB stay below what is kept, 700 MiB are above it.
-SURPLUS = """
+# 160 MiB are freed below a tensor that stays.
+TIMES = """
 import json
 import psutil
 import torch
-from verl.heap import keep_freed_memory, return_free_memory, return_surplus_memory
+from verl.heap import keep_freed_memory, return_free_memory
 
-def left_mib(count):
+def left_mib(every_s):
     rss = psutil.Process().memory_info().rss
-    parts = [torch.ones(2**20) for _ in range(count)]
-    kept = [torch.ones(2**20)]  # keeps the heap high
+    parts = [torch.ones(2**20) for _ in range(40)]
+    kept = [torch.ones(2**20)]
     del parts
-    return_surplus_memory()
+    return_free_memory(every_s)
     return (psutil.Process().memory_info().rss - rss) / 2**20
 
 keep_freed_memory()
 return_free_memory()
-print(json.dumps([left_mib(40), left_mib(175)]))
+print(json.dumps([left_mib(600), left_mib(0)]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_more_than_is_kept_goes_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", SURPLUS], capture_output=True, text=True, timeout=60, check=True)
-    little, much = json.loads(done.stdout)
-    assert little == pytest.approx(160, abs=20)
-    assert much < 20
+def test_free_memory_is_returned_from_time_to_time() -> None:
+    done = subprocess.run([sys.executable, "-c", TIMES], capture_output=True, text=True, timeout=60, check=True)
+    soon, later = json.loads(done.stdout)
+    assert soon == pytest.approx(160, abs=20)
+    assert later == pytest.approx(-160, abs=20), "with that of the first call"
 
 
-# Open requests: objects that are alive, and that refer to each other.
+# Objects that stay alive, old and new ones.
 COLLECTIONS = """
 import gc
 from verl.heap import collect_rarely

@@ -18,7 +18,7 @@ from verl.engine.optimizer import Schedule, build_adamw, set_lr
 from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.errors import ConfigError
-from verl.heap import keep_freed_memory
+from verl.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.protocol import TrainBatch
 
 
@@ -62,6 +62,7 @@ class SftEngine:
         means = self.learner.learn(batch, self._loss, self.num_steps_done)
         reshard(self.model)
         self.num_steps_done += 1
+        return_free_memory(RETURN_EVERY_S)
         return means | {"lr": lr}
 
     def save_pretrained(self, path: str | Path, tokenizer: Any) -> None:

@@ -25,7 +25,7 @@ from verl.engine.saving import save_model
 from verl.engine.sharding import reshard
 from verl.engine.token_values import ReadTokens, read_tokens
 from verl.errors import NumericalError
-from verl.heap import keep_freed_memory, return_surplus_memory
+from verl.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.phases import Part, Phase
 from verl.protocol import TrainBatch
 
@@ -130,7 +130,7 @@ class TrainedEngine(ABC):
             ]
             self.release()
         self.step += 1
-        return_surplus_memory()
+        return_free_memory(RETURN_EVERY_S)
         return [metrics for metrics in steps if metrics], lr
 
     def release(self) -> None:

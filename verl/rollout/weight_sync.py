@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verl.errors import WeightSyncError
-from verl.heap import collect_rarely, keep_freed_memory, return_surplus_memory
+from verl.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
 from verl.parent import end_with_parent
 from verl.rollout.seed_draws import draw_ahead
 from verl.rollout.weights.adapters import are_adapters, with_adapters
@@ -136,7 +136,7 @@ class WeightSyncExtension:
                     _repack_output_heads(model)
                 self.model_runner.reset_lora_state()
         if self.device.type == "cpu":
-            return_surplus_memory()
+            return_free_memory(RETURN_EVERY_S)
         else:
             torch.accelerator.synchronize(self.device)  # the trainer reuses the bucket's memory next
 
