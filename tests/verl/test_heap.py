@@ -1,4 +1,4 @@
-"""Freed memory is used again, and what is too much of it goes back to the system; Python's collector runs rarely."""
+"""Freed memory is used again, and goes back to the system from time to time; Python's collector runs rarely."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import subprocess
 import sys
 
 import pytest
+
+
+def output_of(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
 
 # Blocks of half a MiB lie on the heap once one of them has been freed; each second one stays and keeps the heap high.
 HOLES = """
@@ -30,8 +36,7 @@ print(json.dumps([full, before, own_mib()]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_holes_in_the_heap_are_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=60, check=True)
-    full, before, after = json.loads(done.stdout)
+    full, before, after = json.loads(output_of(HOLES))
     assert full - before < 20, "glibc itself keeps the holes"
     assert full - after == pytest.approx(100, abs=10)  # 200 blocks of half a MiB
 
@@ -60,9 +65,7 @@ print(faults() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts page faults")
 def test_freed_memory_is_used_again() -> None:
     def faults(every_s: int) -> int:
-        command = [sys.executable, "-c", REUSE, str(every_s)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return int(done.stdout)
+        return int(output_of(REUSE, str(every_s)))
 
     assert faults(0) > 10_000
     assert faults(600) < 8_000  # mostly 0, and 30,000 without `keep_freed_memory`
@@ -91,8 +94,7 @@ print(json.dumps([left_mib(600), left_mib(0)]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_free_memory_is_returned_from_time_to_time() -> None:
-    done = subprocess.run([sys.executable, "-c", TIMES], capture_output=True, text=True, timeout=60, check=True)
-    soon, later = json.loads(done.stdout)
+    soon, later = json.loads(output_of(TIMES))
     assert soon == pytest.approx(160, abs=20)
     assert later == pytest.approx(-160, abs=20), "with that of the first call"
 
@@ -113,7 +115,6 @@ print(counts[0], frozen)
 
 
 def test_the_collector_runs_rarely() -> None:
-    done = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, timeout=60, check=True)
-    count, frozen = done.stdout.split()
+    count, frozen = output_of(COLLECTIONS).split()
     assert 1 <= int(count) <= 6, "it still runs; by default it does so 70 times"
     assert frozen == "True"

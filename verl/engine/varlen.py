@@ -125,8 +125,12 @@ def _row_by_row(
     """
     grouped = query.shape[1] != key.shape[1]
     sizes = list(row_lengths)
-    seen = [span.stop - span.start + own for span, own in zip(lent, sizes, strict=True)]
-    short = max((keys for keys in seen if keys <= MASKED_LENGTH), default=0)
+    masked = [
+        span.stop - span.start + own
+        for span, own in zip(lent, sizes, strict=True)
+        if span.stop or sliding_window is not None
+    ]
+    short = max((keys for keys in masked if keys <= MASKED_LENGTH), default=0)
     short_mask_SS = _mask(short, short, sliding_window, query)
     prefixes = {(s.start, s.stop): (query[:, :, s], key[:, :, s], value[:, :, s]) for s in lent if s.stop}
     outputs = []
