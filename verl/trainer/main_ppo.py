@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from verl.config import check_supported, load_config_from_argv
 from verl.config.doubtful import doubts
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
+from verl.trainer.interrupts import heed_interrupts
 from verl.trainer.resuming import check_start
 from verl.trainer.run_lock import run_lock
 from verl.trainer.saved_state import how_to_resume
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
     """Returns the exit status, as `exit_status` says. `adapt` changes the config that the command line gave."""
     log_to_stderr()
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_interrupts()
 
     run_dir: Path | None = None
 
@@ -79,7 +79,7 @@ def run(config: Config) -> None:
             with phase("starting Ray"):
                 connect(worker_logs=bool(os.environ.get("VERL_WORKER_LOGS")))
             at_the_end.callback(disconnect)
-            signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own handler there, which would end all at once
+            heed_interrupts()  # Ray put its own handler there, which would end all at once
         janitor.watch()
         device = device_of_cluster(config.trainer.device)
         if device == "cuda":
@@ -88,10 +88,6 @@ def run(config: Config) -> None:
         at_the_end.callback(trainer.shutdown)
         janitor.watch()
         print(ending(run_dir, trainer.fit()))
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
