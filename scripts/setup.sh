@@ -49,15 +49,10 @@ find_python() {
 # What the environment was built from. A change in any of it means: install again.
 fingerprint() { { echo "$kind"; "$venv/bin/python" -V; cat "$lock" requirements/dev.lock setup.py; } | sha256sum | cut -d' ' -f1; }
 
-pip_install() { # without compiling, which pip does on one core: see compile_packages
+pip_install() {
   # pip's remarks about where it looked are not the user's concern; errors still are.
-  "$venv/bin/python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" 2>&1 |
+  "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" 2>&1 |
     { grep -v '^WARNING: Location .* is ignored' || true; }
-}
-
-compile_packages() {
-  # Some packages hold templates that end in .py and are not Python: what cannot be compiled is left out, as pip does.
-  "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
 }
 
 require_disk() {
@@ -177,7 +172,6 @@ say "$(grep -c == "$lock") packages of $lock"
 pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to resume"
 pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
 pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
-compile_packages
 "$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"
 if [[ $kind == gpu ]]; then
   check_vllm

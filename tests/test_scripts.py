@@ -341,9 +341,7 @@ def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path, monke
     assert "note" not in done.stdout, "Python 3.12 is one of the two that the list is for"
     installed = [call for call in calls(gpu_clone) if "-m pip install" in call]
     assert [" -r requirements/gpu.lock" in call for call in installed] == [True, False, False]
-    assert all("--no-deps" in call and "--no-compile" in call for call in installed)
-    compiled = next(number for number, call in enumerate(calls(gpu_clone)) if "-m compileall" in call)
-    assert compiled > calls(gpu_clone).index(installed[-1]), "all packages at once, on all cores"
+    assert all("--no-deps" in call for call in installed)
     assert "up to date" in in_clone(gpu_clone, "setup.sh", "--gpu").stdout
     monkeypatch.setenv("DRIVER", "570.1")
     assert "CUDA 13 needs 580" in in_clone(gpu_clone, "setup.sh", "--gpu").stderr, "the machine has changed"
