@@ -108,6 +108,8 @@ def model_of(model_dir: Path, dtype: str) -> Any:
 @torch.no_grad()
 def values_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers, and what each layer makes of one input, which reads what the CPU kernels have packed."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         yield name, tensor.clone()
     draw = torch.Generator().manual_seed(3)
@@ -117,5 +119,5 @@ def values_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             width = layer.input_size if hasattr(layer, "input_size") else layer.embedding_dim
             inputs = torch.randn(5, width, generator=draw).to(model.model.norm.weight.dtype)
             yield f"{name}()", method.apply(layer, inputs, getattr(layer, "bias", None))
-        if hasattr(method, "embedding") and layer.weight.numel():
+        if isinstance(layer, VocabParallelEmbedding) and layer.weight.numel():
             yield f"{name}[]", method.embedding(layer, torch.arange(300))

@@ -32,8 +32,11 @@ class PackedLinear(torch.nn.Module):
 def pack_linear_layers(model: torch.nn.Module) -> bool:
     """Replace every bfloat16 linear layer on a CPU, and the exact GELU that follows one in the blocks of BERT.
 
-    Returns whether any layer was replaced.
+    Returns whether any layer was replaced: none on a CPU that is too old for oneDNN's bfloat16 (without AVX-512 and
+    AVX-NE-CONVERT), where PyTorch's own layers compute.
     """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
     found = False
     for name, child in list(model.named_children()):
         if (
