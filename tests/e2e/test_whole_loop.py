@@ -259,8 +259,10 @@ def guarded(
 ) -> Path:
     """The same run with a guard whose limit lies between the gradient's norm at its second and at its third step."""
     norm = {step: row["actor/grad_norm"] for step, row in metrics_by_step(run_dir).items() if step}
-    if max(norm[1], norm[2]) >= norm[3]:
-        pytest.skip("with this CPU's rounding the third step's gradient is not the largest")
+    is_largest = max(norm[1], norm[2]) < norm[3]
+    if not is_largest and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("with the rounding of a CPU without AVX-512 the third step's gradient is not the largest")
+    assert is_largest
     limit = (norm[2] + norm[3]) / 2
     folder = tmp_path_factory.mktemp("guarded")
     return train(tinywiki, policy, tinywiki_url, folder, *guard(limit), "trainer.logger=[console]")

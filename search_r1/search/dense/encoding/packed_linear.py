@@ -35,14 +35,13 @@ def pack_linear_layers(model: torch.nn.Module) -> bool:
     Returns whether any layer was replaced: none on a CPU that is too old for oneDNN's bfloat16 (without AVX-512 and
     AVX-NE-CONVERT), where PyTorch's own layers compute.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
     found = False
     for name, child in list(model.named_children()):
         if (
             type(child) is torch.nn.Linear
             and child.weight.device.type == "cpu"
             and child.weight.dtype == torch.bfloat16
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         ):
             fused = name == "dense" and isinstance(getattr(model, "intermediate_act_fn", None), GELUActivation)
             setattr(model, name, PackedLinear(child, "gelu" if fused else "none"))
