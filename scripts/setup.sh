@@ -12,9 +12,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cpu_wheels=https://download.pytorch.org/whl/cpu
-venv=.venv
+export cpu_wheels=https://download.pytorch.org/whl/cpu
+export venv=.venv
 stamp=$venv/.installed
+pins=$venv/.pins
 
 fail() { echo "setup: error: $*" >&2; exit 1; }
 say() { echo "setup: $*"; }
@@ -29,7 +30,7 @@ for option in "$@"; do
     *) fail "unknown option '$option'; usage: bash scripts/setup.sh [--cpu | --gpu] [--image]" ;;
   esac
 done
-lock=requirements/$kind.lock
+export lock=requirements/$kind.lock
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -61,12 +62,38 @@ require_disk() {
   ((free_gb >= $1)) || fail "$PWD has $free_gb GB free, the installation needs $1 GB; free some, or clone elsewhere"
 }
 
+# Unpacking and compiling keep one core busy, so the packages are shared out among as many pips as there are cores.
+share_out() {
+  local apart='#'
+  if [[ $kind == cpu ]]; then apart=torch; fi
+  rm -rf "$pins"
+  mkdir "$pins"
+  grep -hv '^#' "$lock" requirements/dev.lock | sort -fru >"$pins/all"
+  grep -v "^$apart==" "$pins/all" | split -n r/12 - "$pins/part."
+}
+
+install_packages() {
+  local parts=("$pins"/part.*) installed=0 total more
+  total=$(wc -l <"$pins/all")
+  if [[ $kind == cpu ]]; then parts=(torch "${parts[@]}"); fi
+  export -f say fail pip_install is_cpu_torch install_cpu_torch install_part
+  printf '%s\0' "${parts[@]}" | xargs -0 -P "$(nproc)" -n 1 bash -o pipefail -c 'install_part "$0"' |
+    while read -r more; do say "$((installed += more)) of $total packages"; done
+}
+
+install_part() { # install_part torch | FILE_OF_PINS: prints how many packages that were
+  if [[ $1 == torch ]]; then
+    install_cpu_torch >&2 && echo 1
+  else
+    pip_install --no-deps -r "$1" >&2 && wc -l <"$1"
+  fi
+}
+
 # The package index may hold a CUDA build under the same version, so the CPU build is asked for by its full name first.
 install_cpu_torch() {
   local version
   version=$(sed -n 's/^torch==//p' "$lock")
   if is_cpu_torch "$version"; then return; fi
-  say "torch $version (CPU build)"
   pip_install --no-deps "torch==$version+cpu" >/dev/null ||
     pip_install --no-deps --timeout 30 --retries 2 --index-url "$cpu_wheels" "torch==$version+cpu" ||
     pip_install --no-deps "torch==$version" || fail "torch $version could not be installed (see pip's message above)"
@@ -164,13 +191,9 @@ esac
 if [[ $kind == gpu ]]; then check_gpu_machine "$venv/bin/python"; fi
 
 rm -f "$stamp"
-if [[ $kind == cpu ]]; then
-  check_libnuma
-  install_cpu_torch
-fi
-say "$(grep -c == "$lock") packages of $lock"
-pip_install --no-deps -r "$lock" || fail "$lock could not be installed (see pip's message above); run this again to resume"
-pip_install --no-deps -r requirements/dev.lock || fail "requirements/dev.lock could not be installed"
+if [[ $kind == cpu ]]; then check_libnuma; fi
+share_out
+install_packages || fail "$lock and dev.lock could not be installed (see the message above); run this again to resume"
 pip_install --no-deps --no-build-isolation -e . || fail "the project itself could not be installed"
 "$venv/bin/python" -c 'import ray, torch, transformers, verl' || fail "the packages do not import; remove $venv and run this again"
 if [[ $kind == gpu ]]; then

@@ -293,6 +293,7 @@ case "$*" in
   *"import vllm"*) [ -z "$VLLM_ERROR" ] || { printf 'Traceback\\n%s\\n' "$VLLM_ERROR" >&2; exit 1; } ;;
   *is_available*) echo "$CUDA" ;;
   -V) echo Python 3.12.3 ;;
+  *"-r .venv/.pins/part.${UNINSTALLABLE:-none}"*) echo "ERROR: No matching distribution"; exit 1 ;;
 esac
 """
 """In place of an interpreter with packages: notes how it is called."""
@@ -335,13 +336,25 @@ def calls(clone: Path) -> list[str]:
     return (clone.parent / "calls").read_text().splitlines()
 
 
+def pins(*locks: str) -> set[str]:
+    lines = [line for lock in locks for line in (ROOT / "requirements" / lock).read_text().splitlines()]
+    return {line.lower() for line in lines if not line.startswith("#")}
+
+
+def installed_pins(clone: Path) -> set[str]:
+    """What pip was asked to install from lists; no pin twice, as two pips may not install the same package at once."""
+    lists = [call.split(" -r ")[1] for call in calls(clone) if " -r " in call]
+    found = [pin for name in lists for pin in (clone / name).read_text().lower().splitlines()]
+    assert len(found) == len(set(found))
+    return set(found)
+
+
 def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = in_clone(gpu_clone, "setup.sh", "--gpu")
     assert done.returncode == 0, done.stderr
     assert "note" not in done.stdout, "Python 3.12 is one of the two that the list is for"
-    installed = [call for call in calls(gpu_clone) if "-m pip install" in call]
-    assert [" -r requirements/gpu.lock" in call for call in installed] == [True, False, False]
-    assert all("--no-deps" in call for call in installed)
+    assert installed_pins(gpu_clone) == pins("gpu.lock", "dev.lock")
+    assert all("--no-deps" in call for call in calls(gpu_clone) if "-m pip install" in call)
     assert "up to date" in in_clone(gpu_clone, "setup.sh", "--gpu").stdout
     monkeypatch.setenv("DRIVER", "570.1")
     assert "CUDA 13 needs 580" in in_clone(gpu_clone, "setup.sh", "--gpu").stderr, "the machine has changed"
@@ -349,12 +362,21 @@ def test_a_gpu_machine_gets_the_gpu_lock_and_nothing_else(gpu_clone: Path, monke
     assert refused.returncode == 1 and "was made for gpu, this asks for cpu" in refused.stderr
 
 
+def test_a_package_that_cannot_be_installed_ends_the_set_up(gpu_clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNINSTALLABLE", "ab")  # one of those that are installed beside each other
+    failed = in_clone(gpu_clone, "setup.sh", "--gpu")
+    assert failed.returncode == 1
+    assert "ERROR: No matching distribution" in failed.stderr and "run this again to resume" in failed.stderr
+    monkeypatch.delenv("UNINSTALLABLE")
+    assert "done in" in in_clone(gpu_clone, "setup.sh", "--gpu").stdout, "it had counted as installed"
+
+
 def test_an_image_is_built_without_a_gpu(gpu_clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_DEVICE", "1")
     monkeypatch.setenv("CUDA", "False")
     done = in_clone(gpu_clone, "setup.sh", "--image", "--gpu")
     assert done.returncode == 0, done.stderr
-    assert " -r requirements/gpu.lock" in [call for call in calls(gpu_clone) if "-m pip install" in call][0]
+    assert installed_pins(gpu_clone) == pins("gpu.lock", "dev.lock")
     shutil.rmtree(gpu_clone / ".venv")
     monkeypatch.setenv("INCLUDE", "/nowhere")
     assert "Python.h is missing" in in_clone(gpu_clone, "setup.sh", "--image", "--gpu").stderr
