@@ -57,8 +57,8 @@ class Recipe:
     seed: int = 0
     num_passages: int = 2000
     num_sft_passages: int = 12000
-    num_lm_rows: int = 16000
-    num_policy_rows: int = 16000
+    num_lm_rows: int = 6400
+    num_policy_rows: int = 19200
     num_train: int = 1200
     num_validation: int = 100
     num_test: int = 500
@@ -68,8 +68,8 @@ class Recipe:
 
 
 LONG = Recipe(
-    num_lm_rows=17280,
-    num_policy_rows=21120,
+    num_lm_rows=8000,
+    num_policy_rows=24000,
     train_hops=(1, 2, 2, 3, 3, 3),
     test_hops=(1, 2, 3),
     habits=Habits(max_searches=3),

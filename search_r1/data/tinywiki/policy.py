@@ -15,6 +15,9 @@ PAD = "<|pad|>"
 # The width of a head, hidden_size / num_attention_heads, must be a multiple of 32 for the sampler's attention kernels.
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 8192}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+# Contexts have a few hundred tokens. The usual base of 10,000 spreads the rotations over distances a hundred times as
+# long, and the policy needs three times as many steps to learn to copy a name (docs/results.md).
+POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -43,6 +46,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         vocab_size=len(tokenizer),
         **SHAPE,
         **HEADS,
+        **POSITIONS,
         initializer_range=0.05,
         tie_word_embeddings=True,
         bos_token_id=None,
