@@ -211,7 +211,7 @@ if program == "search_r1.data.tinywiki":
     Path(sys.argv[4]).mkdir(parents=True)
     Path(sys.argv[4], "corpus.jsonl").write_text('{{"id": "a", "contents": "Osk is a town."}}')
 elif program == "verl.trainer.sft":
-    Path(given["trainer.default_local_dir"], "global_step_400").mkdir(parents=True)
+    Path(given["trainer.default_local_dir"], "global_step_500").mkdir(parents=True)
 else:
     folder = Path(given["trainer.default_local_dir"])
     if str(folder).endswith("slow/seed3") and os.environ.get("BROKEN"):

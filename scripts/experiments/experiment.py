@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLDS = Path("runs/experiments")
 """Data and warm starts by options of the data and seed, shared by all experiments."""
 SFT_CONFIG = "tinywiki_sft"
-SFT_STEPS = 400  # as many as the quickstart's
+SFT_STEPS = 500  # as many as the quickstart's
 TEST_SCORE = "test/test_score/mean"
 CHANGES_BY_ITSELF = {"retriever.url"}
 """Keys that differ from one start of the driver to the next."""

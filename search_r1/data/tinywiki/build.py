@@ -57,7 +57,7 @@ class Recipe:
     seed: int = 0
     num_passages: int = 2000
     num_sft_passages: int = 12000
-    num_lm_rows: int = 6400
+    num_lm_rows: int = 12800
     num_policy_rows: int = 19200
     num_train: int = 1200
     num_validation: int = 100
@@ -68,8 +68,8 @@ class Recipe:
 
 
 LONG = Recipe(
-    num_lm_rows=8000,
-    num_policy_rows=24000,
+    num_lm_rows=15360,
+    num_policy_rows=23040,
     train_hops=(1, 2, 2, 3, 3, 3),
     test_hops=(1, 2, 3),
     habits=Habits(max_searches=3),

@@ -50,9 +50,9 @@ def test_prompts(folder: Path) -> None:
 def test_warm_start_rows(folder: Path) -> None:
     rows = pq.read_table(folder / "sft.parquet").to_pylist()
     phases = [row["phase"] for row in rows]
-    assert phases == ["lm"] * 500 + ["policy"] * 1500
+    assert phases == ["lm"] * 800 + ["policy"] * 1200
     assert {segment["source"] for row in rows for segment in row["segments"]} == {"prompt", "policy", "environment"}
-    assert all(row["segments"][-1]["source"] == "policy" for row in rows[500:])
+    assert all(row["segments"][-1]["source"] == "policy" for row in rows[800:])
     served = {json.loads(line)["contents"].split("\n")[0] for line in (folder / "corpus.jsonl").open(encoding="utf-8")}
     read = [segment["text"] for row in rows for segment in row["segments"] if segment["source"] == "environment"]
     assert not any(title in text for text in read[:200] for title in served)
