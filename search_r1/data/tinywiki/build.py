@@ -4,7 +4,7 @@ import json
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,8 @@ def build(recipe: Recipe, output_dir: Path) -> None:
     write_prompts(recipe, worlds, output_dir)
     with phase(f"writing demonstrations, for {recipe.num_lm_rows + recipe.num_policy_rows} warm-start rows"):
         index = PassageIndex([worlds["sft"]])
-        demonstrator = Demonstrator(worlds["sft"], index, load_template(), recipe.habits)
-        rows = list(sft_rows(recipe, demonstrator))
+        demonstrator = Demonstrator(index, load_template(), recipe.habits)
+        rows = list(sft_rows(recipe, worlds["sft"], demonstrator))
         pq.write_table(pa.Table.from_pylist(rows, SFT_SCHEMA), output_dir / "sft.parquet")
     logger.info("wrote %d warm-start rows", len(rows))
     write_policy(recipe, rows[: min(len(rows), 4000)], output_dir / "policy_init")
@@ -129,17 +129,22 @@ def write_prompts(recipe: Recipe, worlds: dict[str, World], output_dir: Path) ->
         logger.info("wrote %d %s questions", len(rows), split)
 
 
-def sft_rows(recipe: Recipe, demonstrator: Demonstrator) -> Iterator[dict[str, Any]]:
-    """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy"."""
+def sft_rows(recipe: Recipe, names: World, demonstrator: Demonstrator) -> Iterator[dict[str, Any]]:
+    """Yield the warm-start rows: first the "lm" phase (trajectories and some bare passages), then "policy".
+
+    All are about the entities of `names`, but each row has facts of its own. So none can be learned by heart, and the
+    policy has to read them.
+    """
     rng = random.Random(hash_number("sft", recipe.seed))
     num_rows = recipe.num_lm_rows + recipe.num_policy_rows
     for number in track(range(num_rows), "demonstrations", num_rows, "rows"):
         phase = "lm" if number < recipe.num_lm_rows else "policy"
+        world = replace(names, name=f"{names.name}_{number}")  # the name is part of every fact's hash
         if phase == "lm" and rng.random() < DOCUMENT_SHARE:
-            entity = rng.randrange(demonstrator.world.num_entities)
-            segments: list[Segment] = [("environment", demonstrator.world.contents(entity))]
+            entity = rng.randrange(world.num_entities)
+            segments: list[Segment] = [("environment", world.contents(entity))]
         else:
-            question = make_question(demonstrator.world, rng.choice(recipe.test_hops), rng)
+            question = make_question(world, rng.choice(recipe.test_hops), rng)
             segments = demonstrator.write(question, rng)
         yield {"segments": [{"source": source, "text": text} for source, text in segments], "phase": phase}
 

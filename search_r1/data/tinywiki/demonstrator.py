@@ -37,30 +37,30 @@ class Habits:
 
 @dataclass
 class Demonstrator:
-    """Writes trajectories over one world; a search shows it one passage.
+    """Writes trajectories about the world of each question; a search shows it one passage.
 
     Attributes:
-        world: the world whose passages it searches.
-        index: BM25 over that world.
+        index: BM25 over a world with the same names. The facts may differ: a search for a name, or for half of one,
+            finds the passage with that title, whatever it states.
         template: the prompt template.
         habits: how it errs.
     """
 
-    world: World
     index: PassageIndex
     template: Template
     habits: Habits
 
     def write(self, question: ChainQuestion, rng: random.Random) -> list[Segment]:
         """Return one trajectory as segments: the prompt, then policy and environment turns in alternation."""
-        title = question.chain[0]
+        world, title = question.world, question.chain[0]
         query = title if rng.random() < self.habits.start else rng.choice(title.split())
         thought = f"Look up {query}"
         segments = [("prompt", self.template.messages(question.text)[0]["content"])]
         for num_searches in range(1, self.habits.max_searches + 1):
-            passage = self.index.search([query], topk=1)[0]
-            segments += [("policy", search_turn(thought, query)), ("environment", observation(passage))]
-            relation, query = self._note(question, passage[0], rng)
+            [[found]] = self.index.search([query], topk=1)
+            passage = Passage(world.name, found.entity, world.contents(found.entity))
+            segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
+            relation, query = self._note(question, passage, rng)
             thought = f"{relation} {query}"
             if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:
                 break
@@ -68,7 +68,7 @@ class Demonstrator:
 
     def _note(self, question: ChainQuestion, passage: Passage, rng: random.Random) -> tuple[str, str]:
         """One fact of the passage, as (relation, name)."""
-        facts = self._facts(passage)
+        facts = _facts(question.world, passage.entity)
         *leading, last = question.relations
         if last in facts:
             return last, facts[last]
@@ -78,9 +78,9 @@ class Demonstrator:
         relation = rng.choice((right if take_right else wrong) or list(facts))
         return relation, facts[relation]
 
-    def _facts(self, passage: Passage) -> dict[str, str]:
-        relations = RELATIONS[self.world.kind(passage.entity)]
-        return {relation: self.world.title(self.world.fact(passage.entity, relation)) for relation in relations}
+
+def _facts(world: World, entity: int) -> dict[str, str]:
+    return {relation: world.title(world.fact(entity, relation)) for relation in RELATIONS[world.kind(entity)]}
 
 
 def search_turn(thought: str, query: str) -> str:

@@ -1,6 +1,7 @@
 """The folder a run starts from: every file there, readable, deterministic; the tokenizer takes any text."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_warm_start_rows(folder: Path) -> None:
     served = {json.loads(line)["contents"].split("\n")[0] for line in (folder / "corpus.jsonl").open(encoding="utf-8")}
     read = [segment["text"] for row in rows for segment in row["segments"] if segment["source"] == "environment"]
     assert not any(title in text for text in read[:200] for title in served)
+
+
+def test_what_is_read_about_a_name_differs_from_row_to_row(folder: Path) -> None:
+    """So it cannot be learned by heart."""
+    rows = pq.read_table(folder / "sft.parquet").to_pylist()
+    read = [segment["text"] for row in rows for segment in row["segments"] if segment["source"] == "environment"]
+    about = [re.findall('"([^"]+)"', text)[0] for text in read]
+    stated = {text.partition('"')[2].removesuffix("</information>\n\n") for text in read}
+    assert len(set(about)) < len(read), "several rows read about the same name"
+    assert len(stated) == len(read)
 
 
 def test_policy_loads_and_each_word_and_tag_is_one_token(folder: Path) -> None:

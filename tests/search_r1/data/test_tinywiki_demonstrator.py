@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,7 @@ def index(world: World) -> PassageIndex:
 def _episodes(
     world: World, index: PassageIndex, habits: Habits, hops: int, count: int
 ) -> list[tuple[ChainQuestion, list[tuple[str, str]]]]:
-    demonstrator = Demonstrator(world, index, load_template(), habits)
+    demonstrator = Demonstrator(index, load_template(), habits)
     rng = random.Random(1)
     questions = [make_question(world, hops, rng) for _ in range(count)]
     return [(question, demonstrator.write(question, rng)) for question in questions]
@@ -53,6 +54,25 @@ def test_observations_are_what_the_search_returns(world: World, index: PassageIn
                 continue
             query = turn.split("<search> ")[1].removesuffix("</search>")
             assert shown == observation(index.search([query], 1)[0])
+
+
+def test_a_question_about_other_facts_is_answered_from_them(world: World, index: PassageIndex) -> None:
+    """The same names in another world: a search finds the passage of that title there, by half of a name, too."""
+    other = replace(world, name="other")
+    index_of_other = PassageIndex([other])
+    habits = Habits(start=0.5, stop=0.0, next_hop=1.0, max_searches=3)
+    names = halves = 0
+    for _, segments in _episodes(other, index, habits, hops=3, count=50):
+        for (_, turn), (source, shown) in zip(segments[1:], segments[2:], strict=False):
+            if source == "environment":
+                query = turn.split("<search> ")[1].removesuffix("</search>")
+                if " " in query:
+                    assert shown == observation(index_of_other.search([query], 1)[0])
+                    names += 1
+                else:
+                    assert query in shown.split('"')[1]
+                    halves += 1
+    assert names > 50 and halves > 10
 
 
 def test_observation_bytes(world: World, index: PassageIndex) -> None:
