@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from verl.config import Config, load_config, to_yaml
+from verl.config.sft import load_sft_config
 from verl.errors import DataError
 from verl.tracking.changed_settings import NOT_SET, changed_settings
 from verl.tracking.jsonl_backend import FILE_NAME
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLDS = Path("runs/experiments")
 """Data and warm starts by options of the data and seed, shared by all experiments."""
 SFT_CONFIG = "tinywiki_sft"
-SFT_STEPS = 500  # as many as the quickstart's
+SFT_STEPS = load_sft_config(SFT_CONFIG).trainer.total_training_steps
 TEST_SCORE = "test/test_score/mean"
 CHANGES_BY_ITSELF = {"retriever.url"}
 """Keys that differ from one start of the driver to the next."""

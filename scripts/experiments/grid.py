@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from collect import publish, write_results
-from experiment import SFT_CONFIG, SFT_STEPS, Run, World, add_options, positive, read_experiment
+from experiment import SFT_CONFIG, Run, World, add_options, positive, read_experiment
 from processes import Job, retrieval_server, run_all
 
 from verl.config import check_supported
@@ -86,7 +86,6 @@ def warm_start(world: World) -> Job:
         f"data.train_files={world.folder}/data/sft.parquet",
         f"model.path={world.folder}/data/policy_init",
         f"trainer.default_local_dir={world.folder}/sft",
-        f"trainer.total_training_steps={SFT_STEPS}",
         "trainer.overwrite=archive",
         f"trainer.seed={world.seed}",
     ]

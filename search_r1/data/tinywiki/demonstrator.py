@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
 from search_r1.data.tinywiki.questions import ChainQuestion
-from search_r1.data.tinywiki.world import RELATIONS, World
+from search_r1.data.tinywiki.world import RELATIONS
 from search_r1.llm_agent.templates import Template
 
 Segment = tuple[str, str]
@@ -60,15 +60,16 @@ class Demonstrator:
             [[found]] = self.index.search([query], topk=1)
             passage = Passage(world.name, found.entity, world.contents(found.entity))
             segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
-            relation, query = self._note(question, passage, rng)
+            relation, query = self._note(question, found.entity, rng)
             thought = f"{relation} {query}"
             if num_searches == self.habits.max_searches or rng.random() < self.habits.stop:
                 break
         return [*segments, ("policy", answer_turn(thought, query))]
 
-    def _note(self, question: ChainQuestion, passage: Passage, rng: random.Random) -> tuple[str, str]:
-        """One fact of the passage, as (relation, name)."""
-        facts = _facts(question.world, passage.entity)
+    def _note(self, question: ChainQuestion, entity: int, rng: random.Random) -> tuple[str, str]:
+        """One fact of the passage about `entity`, as (relation, name)."""
+        world = question.world
+        facts = {relation: world.title(world.fact(entity, relation)) for relation in RELATIONS[world.kind(entity)]}
         *leading, last = question.relations
         if last in facts:
             return last, facts[last]
@@ -77,10 +78,6 @@ class Demonstrator:
         take_right = rng.random() < self.habits.next_hop
         relation = rng.choice((right if take_right else wrong) or list(facts))
         return relation, facts[relation]
-
-
-def _facts(world: World, entity: int) -> dict[str, str]:
-    return {relation: world.title(world.fact(entity, relation)) for relation in RELATIONS[world.kind(entity)]}
 
 
 def search_turn(thought: str, query: str) -> str:
