@@ -94,4 +94,9 @@ $python infer.py --run "$run_dir/rl" --question "$question"
 say "exact match on $run_dir/data/test.parquet (worlds never trained on), before and after RL"
 $python -m verl.tracking.report "$run_dir/rl" --summary test
 echo "RL took ${rl_seconds} s, everything $((SECONDS - started)) s. Report: $run_dir/rl/report.md"
-echo "Trained model: $trained"
+cat <<EOF
+Trained model: $trained
+The retrieval server stops with this script. To ask questions of your own, start it again and ask in another terminal:
+  CORPUS_PATH=$run_dir/data/corpus.jsonl bash retrieval_launch.sh
+  .venv/bin/search-r1 infer --run $run_dir/rl --retriever_url http://127.0.0.1:8000/retrieve --question "$question"
+EOF
