@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
 from search_r1.data.tinywiki.questions import ChainQuestion
-from search_r1.data.tinywiki.world import RELATIONS
 from search_r1.llm_agent.templates import Template
 
 Segment = tuple[str, str]
@@ -68,8 +67,7 @@ class Demonstrator:
 
     def _note(self, question: ChainQuestion, entity: int, rng: random.Random) -> tuple[str, str]:
         """One fact of the passage about `entity`, as (relation, name)."""
-        world = question.world
-        facts = {relation: world.title(world.fact(entity, relation)) for relation in RELATIONS[world.kind(entity)]}
+        facts = question.world.facts(entity)
         *leading, last = question.relations
         if last in facts:
             return last, facts[last]

@@ -107,6 +107,10 @@ class World:
             used |= set(self.title(found).split())
         raise DataError(f"a {self.kind(entity)} has no relation {relation!r}")
 
+    def facts(self, entity: int) -> dict[str, str]:
+        """Return what the passage of `entity` states: relation -> title, in the order of the passage."""
+        return {relation: self.title(self.fact(entity, relation)) for relation in RELATIONS[self.kind(entity)]}
+
     def _draw(self, entity: int, relation: str, kind: str, used: set[str]) -> int:
         candidates = self.entities(kind)
         for attempt in range(MAX_DRAWS):
@@ -125,11 +129,10 @@ class World:
 
     def text(self, entity: int) -> str:
         """Return the body of an entity's passage: what it is, its two facts and, where there is one, its alias."""
-        kind = self.kind(entity)
-        facts = [f"{relation} {self.title(self.fact(entity, relation))}" for relation in RELATIONS[kind]]
+        facts = [f"{relation} {name}" for relation, name in self.facts(entity).items()]
         alias = self.alias(entity)
         known_as = f", also known as {alias}," if alias else ""
-        return f"{self.title(entity)}{known_as} is a {kind} with {' and '.join(facts)}."
+        return f"{self.title(entity)}{known_as} is a {self.kind(entity)} with {' and '.join(facts)}."
 
     def contents(self, entity: int) -> str:
         """Return the passage in the wiki-18 layout: the quoted title, a newline, the text."""
