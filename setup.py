@@ -70,6 +70,7 @@ EXTRAS = {
         "openai>=3.51",
         "playwright>=1.65",
         "pytest>=8.3",
+        "pytest-timeout>=2.4",
         "pytest-xdist>=3.8",
         "qdrant-client>=1.16",
         "ruff>=0.12",

@@ -18,11 +18,17 @@ from tiny_models import qwen2_config, save_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+pytest_plugins = ["tiers", "time_limits"]
+
 EOS = "<|endoftext|>"
 
-# An example, or making one up, is slow on a busy machine.
-hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("untimed")
+# An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
+UNTIMED = hypothesis.settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("small", UNTIMED, max_examples=25)
+hypothesis.settings.register_profile("large", UNTIMED, max_examples=400, derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("small")
 
 
 @pytest.fixture(scope="session")

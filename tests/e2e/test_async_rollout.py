@@ -34,7 +34,7 @@ def test_a_rollback_throws_away_what_the_collapsed_weights_sampled(async_command
     """Versions 3 and 4 have collapsed. The first batch of one of them sets the alarm off, while others are sampled;
     the run goes back to the checkpoint before that version, and no other batch of a collapsed version is trained.
     """
-    reward = ("reward.function=tests.collapsing_reward.CollapsingReward", "reward.kwargs={collapsed: [3, 4]}")
+    reward = ("reward.function=tests.helpers.collapsing_reward.CollapsingReward", "reward.kwargs={collapsed: [3, 4]}")
     settings = ("action=rollback", "min_reward=0.25", "patience=1", "max_rollbacks=9")
     guard = [f"trainer.collapse_guard.{setting}" for setting in settings]
     done = run_and_listen(*async_command(tmp_path, *BOUNDED, *PLAIN, *reward, *guard, "trainer.save_freq=1"))

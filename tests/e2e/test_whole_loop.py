@@ -254,7 +254,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
 
 
 GUARDED = (
-    "reward.function=tests.collapsing_reward.CollapsingReward",
+    "reward.function=tests.helpers.collapsing_reward.CollapsingReward",
     "reward.kwargs={collapsed: [2]}",
     "trainer.collapse_guard.action=rollback",
     "trainer.collapse_guard.patience=1",

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Of the processes that start the first Ray on a machine at the same time each would write a token for all to read.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ["RAY_ADDRESS"] = "local"  # a cluster that somebody started on this machine is not for tests

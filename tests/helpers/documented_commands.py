@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 SHELLS = ("bash", "sh", "shell")

@@ -1,0 +1,88 @@
+"""How the tests are run: time limits, the order of files, what is left out. Each in a pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HANGS = '''\
+import subprocess, sys, threading
+
+lock = threading.Lock()
+lock.acquire()
+
+CHILD = """
+import time
+def child_sleeps(): time.sleep(600)
+child_sleeps()
+"""
+
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", CHILD])
+    try:
+        lock.acquire()
+    finally:
+        child.kill()
+
+def test_goes_on(): pass
+'''
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    names = ("xdist", "pytest_timeout", "time_limits", "tiers", "no:cacheprovider")
+    plugins = [word for name in names for word in ("-p", name)]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With slow and other tests in three files."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    for name in "abc":
+        text = f"import pytest\n@pytest.mark.slow\ndef test_{name}(): pass\ndef test_quick(): pass\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["one process", "xdist"])
+def test_a_test_that_hangs_fails_with_the_stacks_of_all_its_processes(tmp_path: Path, processes: tuple[str]) -> None:
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    done = pytest_in(tmp_path, "--timeout", "2", *processes)
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "not done after its time limit of 2 s" in done.stdout
+    assert "in test_hangs" in done.stdout and "child_sleeps" in done.stdout
+    summary = done.stdout.split(" hung ")[1]
+    line = HANGS.splitlines().index("        lock.acquire()") + 1
+    assert f"test_hangs.py::test_hangs: 2 s, {tmp_path}/test_hangs.py:{line}" in summary
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_what_did_not_run_is_one_line_at_the_end(folder: Path, processes: tuple[str]) -> None:
+    (folder / "test_d.py").write_text("import pytest\ndef test_page(): pytest.skip('no browser: get one')\n")
+    done = pytest_in(folder, "-m", "not slow", *processes)
+    assert done.returncode == 0
+    assert "did not run: 3 slow tests (bash scripts/test.sh --all); 1: no browser: get one" in done.stdout
+
+
+def test_each_day_begins_with_another_third_of_the_files(folder: Path) -> None:
+    def order(day: int) -> str:
+        lines = pytest_in(folder, "-m", "slow", "--day", str(day), "-v").stdout.splitlines()
+        return "".join(line[5] for line in lines if line.endswith("%]") and line.startswith("test_"))
+
+    assert [order(day) for day in (0, 1, 2, 3)] == ["abc", "bca", "cab", "abc"]
+
+
+def test_what_the_time_did_not_suffice_for_is_named(folder: Path) -> None:
+    done = pytest_in(folder, "-m", "slow", "--until", str(time.time() - 1))
+    assert done.returncode == 0 and "3 skipped" in done.stdout
+    assert all(f"test_{name}.py::test_{name}" in done.stdout.split("not reached")[1] for name in "abc")
