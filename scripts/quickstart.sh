@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # From nothing to a trained search agent on a CPU laptop: set up, make TinyWiki, warm-start a small policy, train it by
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
-#   bash scripts/quickstart.sh [--long] [--seed N] [--output_dir DIR] [-- key=value ...]
+#   bash scripts/quickstart.sh [--long | --small] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
+#   --small           a rehearsal of all of it in two minutes, too short to learn anything
 #   --seed N          other worlds, other draws (0)
 #   --gpu             on one NVIDIA GPU, in bfloat16 (never run by the tests)
-#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, with --long runs/tinywiki_long_seedN)
+#   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_ or _small_ instead of _default_)
 #   -- key=value ...  overrides of the training config (docs/configuration.md)
 # On 2 idle cores it takes 9 minutes (fewer where the CPU has AVX-512), with --long about 15, and the
 # installation before the first run 2 to 5 more. Disk: about 0.1 GB for the run, 3 GB for the packages in .venv. Memory:
@@ -17,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-mode=default seed=0 run_dir="" setup=() on_device=()
+mode=default seed=0 run_dir="" setup=() on_device=() data_size=() sft_size=() rl_size=()
 # Two processes share each batch of the warm start, and each update: one would use one core. Both keep the whole model.
 rl_on_device=(trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=1)
 sft=(-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2 -m verl.trainer.sft)
@@ -25,6 +26,16 @@ while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --long) mode=long; shift ;;
+    --small)
+      mode=small
+      data_size=(--num_passages 600 --num_train 120 --num_test 40 --num_sft_rows 6000)
+      sft_size=(trainer.total_training_steps=60 optim.lr=3e-3) # so short that it needs a higher rate
+      rl_size=(
+        data.train_batch_size=6 actor_rollout_ref.rollout.n_agent=4 actor_rollout_ref.actor.ppo_mini_batch_size=24
+        data.val_data_num=32 trainer.total_training_steps=3 trainer.test_freq=2 trainer.save_freq=2
+      )
+      shift
+      ;;
     --gpu)
       setup=(--gpu) on_device=(trainer.device=cuda) sft=(-m verl.trainer.sft)
       rl_on_device=(trainer.device=cuda actor_rollout_ref.rollout.dtype=bfloat16)
@@ -57,12 +68,12 @@ $python -m verl.trainer.run_folder --config-name "tinywiki$suffix" trainer.defau
     "bash scripts/quickstart.sh -- trainer.overwrite=archive (with the other options as they were)"
 
 say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
-$python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long}
+$python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long} "${data_size[@]}"
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
 $python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
-  "${on_device[@]}"
+  "${sft_size[@]}" "${on_device[@]}"
 policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
@@ -83,7 +94,7 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
   data.val_files="$run_dir/data/validation.parquet" data.test_files="$run_dir/data/test.parquet" \
   actor_rollout_ref.model.path="$policy" retriever.url="$url" trainer.seed="$seed" \
   trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" \
-  "${rl_on_device[@]}" "$@"
+  "${rl_size[@]}" "${rl_on_device[@]}" "$@"
 rl_seconds=$((SECONDS - rl_started))
 trained=$($python -m verl.trainer.last_checkpoint "$run_dir/rl")
 

@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
 # Set up, then every check of the project: style, types, walls, tests. Arguments go to pytest:
-#   bash scripts/test.sh                                  all but the tests that take minutes
+#   bash scripts/test.sh                                  the default tests: all but those that take minutes
+#   bash scripts/test.sh --all                            all tests, with more random examples: before a release
+#   bash scripts/test.sh --ci                             the default ones, then slow ones until 75 minutes have passed
 #   bash scripts/test.sh tests/verl/algorithms -k kl      some
 #   bash scripts/test.sh -m slow                          those that take minutes
 #   bash scripts/test.sh --gpu                            in the environment of an NVIDIA machine
-# All checks run even when one fails; the exit status is 0 only if every one passed.
+# All checks run even when one fails; the exit status is 0 only if every one passed. CONTRIBUTING.md says which test
+# belongs where. As root on Debian or Ubuntu it installs Chromium, in which the viewer's page is tested.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+began=$(date +%s)
+CI_MINUTES=75 # after which no more slow test begins
 
 # One thread a process: tests start several processes each, and more threads than cores make all of them slow.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
@@ -14,11 +19,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false MPLBAC
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0
 
-setup=()
-if [[ ${1:-} == --gpu ]]; then
-  setup=(--gpu)
+setup=() tier=default which=(-m "not slow")
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --gpu) setup=(--gpu) ;;
+    --all) tier=all which=(--hypothesis-profile large) ;;
+    --ci) tier=ci ;;
+    *) break ;;
+  esac
   shift
-fi
+done
 
 failed=()
 check() { # check NAME COMMAND...
@@ -29,15 +39,39 @@ check() { # check NAME COMMAND...
   printf '== %s: %d s\n' "$name" "$((SECONDS - started))"
 }
 
+has_chromium() { command -v chromium chromium-browser google-chrome >/dev/null; }
+
+install_chromium() {
+  if has_chromium || [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then return; fi
+  echo "chromium, for the tests of the viewer's page"
+  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium
+} >&2
+
+# Two processes, the tests of a file in one of them: many spend half their time waiting.
+in_two() { "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
+
+# Each day begins with another third of them. One that fails is tried once more, with nothing beside it.
+slow_tests() {
+  local status=0
+  in_two -m slow --day "$((began / 86400))" --until "$((began + CI_MINUTES * 60))" || status=$?
+  if ((status != 1)); then return "$status"; fi
+  printf '\n== once more, alone\n'
+  "$bin/python" -m pytest -m slow --last-failed --last-failed-no-failures none
+}
+
 printf '== set-up\n'
 bash scripts/setup.sh "${setup[@]}"
 bin=.venv/bin
+install_chromium >/dev/null || true # without it those tests are skipped, which the last line of pytest says
 check "style: ruff check" "$bin/ruff" check .
 check "style: ruff format" "$bin/ruff" format --check .
-check "types: mypy" "$bin/python" -m mypy
+check "types: mypy" "$bin/python" -m mypy -n 2
 check "walls: import-linter" "$bin/lint-imports" --no-cache
-# Two processes, the tests of a file in one of them: many spend half their time waiting.
-check "tests: pytest" "$bin/python" -m pytest -m "not slow" --durations=15 -n 2 --dist loadfile --no-loadscope-reorder "$@"
+check "tests: pytest" in_two --durations=15 "${which[@]}" "$@"
+if [[ $tier == ci ]]; then
+  check "Chromium is there" has_chromium
+  check "tests: slow" slow_tests
+fi
 
 printf '\n== total: %d s\n' "$SECONDS"
 if ((${#failed[@]})); then

@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 from async_runs import STEPS, Command
-from e2e_world import ENV, ROOT, free_port, run, small_run, wait_until_up
+from e2e_world import ENV, GRADIENT, ROOT, free_port, small_run, wait_until_up
 from tiny_models import qwen2_config, save_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -101,33 +101,33 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Calla
 
 
 @pytest.fixture(scope="session")
-def tinywiki(built_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    sizes = ("--num_passages", "600", "--num_train", "120", "--num_test", "40", "--num_sft_rows", "6000")
+def quickstart(built_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """README's first command, smaller: its folder, with what it printed in files `stdout` and `stderr`."""
+    more = ("trainer.logger=[console,tensorboard,wandb]", "+trainer.val_before_train=true", *GRADIENT)
+    command = ("bash", "scripts/quickstart.sh", "--small", "--seed", "1", "--output_dir")
 
-    def generate(folder: Path) -> None:
-        run("-m", "search_r1.data.tinywiki", "--output_dir", str(folder), "--seed", "1", *sizes)
+    def start(folder: Path) -> None:
+        with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+            done = subprocess.run(
+                [*command, str(folder), "--", *more, "trainer.n_gpus_per_node=1"],
+                **{"cwd": ROOT, "env": ENV | {"VERL_WORKER_LOGS": "1"}, "stdout": stdout, "stderr": stderr},
+                **{"timeout": 1800, "check": False},
+            )
+        said = [(folder / name).read_text()[-6000:] for name in ("stdout", "stderr")]
+        assert done.returncode == 0, "\n".join(said)
 
-    return built_once("tinywiki", generate)
+    return built_once("quickstart", start)
 
 
 @pytest.fixture(scope="session")
-def policy(tinywiki: Path, built_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def tinywiki(quickstart: Path) -> Path:
+    return quickstart / "data"
+
+
+@pytest.fixture(scope="session")
+def policy(quickstart: Path) -> Path:
     """A policy that has seen the tag grammar: enough to search, far from enough to be right."""
-
-    def warm_start(folder: Path) -> None:
-        run(
-            *(
-                "-m",
-                "verl.trainer.sft",
-                "--config-name",
-                "tinywiki_sft",
-                f"data.train_files={tinywiki / 'sft.parquet'}",
-            ),
-            *(f"model.path={tinywiki / 'policy_init'}", f"trainer.default_local_dir={folder}"),
-            *("trainer.total_training_steps=60", "optim.lr=3e-3"),  # so short that it needs a higher rate
-        )
-
-    return built_once("warm_start", warm_start) / "global_step_60"
+    return quickstart / "sft" / "global_step_60"
 
 
 @pytest.fixture(scope="session")

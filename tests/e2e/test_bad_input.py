@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from e2e_world import ENV, ROOT, free_port
+from e2e_world import ENV, ROOT, free_port, train_here
+
+Refusal = Callable[[list[str]], str]
+NOBODY = "http://127.0.0.1:1"
 
 
 def command(tinywiki: Path, policy: Path, url: str, run_dir: Path, *overrides: str) -> list[str]:
@@ -26,37 +30,40 @@ def command(tinywiki: Path, policy: Path, url: str, run_dir: Path, *overrides: s
     ]
 
 
-def refusal(arguments: list[str], status: int = 2) -> str:
-    """The error of a command that must end with that status, without a traceback."""
-    done = subprocess.run(arguments, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture[str]) -> Refusal:
+    """The error of a command that must end with status 2, in this process: in one of its own it is read below."""
+
+    def refused(arguments: list[str]) -> str:
+        assert train_here(*arguments[1:]) == 2
+        return capfd.readouterr().err
+
+    return refused
 
 
 def test_retriever_not_reachable_at_start(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}/retrieve"
-    error = refusal(command(tinywiki, policy, url, tmp_path), status=1)
-    assert url in error and "retrieval_launch.sh" in error
+    arguments = command(tinywiki, policy, url, tmp_path)
+    done = subprocess.run(arguments, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert url in done.stderr and "retrieval_launch.sh" in done.stderr
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 
-def test_prompt_file_missing(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+def test_prompt_file_missing(refusal: Refusal, tinywiki: Path, policy: Path, tmp_path: Path) -> None:
     missing = tmp_path / "absent.parquet"
-    assert str(missing) in refusal(
-        command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={missing}")
-    )
+    assert str(missing) in refusal(command(tinywiki, policy, NOBODY, tmp_path, f"data.train_files={missing}"))
 
 
-def test_prompt_file_without_its_column(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+def test_prompt_file_without_its_column(refusal: Refusal, tinywiki: Path, policy: Path, tmp_path: Path) -> None:
     file = tmp_path / "wrong.parquet"
     pq.write_table(pa.table({"question": ["Who?"]}), file)
-    error = refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, f"data.train_files={file}"))
+    error = refusal(command(tinywiki, policy, NOBODY, tmp_path, f"data.train_files={file}"))
     assert str(file) in error and "prompt" in error
 
 
-def test_prompt_longer_than_the_limit(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
-    error = refusal(command(tinywiki, policy, tinywiki_url, tmp_path, "data.max_start_length=8"))
+def test_prompt_longer_than_the_limit(refusal: Refusal, tinywiki: Path, policy: Path, tmp_path: Path) -> None:
+    error = refusal(command(tinywiki, policy, NOBODY, tmp_path, "data.max_start_length=8"))
     assert "row" in error and "train.parquet" in error
 
 
@@ -69,9 +76,9 @@ def test_prompt_longer_than_the_limit(tinywiki: Path, policy: Path, tinywiki_url
     ],
 )
 def test_config_that_cannot_train(
-    overrides: list[str], message: str, tinywiki: Path, policy: Path, tmp_path: Path
+    refusal: Refusal, overrides: list[str], message: str, tinywiki: Path, policy: Path, tmp_path: Path
 ) -> None:
-    assert message in refusal(command(tinywiki, policy, "http://127.0.0.1:1", tmp_path, *overrides))
+    assert message in refusal(command(tinywiki, policy, NOBODY, tmp_path, *overrides))
 
 
 def test_ctrl_c_stops_everything(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:

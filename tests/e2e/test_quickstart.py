@@ -1,4 +1,4 @@
-"""The README's first command as a user types it, in full: about ten minutes on two idle cores."""
+"""README's first command, as a user types it: a rehearsal of all its parts, and (slow) the whole of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,37 @@ import pytest
 from e2e_world import ENV, ROOT
 
 SCORES = re.compile(r"^(\S+)\s+([01]\.\d+) -> ([01]\.\d+)$", re.MULTILINE)
+PART = re.compile(r"^\x1b\[1m\[ *\d+s\] (set-up|[^:,(/\x1b]*).*$", re.MULTILINE)
+PARTS = [
+    *("set-up", "TinyWiki", "warm start", "retrieval server", "reinforcement learning", "one question"),
+    "exact match on",
+]
+
+
+def scores_of(printed: str) -> dict[str, tuple[float, float]]:
+    """Exact match before and after RL, by kind of question."""
+    return {name: (float(before), float(after)) for name, before, after in SCORES.findall(printed)}
+
+
+def test_the_rehearsal_goes_through_all_parts(quickstart: Path) -> None:
+    printed = (quickstart / "stdout").read_text()
+    _, *told = PART.split(printed)
+    assert [part.strip() for part in told[::2]] == PARTS
+    answered = told[2 * PARTS.index("one question") + 1]
+    assert "Question: " in answered and "<think>" in answered and "Answer:" in answered, "by the trained policy"
+    assert {"tinywiki_1hop", "tinywiki_2hop", "overall"} <= scores_of(printed).keys()
+    assert f"Report: {quickstart}/rl/report.md" in printed and (quickstart / "rl" / "report.png").is_file()
+    [model] = (Path(path) for path in re.findall(r"^Trained model: (.+)$", printed, re.MULTILINE))
+    assert model == quickstart / "rl" / "actor" / "global_step_3" and (model / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_quickstart_trains_an_agent_that_searches_twice(tmp_path: Path) -> None:
     command = ["bash", "scripts/quickstart.sh", "--seed", "11", "--output_dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    scores = {name: (float(before), float(after)) for name, before, after in SCORES.findall(done.stdout)}
+    scores = scores_of(done.stdout)
     assert scores["tinywiki_2hop"][0] <= 0.1, "the warm start does not search twice"
     assert scores["tinywiki_2hop"][1] >= 0.5 and scores["overall"][1] >= 0.75
     assert "Answer:" in done.stdout and (tmp_path / "rl" / "report.png").is_file()

@@ -9,10 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_world import ENV, ROOT, run
+from e2e_world import ENV, ROOT, train_here
 from transformers import AutoModelForTokenClassification
 
 from verl.tracking.trajectory_store import read_trajectories
+from verl.trainer.main_ppo_format import with_format_reward
 
 WORLD = (
     "agent.template=tinywiki",
@@ -106,11 +107,11 @@ def test_ppo_with_a_critic(script, policy: Path) -> None:
 
 
 def test_format_reward_greedy_baseline_and_correction(
-    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+    ray_session: object, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
 ) -> None:
     """main_ppo_format, with everything that no script uses: remax, filtered groups, rejected tokens, LLDS, GSPO."""
     actor = "actor_rollout_ref.actor"
-    run(
+    status = train_here(
         *("-m", "verl.trainer.main_ppo_format", *WORLD, *GROUPS, f"retriever.url={tinywiki_url}"),
         "reward.kwargs={}",
         *(f"data.train_files={tinywiki / 'train.parquet'}", f"data.val_files={tinywiki / 'validation.parquet'}"),
@@ -120,7 +121,9 @@ def test_format_reward_greedy_baseline_and_correction(
         *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"),
         *(f"{actor}.rollout_correction.importance=token", f"{actor}.rollout_correction.reject=geometric"),
         *(f"{actor}.llds_coef=0.1", f"{actor}.policy_loss=gspo", f"{actor}.loss_agg_mode=seq-mean-token-mean"),
+        adapt=with_format_reward,
     )
+    assert status == 0
     found = Run(tmp_path)
     rows = [row for step in (1, 2) for row in found.trajectories(step)]
     assert {row["reward"] for row in rows} <= {0.0, 0.1, 0.2, 0.8, 1.0}

@@ -1,4 +1,7 @@
-"""The entire loop for three steps: Ray, vLLM, retrieval server, FSDP2, sync, validation, checkpoint, report, infer."""
+"""The entire loop for three steps: Ray, vLLM, retrieval server, FSDP2, sync, validation, checkpoint, report.
+
+It is the run of the quickstart's rehearsal. Runs that are compared with it are led from this process.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from e2e_world import ENV, ROOT, metrics_by_step, run, run_and_listen, small_run
+from e2e_world import ENV, ROOT, metrics_by_step, run, small_run, train_here
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,31 +28,30 @@ from verl.tracking.trajectory_store import read_trajectories
 from verl.trainer.run_folder import archive
 from verl.trainer.run_lock import LOCK
 
-
-def train(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> Path:
-    run(*small_run(tinywiki, policy, url, folder, *overrides))
-    return folder
+Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def run_and_told(
-    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    """The run's folder, and what it wrote to standard error: the lines of its workers are among it."""
-    folder = tmp_path_factory.mktemp("run")
-    steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
-    more = ("trainer.logger=[console,tensorboard,wandb]", "+trainer.val_before_train=true", *steps)
-    done = run_and_listen(*small_run(tinywiki, policy, tinywiki_url, folder, *more), VERL_WORKER_LOGS="1")
-    return folder, done.stderr
+def train(ray_session: object, tinywiki: Path, policy: Path, tinywiki_url: str) -> Train:
+    """Runs in a folder, with further overrides; returns the folder."""
+
+    def to_its_end(folder: Path, *overrides: str) -> Path:
+        assert train_here(*small_run(tinywiki, policy, tinywiki_url, folder, "trainer.seed=1", *overrides)) == 0
+        return folder
+
+    return to_its_end
 
 
-@pytest.fixture(scope="module")
-def run_dir(run_and_told: tuple[Path, str]) -> Path:
-    return run_and_told[0]
+@pytest.fixture
+def run_dir(quickstart: Path) -> Path:
+    return quickstart / "rl"
 
 
-def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(run_and_told: tuple[Path, str]) -> None:
-    lines = [line for line in run_and_told[1].splitlines() if not line.endswith(" s so far")]
+def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(quickstart: Path) -> None:
+    """Also from the workers, whose lines are among them."""
+    warm_start, infer = r"^.* step 60/60 .*\n", r"^\[ *\d+ s\] "  # the last line before the run, the first one after it
+    [_, said, *_] = re.split(f"{warm_start}|{infer}", (quickstart / "stderr").read_text(), flags=re.MULTILINE)
+    lines = [line for line in said.splitlines() if not line.endswith(" s so far")]
     told = [re.fullmatch(r"\d\d:\d\d:\d\d INFO verl.startup: \[ *\d+ s\] (.*)", line) for line in lines]
     assert all(told), [line for line, found in zip(lines, told, strict=True) if not found]
     assert [found[1] for found in told if found] == [
@@ -64,9 +67,11 @@ def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(run
         "loading the actor in 1 process",
         "waiting for 1 rollout engine",
         "validating on 32 prompts",
+        "testing on 40 prompts",
         "step 1 of 3",
         "validating on 32 prompts",
         "validating on 32 prompts",
+        "testing on 40 prompts",
     ]
 
 
@@ -205,13 +210,11 @@ def test_report_can_be_read(run_dir: Path) -> None:
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_workers_and_two_engines_do_the_same(
-    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
-) -> None:
+def test_two_workers_and_two_engines_do_the_same(run_dir: Path, train: Train, tmp_path: Path) -> None:
     """The first step of the same run on other plumbing: the same trajectories, token by token, the same gradient."""
     plumbing = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2")
     once = ("trainer.total_training_steps=1", "+trainer.val_before_train=false", "trainer.logger=[]")
-    other = train(tinywiki, policy, tinywiki_url, tmp_path / "two", *plumbing, *once)
+    other = train(tmp_path / "two", *plumbing, *once)
     columns = ["ids", "loss_mask", "log_probs", "reward"]
     paths = [folder / "trajectories" / "train_step_1.parquet" for folder in (run_dir, other)]
     assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
@@ -234,13 +237,11 @@ def assert_tokens_of_ranks(metrics: dict[str, float], stored: Path, num_ranks: i
     assert low <= found[3] <= high and high - low <= max(lengths)
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
-    run_dir: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(run_dir: Path, train: Train, tmp_path: Path) -> None:
     """From the state after step 2, in another folder: step 3 is the same to the last bit."""
     state = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir / 'actor' / 'global_step_2'}")
     steps = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2")
-    folder = train(tinywiki, policy, tinywiki_url, tmp_path / "on", *state, *steps, "trainer.logger=[]")
+    folder = train(tmp_path / "on", *state, *steps, "trainer.logger=[]")
     resumed, straight = metrics_by_step(folder), metrics_by_step(run_dir)
     assert sorted(resumed) == [3]
     kept = {name for name in straight[3] if not name.startswith(("timing", "memory", "perf")) and name != "time"}
@@ -266,9 +267,9 @@ GUARDED = (
 
 
 @pytest.fixture(scope="module")
-def guarded(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guarded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps. The weights after two of them have collapsed, which the third step's reward shows."""
-    return train(tinywiki, policy, tinywiki_url, tmp_path_factory.mktemp("guarded"), *GUARDED)
+    return train(tmp_path_factory.mktemp("guarded"), *GUARDED)
 
 
 def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(guarded: Path) -> None:
@@ -284,11 +285,11 @@ def test_an_alarm_takes_the_run_back_to_a_good_checkpoint(guarded: Path) -> None
 
 @pytest.mark.slow
 def test_after_a_rollback_a_killed_run_goes_on_from_where_it_went_back_to(
-    guarded: Path, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+    guarded: Path, train: Train, tmp_path: Path
 ) -> None:
     """From the state of the step that went back, in another folder: the next step is the same to the last bit."""
     state = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={guarded / 'actor' / 'global_step_3'}")
-    folder = train(tinywiki, policy, tinywiki_url, tmp_path / "on", *GUARDED, *state, "trainer.logger=[]")
+    folder = train(tmp_path / "on", *GUARDED, *state, "trainer.logger=[]")
     resumed, straight = metrics_by_step(folder), metrics_by_step(guarded)
     names = ("actor/lr", "actor/grad_norm", "critic/score/mean", "response_length/mean")
     assert [resumed[4][name] for name in names] == [straight[4][name] for name in names]
@@ -310,14 +311,6 @@ def test_the_guard_watches_by_default(run_dir: Path) -> None:
 def weights(folder: Path, step: int) -> torch.Tensor:
     state = AutoModelForCausalLM.from_pretrained(folder / "actor" / f"global_step_{step}").state_dict()
     return state["model.layers.0.mlp.up_proj.weight"]
-
-
-@pytest.mark.slow  # test_new_users_hour.py asks a run, too
-def test_infer_answers_with_the_settings_of_training(run_dir: Path, tinywiki: Path, tinywiki_url: str) -> None:
-    question = run("-m", "search_r1.evaluation.example_question", str(tinywiki / "test.parquet")).strip()
-    output = run("infer.py", "--run", str(run_dir), "--retriever_url", tinywiki_url, "--question", question)
-    assert f"Question: {question}" in output
-    assert "<think>" in output and "Answer:" in output
 
 
 def test_the_same_command_again_is_refused(run_dir: Path, tinywiki: Path, policy: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of the processes that start the first Ray on a machine at the same time each would write a token for all to read.
@@ -60,6 +65,34 @@ def run_and_listen(*command: str, timeout: float = 1800, **variables: str) -> su
     return done
 
 
+@contextmanager
+def signals_as_they_were() -> Iterator[None]:
+    """What a program does about signals in this process ends with it."""
+    numbers, hook = (signal.SIGINT, signal.SIGTERM), sys.unraisablehook
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def train_here(*command: str, **more: Any) -> int:
+    """The exit status of `-m MODULE ARGUMENTS`, a trainer, in this process; `more` is for its `main`.
+
+    It saves the time that a process of its own takes to import everything and, with `ray_session`, to start a Ray.
+    """
+    option, module, *arguments = command
+    assert option == "-m"
+    with signals_as_they_were():
+        return importlib.import_module(module).main(arguments, **more)
+
+
+# So that there is a gradient where all of so weak a policy's rewards are 0.
+GRADIENT = ("actor_rollout_ref.actor.entropy_coeff=0.01",)
+
+
 def small_run(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: str) -> tuple[str, ...]:
     """The command of a run with 24 trajectories a step: 4 of each of 6 prompts."""
     return (
@@ -67,8 +100,7 @@ def small_run(tinywiki: Path, policy: Path, url: str, folder: Path, *overrides: 
         *(f"data.val_files={tinywiki / 'validation.parquet'}", "data.val_data_num=32", "data.train_batch_size=6"),
         *(f"actor_rollout_ref.model.path={policy}", f"retriever.url={url}", f"trainer.default_local_dir={folder}"),
         *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.rollout.n_agent=4"),
-        # So that there is a gradient where all of so weak a policy's rewards are 0.
-        *("actor_rollout_ref.actor.entropy_coeff=0.01", *overrides),
+        *(*GRADIENT, *overrides),
     )
 
 

@@ -1,6 +1,7 @@
 """A test that exceeds its time limit fails, and says what each of its processes was doing (a pytest plugin).
 
-pytest-timeout keeps the time: the limit is `timeout` in pyproject.toml, or the test's own `@pytest.mark.timeout`.
+pytest-timeout keeps the time. The limit is the test's own `@pytest.mark.timeout`, or that of its folder, or `timeout`
+in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ PY_SPY = Path(sys.executable).with_name("py-spy")
 STACK_S = 10.0  # for the stacks of one process
 GRACE_S = 120  # for the clean-up of a test that was stopped; a process that needs longer is ended
 HUNG = "hung"  # the name under which a report carries where its test stood
+FOLDERS = {"e2e": 900, "chaos": 900}  # whole runs
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        limit = FOLDERS.get(item.path.parent.name)
+        if limit is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit))
 
 
 @pytest.hookimpl
