@@ -62,8 +62,10 @@ def test_prompt_file_without_its_column(refusal: Refusal, tinywiki: Path, policy
     assert str(file) in error and "prompt" in error
 
 
-def test_prompt_longer_than_the_limit(refusal: Refusal, tinywiki: Path, policy: Path, tmp_path: Path) -> None:
-    error = refusal(command(tinywiki, policy, NOBODY, tmp_path, "data.max_start_length=8"))
+def test_prompt_longer_than_the_limit(
+    refusal: Refusal, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path
+) -> None:
+    error = refusal(command(tinywiki, policy, tinywiki_url, tmp_path, "data.max_start_length=8"))
     assert "row" in error and "train.parquet" in error
 
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_world import ENV, ROOT, train_here
+from e2e_world import ENV, GRADIENT, ROOT, train_here
 from transformers import AutoModelForTokenClassification
 
 from verl.tracking.trajectory_store import read_trajectories
@@ -35,6 +35,7 @@ WORLD = (
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[console]",
     "trainer.total_training_steps=2",
+    *GRADIENT,
 )
 GROUPS = ("data.train_batch_size=6", "actor_rollout_ref.rollout.n_agent=4")
 
