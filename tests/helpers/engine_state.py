@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -33,6 +35,24 @@ def full_state(engine: TrainedEngine, of: str = "policy") -> dict[str, torch.Ten
     """`whole_weights` on rank 0, {} on the others."""
     weights = whole_weights(engine, of)
     return weights if dist.get_rank() == 0 else {}
+
+
+def assert_same_weights(one: PolicyEngine, other: PolicyEngine) -> None:
+    """To the bit, those of the policy and of the anchor."""
+    for of in ("policy", "anchor"):
+        states = full_state(one, of), full_state(other, of)
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def save_state(engine: TrainedEngine, folder: Path) -> Path:
+    """What `load_state` needs, in a folder that is made; every rank calls it."""
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+    dist.barrier()
+    engine.start_saving_state(folder)
+    engine.resumable.saved()
+    dist.barrier()  # rank 0 may write more than its shards
+    return folder
 
 
 def gradients(engine: PolicyEngine | ValueEngine, batch: TrainBatch) -> dict[str, torch.Tensor]:

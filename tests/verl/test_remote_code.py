@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_config import run_config
 from transformers import AutoModelForCausalLM
 
 from search_r1.llm_agent.agent import load_tokenizer as load_agent_tokenizer
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.engine.model import CausalLm, CausalModel
 from verl.engine.saving import save_model
 from verl.engine.value_model import TokenClassifier
@@ -86,7 +87,7 @@ def _update(path: Path, **values: Any) -> None:
 def config_of(own: Path, trust: bool, *overrides: str) -> Config:
     role = "actor_rollout_ref.model"
     paths = (f"{role}.path={own}", f"critic.model.path={own}", f"critic.model.tokenizer_path={own}")
-    return load_config("ppo_trainer", [*paths, f"{role}.trust_remote_code={trust}", *overrides])
+    return run_config([*paths, f"{role}.trust_remote_code={trust}", *overrides])
 
 
 LOADERS: dict[str, Callable[[Config], Any]] = {

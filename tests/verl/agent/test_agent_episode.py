@@ -287,13 +287,16 @@ def test_a_pause_ends_the_wait_for_the_environment_and_the_turn_is_put_to_it_aga
 def test_a_cancelled_episode_without_a_pause_is_cancelled(byte_tokenizer):
     class Stuck(Library):
         async def step(self, prompt, text, tools_allowed):
+            self.calls.append((text, tools_allowed))
             await asyncio.Event().wait()
 
     async def cancel():
         prompt = Prompt(encode_text(byte_tokenizer, "question: "), "test", {})
-        among = (ScriptedSampler(byte_tokenizer, ["ask a"]), Stuck(byte_tokenizer), byte_tokenizer)
+        stuck = Stuck(byte_tokenizer)
+        among = (ScriptedSampler(byte_tokenizer, ["ask a"]), stuck, byte_tokenizer)
         playing = asyncio.create_task(run_episode(prompt, "g0", *among, Sampling(), LIMITS, 7))
-        await asyncio.sleep(0.01)
+        while not stuck.calls:
+            await asyncio.sleep(0)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing

@@ -47,6 +47,12 @@ class Library(WaitingEnvironment):
         return Outcome("search", valid=True, done=False, reply="\nbook\n")
 
 
+async def settle() -> None:
+    """Until whatever can happen has happened: nothing here waits for a clock."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 class Scene:
     """Episodes of one worker, which share their answers."""
 
@@ -60,11 +66,16 @@ class Scene:
 
     async def interrupted(self, *groups: str) -> list[Trajectory]:
         """Episodes that wait for their search when a pause comes."""
-        pause = Pause(self.answers)
+        pause, asked = Pause(self.answers), self.library.asked
         episodes = [self.episode(group, pause) for group in groups]
-        await asyncio.sleep(0.01)
+        await self.searches(asked + len(groups))
         pause.begin()
         return await asyncio.gather(*episodes)
+
+    async def searches(self, number: int) -> None:
+        """Until that many searches were asked in all."""
+        while self.library.asked < number:
+            await asyncio.sleep(0)
 
     async def resumed(self, trajectory: Trajectory) -> Trajectory:
         return await self.episode(trajectory.group_id, Pause(self.answers), trajectory)
@@ -83,7 +94,7 @@ def test_a_search_goes_on_over_an_interruption(play: Any) -> None:
         [paused] = await scene.interrupted("g0")
         assert (paused.status, paused.open_turn, paused.num_searches) == (None, "stop", 0)
         scene.library.may_answer.set()
-        await asyncio.sleep(0.01)
+        await settle()
         ended = await scene.resumed(paused)
         assert (scene.library.asked, scene.library.cancelled) == (1, 0)
         assert (ended.status, ended.num_searches) == (Status.ANSWERED, 1)
@@ -98,7 +109,7 @@ def test_an_episode_that_goes_on_waits_for_the_search_that_is_under_way(play: An
     async def plot(scene: Scene) -> None:
         [paused] = await scene.interrupted("g0")
         going_on = asyncio.create_task(scene.resumed(paused))
-        await asyncio.sleep(0.01)
+        await settle()
         assert not going_on.done()
         scene.library.may_answer.set()
         assert (await going_on).status is Status.ANSWERED and scene.library.asked == 1
@@ -122,7 +133,7 @@ def test_a_search_that_fails_meanwhile_fails_the_episode_that_goes_on(play: Any)
         [paused] = await scene.interrupted("g0")
         scene.library.is_open = False
         scene.library.may_answer.set()
-        await asyncio.sleep(0.01)
+        await settle()
         ended = await scene.resumed(paused)
         assert (ended.status, ended.failure) == (Status.FAILED, "the library is closed")
 
@@ -135,10 +146,10 @@ def test_a_search_that_nobody_comes_for_is_cancelled_at_the_second_interruption_
         await scene.interrupted("g1")
         assert scene.library.cancelled == 0
         [paused] = await scene.interrupted("g2")
-        await asyncio.sleep(0)
+        await settle()
         assert scene.library.cancelled == 1
         scene.answers.forget()
-        await asyncio.sleep(0)
+        await settle()
         assert scene.library.cancelled == 3
         scene.library.may_answer.set()
         assert (await scene.resumed(paused)).status is Status.ANSWERED and scene.library.asked == 4
@@ -149,7 +160,7 @@ def test_a_search_that_nobody_comes_for_is_cancelled_at_the_second_interruption_
 def test_an_episode_that_is_cancelled_cancels_its_search(play: Any) -> None:
     async def plot(scene: Scene) -> None:
         episode = scene.episode("g0", Pause(scene.answers))
-        await asyncio.sleep(0.01)
+        await scene.searches(1)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode

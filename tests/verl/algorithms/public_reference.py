@@ -110,7 +110,10 @@ def _installed() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-public-reference"
     folder = cache / f"{PINS[0]}-{key}"
     if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unavailable(f"there is no place for {PINS[0]} and what it needs: {error}") from None
         # Installed elsewhere and moved, so that a folder of that name is always complete.
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             _install(Path(scratch) / "libraries")

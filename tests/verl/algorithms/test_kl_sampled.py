@@ -88,22 +88,14 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("sampler_V", [P_V, f64(0.1, 0.3, 0.6)], ids=["on policy", "older policy"])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_expectation_on_policy(name: str) -> None:
-    logits_V = P_V.log().requires_grad_()
-    expected_kl = (P_V * sampled_kl(name)(logits_V.log_softmax(0), Q_V.log())).sum()
-    value, gradient_V = EXPECTED[name]
-    assert expected_kl.item() == pytest.approx(value, abs=1e-12)
-    close(torch.autograd.grad(expected_kl, logits_V)[0], gradient_V)
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_expectation_under_an_older_policy_with_the_importance_weight(name: str) -> None:
-    old_V = f64(0.1, 0.3, 0.6)
+def test_expectation(name: str, sampler_V: torch.Tensor) -> None:
+    """Under an older policy with the importance weight, which is 1 on policy and a constant."""
     logits_V = P_V.log().requires_grad_()
     log_p_V = logits_V.log_softmax(0)
-    weight_V = importance_weight(log_p_V, old_V.log())
-    expected_kl = (old_V * weight_V * sampled_kl(name)(log_p_V, Q_V.log())).sum()
+    weight_V = 1 if sampler_V is P_V else importance_weight(log_p_V, sampler_V.log())
+    expected_kl = (sampler_V * weight_V * sampled_kl(name)(log_p_V, Q_V.log())).sum()
     value, gradient_V = EXPECTED[name]
     assert expected_kl.item() == pytest.approx(value, abs=1e-12)
     close(torch.autograd.grad(expected_kl, logits_V)[0], gradient_V)

@@ -88,19 +88,17 @@ def test_the_page_quotes_the_results() -> None:
         assert figures == rows["2", "0.1", k][4:]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command() -> None:
-    arguments = ("--vocabulary", "50", "--k", "1", "50", "--exponents", "1.5", "--noises", "0.1", "--draws", "3")
-    answer = run(*arguments)
+def test_the_command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--vocabulary", "50", "--k", "1", "50", "--exponents", "1.5", "--noises", "0.1", "--draws", "3"]
+    command = [sys.executable, str(SCRIPT), *arguments]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     whole = [line.split() for line in answer.stdout.splitlines() if "top 50" in line]
     assert [cells[-6:] for cells in whole] == [["1.0000", "0", "0", "0", "0", "0"]] * 2
-    assert run(*arguments).stdout == answer.stdout
-
-
-def test_a_head_larger_than_the_vocabulary_is_an_error() -> None:
-    answer = run("--vocabulary", "50", "--k", "51")
-    assert answer.returncode == 2 and "--k has to lie between 1 and the vocabulary of 50" in answer.stderr
+    monkeypatch.setattr(sys, "argv", command[1:])
+    script.main()
+    assert capsys.readouterr().out == answer.stdout, "the same each time"
+    monkeypatch.setattr(sys, "argv", ["topk_kl_bias.py", "--vocabulary", "50", "--k", "51"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "--k has to lie between 1 and the vocabulary of 50" in capsys.readouterr().err

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.config.asynchronous import max_staleness
 from verl.config.doubtful import doubts
 from verl.errors import ConfigError
@@ -19,9 +20,7 @@ ONE_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.policy_loss=reinfor
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config(
-        "ppo_trainer", [*("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=4"), *overrides]
-    )
+    return run_config(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=4", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -54,32 +55,37 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--multirun" in capsys.readouterr().err
 
 
-HEAVY = ("torch", "vllm", "ray", "transformers")
+ANSWERS = [
+    ("actor_rollout_ref.actor.optim.lrr=1", 2, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+    ("algorithm.adv_estimator=grpo", 2, "compares the trajectories of one prompt"),
+    ("reward_model.enable=true", 2, "reward_model.enable=True is not available"),
+    ("--help", 0, "actor_rollout_ref.actor.optim.lr = "),
+]
+# One process runs the program with each of its arguments, and says what each run returned and what is imported.
+PROGRAM = """
+import contextlib, io, json, runpy, sys
+answers, module = [], sys.argv[1]
+for argument in sys.argv[2:]:
+    sys.argv = ["program", argument]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as ended:
+            answers.append((ended.code, said.getvalue()))
+print(json.dumps([answers, [name for name in ("torch", "vllm", "ray", "transformers") if name in sys.modules]]))
+"""
 
 
 @pytest.mark.parametrize("module", ["main_ppo", "main_ppo_format"])
-@pytest.mark.parametrize(
-    ("argument", "status", "words"),
-    [
-        ("actor_rollout_ref.actor.optim.lrr=1", 2, "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-        ("algorithm.adv_estimator=grpo", 2, "compares the trajectories of one prompt"),
-        ("reward_model.enable=true", 2, "reward_model.enable=True is not available"),
-        ("--help", 0, "actor_rollout_ref.actor.optim.lr = "),
-    ],
-)
-def test_an_entry_point_answers_before_anything_heavy_is_imported(
-    argument: str, status: int, words: str, module: str
-) -> None:
-    program = f"""
-import atexit, runpy, sys
-atexit.register(lambda: print("heavy:", [name for name in {HEAVY!r} if name in sys.modules]))
-sys.argv = ["program", {argument!r}]
-runpy.run_module("verl.trainer.{module}", run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, done.stderr
-    assert words in done.stdout + done.stderr
-    assert "heavy: []" in done.stdout
+def test_an_entry_point_answers_before_anything_heavy_is_imported(module: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, f"verl.trainer.{module}", *(argument for argument, _, _ in ANSWERS)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers, heavy = json.loads(done.stdout)
+    assert heavy == []
+    for (found, said), (argument, status, words) in zip(answers, ANSWERS, strict=True):
+        assert found == status and words in said, argument
 
 
 def test_the_documentation_page_is_up_to_date() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from run_config import run_config
 
 from verl.config import CONFIG_DIR, Config, load, load_config, to_yaml
 from verl.config.fields import section, setting
@@ -141,7 +142,7 @@ def test_values_take_the_type_of_their_key() -> None:
 )
 def test_a_bad_override_is_an_error_that_names_the_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config("ppo_trainer", [override])
+        run_config([override])
 
 
 def test_a_recipe_anywhere_starts_from_the_tree(tmp_path: Path) -> None:
@@ -172,6 +173,29 @@ def test_a_config_survives_pickle_and_yaml(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config("config", [], str(tmp_path)) == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["+data.max_prompt_length=900", "reward.kwargs={threshold: 0.5}", "trainer.logger=[]", "data.tokenizer='a<b'"],
+        ["algorithm.adv_estimator=grpo"],
+        ["data.max_start_length=600", "trainer.test_freq=0"],
+        ["trainer.val_befor_train=true"],
+        ["algorithm.gamma=1.5"],
+        ["data.tokenizer=${nowhere}"],
+    ],
+)
+def test_the_configs_of_other_tests_are_those_that_are_loaded(overrides: list[str]) -> None:
+    """They compose the tree once: the same values, or the same errors, those of contradictions included."""
+    found: list[Config | str] = []
+    for make in (run_config, lambda given: load_config("ppo_trainer", given)):
+        try:
+            found.append(make(overrides))
+        except ConfigError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
 
 
 @dataclass

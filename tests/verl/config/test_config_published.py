@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl.config import check_supported, load_config
+from verl.config import Config, check_supported, load_config
 from verl.config.doubtful import doubts
 from verl.config.keys import value_at
 from verl.errors import ConfigError
@@ -83,10 +84,11 @@ def overrides_of(script: str) -> list[PublishedOverride]:
     return [row for row in read_table() if script in row.scripts]
 
 
-def command_line(script: str) -> list[str]:
-    """The arguments of a script, in which `trainer.default_hdfs_dir=null` stands twice, as published."""
+@cache
+def config_of(script: str) -> Config:
+    """What the arguments of a script give, among which `trainer.default_hdfs_dir=null` stands twice, as published."""
     arguments = [row.argument for row in overrides_of(script)]
-    return [*arguments, "trainer.default_hdfs_dir=null"]
+    return load_config("ppo_trainer", [*arguments, "trainer.default_hdfs_dir=null"])
 
 
 def parsed(text: str) -> Any:
@@ -103,7 +105,7 @@ def parsed(text: str) -> Any:
 
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
 def test_published_command_validates_and_every_value_arrives(script: str) -> None:
-    config = load_config("ppo_trainer", command_line(script))
+    config = config_of(script)
     wrong = {}
     for row in overrides_of(script):
         arrived = value_at(config, row.key.lstrip("+"))
@@ -122,7 +124,7 @@ def test_the_table_has_every_script_at_its_published_size() -> None:
 
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
 def test_this_version_has_what_a_published_command_asks_for(script: str) -> None:
-    config = load_config("ppo_trainer", command_line(script))
+    config = config_of(script)
     config = with_format_reward(config) if script in FORMAT_SCRIPTS else config
     check_supported(config)
     assert list(doubts(config)) == []
@@ -130,7 +132,7 @@ def test_this_version_has_what_a_published_command_asks_for(script: str) -> None
 
 @pytest.mark.parametrize("script", FORMAT_SCRIPTS)
 def test_published_format_scores_reach_the_reward_of_training_alone(script: str) -> None:
-    config = load_config("ppo_trainer", command_line(script))
+    config = config_of(script)
     with pytest.raises(ConfigError, match=r"reward_model.structure_format_score=0.2 .*main_ppo_format"):
         check_supported(config)
     reward = with_format_reward(config).reward
@@ -140,7 +142,7 @@ def test_published_format_scores_reach_the_reward_of_training_alone(script: str)
 
 @pytest.mark.parametrize("script", ["rP", "1P", "2P", "3P", "mnP32", "rG", "E"])
 def test_published_ppo_commands_put_the_kl_into_the_reward_and_grpo_ones_do_not(script: str) -> None:
-    config = load_config("ppo_trainer", command_line(script))
+    config = config_of(script)
     assert config.algorithm.use_kl_in_reward is (config.algorithm.adv_estimator == "gae")
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
+from run_config import run_config
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS
@@ -13,7 +14,7 @@ from verl.algorithms.kl import EXACT_KL, SAMPLED_KL_NAMES, TOPK_KL, AdaptiveKL, 
 from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.algorithms.rollout_correction import Importance, Rejection
 from verl.algorithms.traits import ESTIMATOR_TRAITS
-from verl.config import CONFIG_DIR, Config, load_config
+from verl.config import CONFIG_DIR, Config
 from verl.config.keys import leaves
 from verl.errors import ConfigError
 from verl.trainer.collapse_guard import CollapseGuard
@@ -113,10 +114,10 @@ def test_a_setting_is_refused_where_it_changes_nothing(
     overrides = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n_agent=2", override]
     overrides.append("algorithm.norm_adv_by_std_in_grpo=false")
     if has_effect:
-        load_config("ppo_trainer", overrides)
+        run_config(overrides)
         return
     with pytest.raises(ConfigError, match="has no effect with algorithm.adv_estimator"):
-        load_config("ppo_trainer", overrides)
+        run_config(overrides)
 
 
 @pytest.mark.parametrize(("horizon", "fits"), [(40, False), (41, True)])
@@ -126,11 +127,11 @@ def test_a_horizon_is_refused_where_the_controller_would_refuse_it(horizon: int,
     overrides += [f"{ACTOR}.ppo_mini_batch_size=200", f"algorithm.kl_ctrl.horizon={horizon}"]
     controller = AdaptiveKL(0.1, 0.1, horizon)
     if fits:
-        load_config("ppo_trainer", overrides)
+        run_config(overrides)
         controller.update(0.1, 200)
         return
     with pytest.raises(ConfigError, match="algorithm.kl_ctrl.horizon"):
-        load_config("ppo_trainer", overrides)
+        run_config(overrides)
     with pytest.raises(ValueError, match="horizon"):
         controller.update(0.1, 200)
 
@@ -138,11 +139,11 @@ def test_a_horizon_is_refused_where_the_controller_would_refuse_it(horizon: int,
 def test_a_guard_without_limits_is_refused() -> None:
     overrides = [f"{GUARD}.action=stop", *(f"{key}=null" for key in GUARD_LIMITS)]
     with pytest.raises(ConfigError, match="has nothing to watch"):
-        load_config("ppo_trainer", overrides)
+        run_config(overrides)
 
 
 @pytest.mark.parametrize("limit", GUARD_LIMITS)
 def test_one_limit_is_enough_for_config_and_guard(limit: str) -> None:
     value = 5 if limit.endswith("steps") else 0.5
     overrides = [f"{GUARD}.action=stop", *(f"{key}=null" for key in GUARD_LIMITS), f"{limit}={value}"]
-    CollapseGuard(load_config("ppo_trainer", overrides).trainer.collapse_guard)
+    CollapseGuard(run_config(overrides).trainer.collapse_guard)

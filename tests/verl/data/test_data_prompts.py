@@ -185,36 +185,21 @@ def test_more_rows_than_one_tokeniser_call(tmp_path, byte_tokenizer):
     ]
 
 
-def test_missing_file(tmp_path, byte_tokenizer):
+def test_files_that_cannot_be_read(tmp_path, ten, byte_tokenizer):
+    table = pq.read_table(ten)
+    (tmp_path / "text.parquet").write_text("{}")
+    pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
+    messages = {"absent": "no such file", "text": "is not a parquet file", "empty": "has no rows"}
+    for column in ("prompt", "data_source", "reward_model"):
+        pq.write_table(table.drop_columns([column]), tmp_path / f"no_{column}.parquet")
+        messages[f"no_{column}"] = f"column '{column}' is missing; its columns are"
+    for name, message in messages.items():
+        with pytest.raises(DataError, match=f"{name}.parquet: {message}"):
+            check_files([ten, str(tmp_path / f"{name}.parquet")])
     with pytest.raises(DataError, match="absent.parquet: no such file"):
         source_of(str(tmp_path / "absent.parquet"), byte_tokenizer)
-
-
-def test_no_files():
     with pytest.raises(DataError, match="no prompt file"):
         check_files([])
-
-
-def test_file_that_is_not_parquet(tmp_path):
-    file = tmp_path / "x.parquet"
-    file.write_text("{}")
-    with pytest.raises(DataError, match="is not a parquet file"):
-        check_files(str(file))
-
-
-def test_file_without_rows(tmp_path, ten):
-    empty = tmp_path / "empty.parquet"
-    pq.write_table(pq.read_table(ten).slice(0, 0), empty)
-    with pytest.raises(DataError, match="empty.parquet: has no rows"):
-        check_files([ten, str(empty)])
-
-
-@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
-def test_missing_column(tmp_path, ten, column):
-    file = tmp_path / "short.parquet"
-    pq.write_table(pq.read_table(ten).drop_columns([column]), file)
-    with pytest.raises(DataError, match=f"short.parquet: column '{column}' is missing; its columns are"):
-        check_files(str(file))
 
 
 @pytest.mark.parametrize(
@@ -232,21 +217,19 @@ def test_wrong_type(tmp_path, column, value, hint):
         check_files(path)
 
 
-@pytest.mark.parametrize("column", ["data_source", "reward_model"])
-def test_null_names_its_row(tmp_path, byte_tokenizer, column):
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        *((column, None, "is null") for column in ("data_source", "reward_model")),
+        *(("prompt", value, "the prompt is empty") for value in (None, [])),
+        *(("prompt", [{"role": "user", "content": text}], "the prompt is empty") for text in ("", None)),
+    ],
+)
+def test_a_value_that_is_missing_names_its_row(tmp_path, byte_tokenizer, column, value, message):
     rows = rows_of(3)
-    rows[1][column] = None
+    rows[1][column] = value
     path = write(tmp_path / "null.parquet", rows)
-    with pytest.raises(DataError, match=f"null.parquet: row 1, column '{column}': is null"):
-        source_of(path, byte_tokenizer)
-
-
-@pytest.mark.parametrize("prompt", [None, [], [{"role": "user", "content": ""}], [{"role": "user", "content": None}]])
-def test_empty_prompt_names_its_row(tmp_path, byte_tokenizer, prompt):
-    rows = rows_of(3)
-    rows[2]["prompt"] = prompt
-    path = write(tmp_path / "none.parquet", rows)
-    with pytest.raises(DataError, match="none.parquet: row 2, column 'prompt': the prompt is empty"):
+    with pytest.raises(DataError, match=f"null.parquet: row 1, column '{column}': {message}"):
         source_of(path, byte_tokenizer)
 
 

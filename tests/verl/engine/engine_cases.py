@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_config import run_config
 from tiny_models import qwen2_config, save_untrained
 from transformers import AutoModelForCausalLM
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.engine.policy_engine import PolicyEngine
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 
@@ -24,8 +25,7 @@ def write_model(path: Path, seed: int = 0, tied: bool = True) -> str:
 
 
 def make_config(model_path: str, run_dir: Path | str, *overrides: str) -> Config:
-    return load_config(
-        "ppo_trainer",
+    return run_config(
         [
             "data.train_files=train.parquet",
             "data.val_files=test.parquet",

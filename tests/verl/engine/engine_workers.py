@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from engine_cases import CPU, make_batch, make_engine
-from engine_state import full_state, gradients, whole, whole_weights
+from engine_state import full_state, gradients, save_state, whole, whole_weights
+from forked import run_forked
 from torch.profiler import ProfilerActivity, profile
 
 from verl.engine import residence
@@ -56,7 +58,7 @@ Task = Callable[[Path, str, str], dict[str, Any]]
 
 def run(folder: Path, model_path: str, other_model_path: str, num_workers: int, task: Task) -> list[dict[str, Any]]:
     """What `task` returns in each of `num_workers` processes."""
-    torch.multiprocessing.spawn(_worker, (num_workers, folder, model_path, other_model_path, task), num_workers)
+    run_forked(_worker, (num_workers, folder, model_path, other_model_path, task), num_workers)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(num_workers)]
 
 
@@ -96,6 +98,13 @@ def evaluate(
     return results
 
 
+@cache
+def evaluate_alone(model_path: str, other_model_path: str) -> dict[str, Any]:
+    """What one rank finds, which is what several are compared with."""
+    with tempfile.TemporaryDirectory() as folder:
+        return evaluate(Path(folder), model_path, other_model_path)
+
+
 def save_and_go_on(
     folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -104,11 +113,7 @@ def save_and_go_on(
     for seed in (0, 1):
         engine.update(make_batch(12, seed=seed))
         engine.follow_anchor(0.9)
-    if dist.get_rank() == 0:
-        (folder / "state").mkdir()
-    dist.barrier()
-    engine.start_saving_state(folder / "state")
-    engine.resumable.saved()
+    save_state(engine, folder / "state")
     return _whole_state(engine) | {"next": engine.update(make_batch(12, seed=2))}
 
 
@@ -134,12 +139,7 @@ def move_and_stay(
             metrics.append(engine.update(make_batch(12, seed=seed)))
             engine.follow_anchor(0.9)
             on_device.append(len(engine.residence.on_device))
-        state = folder / name
-        if dist.get_rank() == 0:
-            state.mkdir()
-        dist.barrier()
-        engine.start_saving_state(state)
-        engine.resumable.saved()
+        state = save_state(engine, folder / name)
         engine.save_pretrained(folder / f"{name}_saved", None)
         whole_state = _whole_state(engine)
         start = model_path if adapters else other_model_path  # a state with adapters belongs to its base
@@ -290,13 +290,7 @@ def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[
     results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
     results["policy"], results["anchor"] = full_state(engine), full_state(engine, "anchor")
     engine.save_pretrained(folder / "saved", None)
-    if dist.get_rank() == 0:
-        (folder / "state").mkdir()
-    dist.barrier()
-    engine.start_saving_state(folder / "state")
-    engine.resumable.saved()
-    dist.barrier()  # rank 0 alone writes it, after its shards
-    return results | {"base": json.loads((folder / "state" / "base.json").read_text())}
+    return results | {"base": json.loads((save_state(engine, folder / "state") / "base.json").read_text())}
 
 
 def shared_by(size: int) -> tuple[str, ...]:

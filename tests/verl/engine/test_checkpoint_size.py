@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_cases import CPU, VOCABULARY, make_batch, make_config
+from engine_state import save_state
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from value_cases import value_batch
 
@@ -37,9 +38,7 @@ def test_a_checkpoint_is_as_large_as_was_said(tau: float, model_dir: str, run_di
     critic.update(value_batch())
     for engine, role in ((policy, "actor"), (critic, "critic")):
         engine.save_pretrained(run_dir / role, None)
-        (run_dir / "state" / role).mkdir(parents=True)
-        engine.start_saving_state(run_dir / "state" / role)
-        engine.resumable.saved()
+        save_state(engine, run_dir / f"{role}_state")
     if tau < 1:
         policy.save_pretrained(run_dir / "ref", None, of="anchor")
     expected, count = checkpoint_bytes(config, models_of(config), steps=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,10 @@ class World(NamedTuple):
         return self.log_q_TV.gather(-1, self.batch.tokens["ids"][:, None]).squeeze(-1)
 
     @property
+    def entropy_T(self) -> torch.Tensor:
+        return -(self.log_p_TV.exp() * self.log_p_TV).sum(-1)
+
+    @property
     def fall_T(self) -> torch.Tensor:
         return self.batch.tokens["old_log_probs"].double() - self.log_p_T
 
@@ -52,20 +57,35 @@ class World(NamedTuple):
         return [part[mask] for part, mask in zip(value_T.split(lengths), masks, strict=True)]
 
 
-def ppo(world: World) -> torch.Tensor:
+def ppo(world: World, highest: float = 1.2) -> torch.Tensor:
     ratio_T = (-world.fall_T).exp()
-    return torch.maximum(-world.advantage_T * ratio_T, -world.advantage_T * ratio_T.clamp(0.8, 1.2))
+    return torch.maximum(-world.advantage_T * ratio_T, -world.advantage_T * ratio_T.clamp(0.8, highest))
 
 
-def kl_loss(term: Callable[[World], torch.Tensor]) -> Callable[[World], torch.Tensor]:
+def with_entropy(world: World) -> torch.Tensor:
+    return world.mean(ppo(world, highest=1.28) - 0.01 * world.entropy_T)
+
+
+Term = Callable[[World], torch.Tensor]
+
+
+def kl_loss(term: Term) -> Term:
     return lambda world: world.mean(ppo(world) + 0.5 * term(world))
+
+
+def sampled(estimator: Callable[[torch.Tensor], torch.Tensor]) -> Term:
+    return lambda world: estimator(world.log_p_T - world.batch.tokens["ref_log_probs"].double())
+
+
+def full_reverse(world: World) -> torch.Tensor:
+    return (world.log_p_TV.exp() * (world.log_p_TV - world.log_q_TV)).sum(-1)
 
 
 def full_forward(world: World) -> torch.Tensor:
     return (world.log_q_TV.exp() * (world.log_q_TV - world.log_p_TV)).sum(-1)
 
 
-def top_k(direction: str, gradient: str, weighted: bool) -> Callable[[World], torch.Tensor]:
+def top_k(direction: str, gradient: str, weighted: bool) -> Term:
     def term(world: World) -> torch.Tensor:
         chosen_by = world.log_p_TV.detach() if direction == "full_reverse" else world.log_q_TV
         index_Tk = chosen_by.topk(K).indices
@@ -133,20 +153,27 @@ def kl_setting(kind: str, *more: str) -> tuple[str, ...]:
 TOP = f"{ACTOR}.kl_topk_tokens={K}"
 PUBLISHED = f"{ACTOR}.kl_topk_gradient=published"
 WEIGHTED = (f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_lower=0.5", f"{ACTOR}.kl_iw_clip_upper=1.5")
-CASES: dict[str, tuple[tuple[str, ...], Callable[[World], torch.Tensor]]] = {
-    "full_forward": (kl_setting("full_forward"), kl_loss(full_forward)),
-    "topk_reverse": (kl_setting("full_reverse", TOP), kl_loss(top_k("full_reverse", "corrected", False))),
-    "topk_reverse_weighted": (
-        kl_setting("full_reverse", TOP, *WEIGHTED),
-        kl_loss(top_k("full_reverse", "corrected", True)),
-    ),
-    "topk_reverse_published": (
-        kl_setting("full_reverse", TOP, PUBLISHED),
-        kl_loss(top_k("full_reverse", "published", False)),
-    ),
-    "topk_forward": (kl_setting("full_forward", TOP), kl_loss(top_k("full_forward", "corrected", False))),
-    "k4_weighted": (kl_setting("k4", *WEIGHTED), kl_loss(weighted_k4)),
-    "k3+": (kl_setting("k3+"), kl_loss(straight_through_k3)),
+# A KL as it is written, of which the mean is a metric as well.
+VALUES: dict[str, tuple[tuple[str, ...], Term]] = {
+    "k1": (kl_setting("k1"), sampled(lambda d: d)),
+    "abs": (kl_setting("abs"), sampled(lambda d: d.abs())),
+    "k2": (kl_setting("k2"), sampled(lambda d: d * d / 2)),
+    "k3": (kl_setting("k3"), sampled(lambda d: ((-d).exp() + d - 1).clamp(-10, 10))),
+    "full_reverse": (kl_setting("full_reverse"), full_reverse),
+    "full_forward": (kl_setting("full_forward"), full_forward),
+}
+# A term that has the KL's gradient, and perhaps not its value.
+GRADIENTS: dict[str, tuple[tuple[str, ...], Term]] = {
+    "topk_reverse": (kl_setting("full_reverse", TOP), top_k("full_reverse", "corrected", False)),
+    "topk_reverse_weighted": (kl_setting("full_reverse", TOP, *WEIGHTED), top_k("full_reverse", "corrected", True)),
+    "topk_reverse_published": (kl_setting("full_reverse", TOP, PUBLISHED), top_k("full_reverse", "published", False)),
+    "topk_forward": (kl_setting("full_forward", TOP), top_k("full_forward", "corrected", False)),
+    "k4_weighted": (kl_setting("k4", *WEIGHTED), weighted_k4),
+    "k3+": (kl_setting("k3+"), straight_through_k3),
+}
+CASES: dict[str, tuple[tuple[str, ...], Term]] = {
+    **{name: (settings, kl_loss(term)) for name, (settings, term) in (VALUES | GRADIENTS).items()},
+    "entropy": ((f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.clip_ratio_high=0.28"), with_entropy),
     "llds": ((f"{ACTOR}.llds_coef=0.5",), llds),
     "gspo": ((f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), gspo),
     "dr_grpo": ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=20"), dr_grpo),
@@ -166,7 +193,7 @@ def case_batch(name: str) -> TrainBatch:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient(name: str, model_path: str, other_model_path: str, run_dir: Path) -> None:
+def test_gradient_and_metrics(name: str, model_path: str, other_model_path: str, run_dir: Path) -> None:
     overrides, loss = CASES[name]
     batch = case_batch(name)
     engine = make_engine(model_path, run_dir, *SMALL, *overrides, anchor_path=other_model_path)
@@ -178,6 +205,19 @@ def test_gradient(name: str, model_path: str, other_model_path: str, run_dir: Pa
     model, logits = full_logits(model_path, batch)
     with torch.no_grad():
         log_q_TV = log_softmax_rows(full_logits(other_model_path, batch)[1], 1.0)
-    loss(World(batch, log_softmax_rows(logits, 1.0), log_q_TV)).backward()
+    world = World(batch, log_softmax_rows(logits, 1.0), log_q_TV)
+    loss(world).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert relative_error(gradients(engine, batch), expected) < 1e-5
+    means = {"entropy_loss": world.mean(world.entropy_T)}
+    if name in VALUES:
+        means |= {"pg_loss": world.mean(ppo(world)), "kl_loss": world.mean(VALUES[name][1](world))}
+    if name == "entropy":
+        means["pg_loss"] = world.mean(ppo(world, highest=1.28))
+    metrics = engine.update(batch)
+    assert {key: metrics[f"actor/{key}"] for key in means} == pytest.approx(
+        {key: value.item() for key, value in means.items()}, rel=1e-5
+    )
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics.get("actor/kl_coef", 0.5) == 0.5 and ("actor/kl_coef" in metrics) == (name in VALUES | GRADIENTS)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
-from engine_state import full_state
+from engine_state import assert_same_weights, save_state
 from engine_workers import KL
 
 from verl.engine.policy_engine import PolicyEngine
+from verl.engine.sharding import local
 from verl.errors import CheckpointError
 from verl.storage import digest
 
@@ -28,16 +29,10 @@ def train(engine: PolicyEngine, steps: range) -> list[dict[str, float]]:
 
 
 def assert_same(one: PolicyEngine, other: PolicyEngine) -> None:
-    for of in ("policy", "anchor"):
-        states = full_state(one, of), full_state(other, of)
-        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert_same_weights(one, other)
     optimizers = one.resumable._optimizer_state(), other.resumable._optimizer_state()
     assert optimizers[0].keys() == optimizers[1].keys() and optimizers[0]
-    assert all(torch.equal(_local(tensor), _local(optimizers[1][name])) for name, tensor in optimizers[0].items())
-
-
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    assert all(torch.equal(local(tensor), local(optimizers[1][name])) for name, tensor in optimizers[0].items())
 
 
 def test_going_on_gives_the_same_bits(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
@@ -59,8 +54,7 @@ def test_going_on_gives_the_same_bits(model_path: str, other_model_path: str, ru
 
 def test_a_state_before_the_first_step(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
     straight = make(model_path, other_model_path, run_dir)
-    straight.start_saving_state(tmp_path)
-    straight.resumable.saved()
+    save_state(straight, tmp_path)
     broken = make(other_model_path, model_path, run_dir)
     train(broken, range(2))  # an optimizer that was used is as good as new afterwards
     broken.load_state(tmp_path)
@@ -70,8 +64,7 @@ def test_a_state_before_the_first_step(model_path: str, other_model_path: str, r
 
 def test_random_numbers_go_on(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
     engine = make(model_path, other_model_path, run_dir)
-    engine.start_saving_state(tmp_path)
-    engine.resumable.saved()
+    save_state(engine, tmp_path)
     drawn = torch.rand(3)
     engine.load_state(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
@@ -83,8 +76,7 @@ def test_a_damaged_state_is_named(
 ) -> None:
     engine = make(model_path, other_model_path, run_dir)
     train(engine, range(1))
-    engine.start_saving_state(tmp_path)
-    engine.resumable.saved()
+    save_state(engine, tmp_path)
     data = next(tmp_path.glob("__0_*"))
     if harm == "cut":
         data.write_bytes(data.read_bytes()[:1000])
@@ -95,11 +87,8 @@ def test_a_damaged_state_is_named(
     else:
         engine = make_engine(model_path, run_dir)  # has no anchor: what is asked for is there
         engine.load_state(tmp_path)
-        without = tmp_path / "without"
-        without.mkdir()
-        engine.start_saving_state(without)
-        engine.resumable.saved()
-        engine, tmp_path = make(model_path, other_model_path, run_dir), without
+        tmp_path = save_state(engine, tmp_path / "without")
+        engine = make(model_path, other_model_path, run_dir)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         engine.load_state(tmp_path)
 

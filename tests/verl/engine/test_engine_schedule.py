@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from run_config import run_config
 
-from verl.config import load_config
 from verl.config.model import OptimConfig
 from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
 from verl.engine.optimizer import Schedule
@@ -49,9 +49,9 @@ def test_bad_schedules_are_named() -> None:
     """By the type and the bounds of the setting, before there is an engine."""
     key = "actor_rollout_ref.actor.optim"
     with pytest.raises(ConfigError, match="optim.warmup_style: expected one of constant, cosine, got 'linear'"):
-        load_config("ppo_trainer", [f"{key}.warmup_style=linear"])
+        run_config([f"{key}.warmup_style=linear"])
     with pytest.raises(ConfigError, match="optim.lr_warmup_steps_ratio: must be at most 1, got 3"):
-        load_config("ppo_trainer", [f"{key}.lr_warmup_steps_ratio=3"])
+        run_config([f"{key}.lr_warmup_steps_ratio=3"])
 
 
 def test_device_and_precision() -> None:

@@ -25,8 +25,8 @@ def two(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_p
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, model_path: str, other_model_path: str) -> dict[str, Any]:
-    return engine_workers.evaluate(tmp_path_factory.mktemp("one_worker"), model_path, other_model_path)
+def one(model_path: str, other_model_path: str) -> dict[str, Any]:
+    return engine_workers.evaluate_alone(model_path, other_model_path)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tiny_models import qwen2_config, save_untrained
 
 from verl.config.model import FsdpConfig, ModelConfig
 from verl.engine.loading import load_sharded
+from verl.engine.model import CausalModel
 from verl.engine.saving import save_model
 from verl.engine.sharding import local
 from verl.errors import CheckpointError
@@ -48,12 +49,15 @@ def growth_mib(work: Callable[[], Any]) -> tuple[float, Any]:
     return size_mib("VmHWM") - before, result
 
 
-def load_and_save(folder: Path, model_path: str, _: str) -> dict[str, Any]:
+def load_and_save(folder: Path, model_path: str, small_path: str) -> dict[str, Any]:
     """Peaks in MiB above the start, the size of the shard, and how a save ended while rank 0 had no room for it."""
     fsdp = FsdpConfig()
-    arguments = (model_path, ModelConfig(), fsdp, fsdp.mixed_precision, CPU, None)
-    torch.ones(MIB).sum()  # what the first use of torch takes
-    loading, model = growth_mib(lambda: load_sharded(*arguments, trained=True))
+
+    def load(path: str) -> CausalModel:
+        return load_sharded(path, ModelConfig(), fsdp, fsdp.mixed_precision, CPU, None, trained=True)
+
+    save_model(load(small_path), folder / "small", None)  # what the first use imports and maps is none of the model's
+    loading, model = growth_mib(lambda: load(model_path))
     saving, _ = growth_mib(lambda: save_model(model, folder / "saved", None))
     shard = sum(part.untyped_storage().nbytes() for part in map(local, model.parameters())) / MIB
     if dist.get_rank() == 0:
@@ -63,8 +67,8 @@ def load_and_save(folder: Path, model_path: str, _: str) -> dict[str, Any]:
     return {"loading": loading, "saving": saving, "shard": shard, "failure": str(failure.value)}
 
 
-def test_a_worker_holds_its_shard_and_one_weight(tmp_path: Path, large_model_dir: str) -> None:
-    ranks = engine_workers.run(tmp_path, large_model_dir, "", 2, load_and_save)
+def test_a_worker_holds_its_shard_and_one_weight(tmp_path: Path, large_model_dir: str, model_path: str) -> None:
+    ranks = engine_workers.run(tmp_path, large_model_dir, model_path, 2, load_and_save)
     expected, saved = (
         load_file(folder / "model.safetensors") for folder in (Path(large_model_dir), tmp_path / "saved")
     )

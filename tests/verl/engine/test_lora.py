@@ -10,7 +10,7 @@ import engine_workers
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
-from engine_state import full_state, gradients, whole
+from engine_state import assert_same_weights, full_state, gradients, whole
 from engine_workers import KL
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -127,10 +127,7 @@ def test_a_reference_without_adapters_is_one_that_was_loaded(
         assert free.update(make_batch(seed=seed)) == beside.update(make_batch(seed=seed))
         assert torch.equal(log_probs(free, "anchor"), log_probs(beside, "anchor"))
     assert not torch.equal(log_probs(free), log_probs(free, "anchor"))
-    states = full_state(free), full_state(beside)
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    states = full_state(free, "anchor"), full_state(beside, "anchor")
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert_same_weights(free, beside)
     for call in (partial(free.follow_anchor, 0.9), partial(free.save_pretrained, tmp_path / "anchor", None, "anchor")):
         with pytest.raises(ValueError, match="it cannot move, be loaded or be saved"):
             call()

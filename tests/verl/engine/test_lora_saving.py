@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import make_batch, make_engine
-from engine_state import full_state
+from engine_state import assert_same_weights, full_state, save_state
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -29,19 +29,6 @@ def make(model_path: str, run_dir: Path, *overrides: str) -> PolicyEngine:
 
 def train(engine: PolicyEngine, steps: range) -> list[dict[str, float]]:
     return [engine.update(make_batch(seed=step)) for step in steps]
-
-
-def save_state(engine: PolicyEngine, folder: Path) -> Path:
-    folder.mkdir()
-    engine.start_saving_state(folder)
-    engine.resumable.saved()
-    return folder
-
-
-def assert_same(one: PolicyEngine, other: PolicyEngine) -> None:
-    for of in ("policy", "anchor"):
-        states = full_state(one, of), full_state(other, of)
-        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 def test_peft_reads_what_is_saved(model_path: str, run_dir: Path) -> None:
@@ -91,7 +78,7 @@ def test_saved_adapters_are_put_back(model_path: str, run_dir: Path) -> None:
     again = make(model_path, run_dir)
     train(again, range(1))
     again.load_saved(run_dir / "saved")
-    assert_same(again, engine)
+    assert_same_weights(again, engine)
     assert not again.learner.optimizer.state
     make_engine(model_path, run_dir).save_pretrained(run_dir / "plain", None)
     with pytest.raises(CheckpointError, match="no adapter/adapter_model.safetensors: it was saved by a run without"):
@@ -113,7 +100,7 @@ def test_going_on_gives_the_same_bits_without_the_base_in_the_state(
     broken = make(model_path, run_dir)
     broken.load_state(folder)
     assert train(broken, range(3, 6)) == train(straight, range(3, 6))
-    assert_same(broken, straight)
+    assert_same_weights(broken, straight)
 
 
 def test_a_state_belongs_to_its_base(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
@@ -122,7 +109,7 @@ def test_a_state_belongs_to_its_base(model_path: str, other_model_path: str, run
     folder = save_state(engine, tmp_path / "state")
     moved = make(str(shutil.copytree(model_path, tmp_path / "moved")), run_dir)
     moved.load_state(folder)
-    assert_same(moved, engine)
+    assert_same_weights(moved, engine)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: make(other_model_path, run_dir), f"trained on the weights of {model_path}.*has different weights"),
         (lambda: make_engine(model_path, run_dir), "has adapters .base.json.: set lora_rank as that run did"),

@@ -11,7 +11,7 @@ from engine_cases import make_engine, relative_error
 from engine_state import gradients
 
 from verl.engine.batching import Layout
-from verl.engine.micro_batches import Budget, plan
+from verl.engine.micro_batches import Budget, plan_all
 from verl.engine.policy_engine import PolicyEngine
 from verl.protocol import TrainBatch
 
@@ -94,7 +94,7 @@ def test_padding_in_order_is_what_packing_is_measured_against() -> None:
 def test_every_micro_batch_is_about_as_large_as_the_next() -> None:
     """So the largest, which decides the memory, is not far above the mean."""
     lengths_B = search_batch(256).lengths_B
-    parts = [rows for rank in range(8) for rows in plan(lengths_B, 8, rank, Budget(rows=8), Layout(packed=True))]
+    parts = [rows for planned in plan_all(lengths_B, 8, Budget(rows=8), Layout(packed=True)) for rows in planned]
     tokens = [sum(int(lengths_B[row]) for row in rows) for rows in parts]
     assert len(tokens) == 32 and max(tokens) <= 1.05 * sum(tokens) / len(tokens)
 

@@ -12,7 +12,7 @@ from test_varlen import FAMILIES, defined, kernel_by_definition, log_probs_and_g
 
 from verl.engine import varlen
 from verl.engine.batching import Layout, PackedRows, model_input
-from verl.engine.micro_batches import Budget, plan
+from verl.engine.micro_batches import Budget, plan, plan_all
 from verl.engine.mini_batches import rows_of_ranks
 from verl.engine.model import CausalModel, layout_of
 from verl.protocol import TrainBatch
@@ -144,7 +144,7 @@ def test_rows_of_one_prompt_go_together_and_its_tokens_count_once() -> None:
     prefixes = SHARED.prefixes(batch)
     parts = plan(batch.lengths_B, 1, 0, Budget(tokens=580), SHARED, prefixes)
     assert parts == [list(range(16))]  # 4 * 145 = 580
-    halves = [plan(batch.lengths_B, 2, rank, Budget(tokens=580), SHARED, prefixes) for rank in (0, 1)]
+    halves = plan_all(batch.lengths_B, 2, Budget(tokens=580), SHARED, prefixes)
     assert sorted(row for (rows,) in halves for row in rows) == list(range(16))
     assert all(model_input(batch.select(rows), CPU, SHARED).ids_BL.numel() == 290 for (rows,) in halves)
 
@@ -154,7 +154,7 @@ def test_rows_of_one_prompt_go_together_and_its_tokens_count_once() -> None:
 def test_budgets_hold_and_every_row_is_computed_once(budget: Budget, num_ranks: int) -> None:
     batch = sampled([40, 90, 10, 60, 300, 40, 70], [50, 20, 90, 60, 40, 10, 200], samples=5)
     prefixes = SHARED.prefixes(batch)
-    plans = [plan(batch.lengths_B, num_ranks, rank, budget, SHARED, prefixes) for rank in range(num_ranks)]
+    plans = plan_all(batch.lengths_B, num_ranks, budget, SHARED, prefixes)
     assert len({len(parts) for parts in plans}) == 1
     assert sorted(row for parts in plans for rows in parts for row in rows) == list(range(len(batch)))
     for rows in (rows for parts in plans for rows in parts if len(rows) > 1):
@@ -173,7 +173,7 @@ def test_ranks_are_done_earlier(num_prompts: int, samples: int, budget: Budget, 
     answers = torch.randint(300, 1800, (num_prompts,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = sampled([200] * num_prompts, answers, samples)
     prefixes = SHARED.prefixes(batch)
-    ranks = [plan(batch.lengths_B, 8, rank, budget, SHARED, prefixes) for rank in range(8)]
+    ranks = plan_all(batch.lengths_B, 8, budget, SHARED, prefixes)
     tokens = [[model_input(batch.select(rows), CPU, SHARED).ids_BL.numel() for rows in parts] for parts in ranks]
     slowest = sum(max(side_by_side) for side_by_side in zip(*tokens, strict=True))
     assert 8 * slowest <= share_of_all * int(batch.lengths_B.sum())

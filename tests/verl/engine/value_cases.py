@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from engine_cases import CPU, VOCABULARY, make_batch, make_config
 from engine_state import gradients, whole_weights
+from forked import run_forked
 from tiny_models import qwen2_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -58,8 +58,8 @@ def value_config(path: str, run_dir: Path | str, *overrides: str) -> Config:
     return make_config(path, run_dir, *settings, *overrides)
 
 
-def value_engine(path: str, run_dir: Path | str, *overrides: str, total_training_steps: int = 10) -> ValueEngine:
-    return ValueEngine(value_config(path, run_dir, *overrides), CPU, total_training_steps)
+def value_engine(path: str, run_dir: Path | str, *overrides: str) -> ValueEngine:
+    return ValueEngine(value_config(path, run_dir, *overrides), CPU, total_training_steps=10)
 
 
 def value_batch(num_rows: int = 7, seed: int = 0) -> TrainBatch:
@@ -137,7 +137,7 @@ def share_rows(folder: Path, path: str, _: str) -> dict[str, Any]:
 def run_two_workers(path: str, folder: Path) -> list[dict[str, Any]]:
     """The results of two critic workers, each in a process of its own, which meet where the first one says."""
     host = CriticWorker(value_config(path, folder), 10, 0, 2)  # keeps the port
-    torch.multiprocessing.spawn(_worker, (path, str(folder), host.rendezvous()), 2)
+    run_forked(_worker, (path, str(folder), host.rendezvous()), 2)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(2)]
 
 
