@@ -7,17 +7,20 @@ import http.client
 import importlib.util
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import requests
 from e2e_world import free_port
-from search_scheduling import PATIENCE_S, GatedRetriever, Stage, running_app, wait_until
+from search_corpora import write_rows
+from search_scheduling import GatedRetriever, Stage
+from search_servers import PATIENCE_S, running_app, wait_until
 
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search import retrieval_server
@@ -57,7 +60,7 @@ def over_http(url: str, ask: Ask, mode: str = "auto", token: str | None = None) 
     return asyncio.run(run())
 
 
-def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str = "auto", *arguments: str) -> Any:
+def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str, *arguments: str) -> Any:
     """What `ask(client)` gives, from a program that passes on to `url`."""
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -67,6 +70,28 @@ def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str = "aut
 
     async def run() -> Any:
         async with Client(stdio_client(program), mode=mode) as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+def over_memory(url: str, ask: Ask, *arguments: str) -> Any:
+    """What `ask(client)` gives, from that program run in this process: memory is its stdin and stdout."""
+    import mcp.server.stdio
+    from mcp import Client
+    from mcp.shared.memory import create_client_server_memory_streams
+
+    @asynccontextmanager
+    async def program() -> AsyncIterator[Any]:
+        async with create_client_server_memory_streams() as (of_client, of_server):
+            arguments_read = mcp_tool.parse_arguments(["--url", f"{url}/retrieve", *arguments])
+            with mock.patch.object(mcp.server.stdio, "stdio_server", lambda: nullcontext(of_server)):
+                running = asyncio.create_task(mcp_tool._serve_stdio(arguments_read))
+                yield of_client
+        await running
+
+    async def run() -> Any:
+        async with Client(program()) as client:
             return await ask(client)
 
     return asyncio.run(run())
@@ -85,11 +110,9 @@ def error_of(result: Any) -> str:
 
 @pytest.fixture(scope="module")
 def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [("p10", VELT), ("p20", MORN), ("p50", TARSIA)]
-    path = tmp_path_factory.mktemp("mcp") / "corpus.jsonl"
-    lines = (json.dumps({"id": identifier, "contents": text}) for identifier, text in rows)
-    path.write_text("\n".join(lines))
-    return path
+    passages = {"p10": VELT, "p20": MORN, "p50": TARSIA}
+    rows = ({"id": name, "contents": text} for name, text in passages.items())
+    return write_rows(tmp_path_factory.mktemp("mcp") / "corpus.jsonl", rows)
 
 
 @contextmanager
@@ -176,10 +199,10 @@ def test_the_tool_is_listed_and_answers(
 
 
 @needs_mcp
-def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str, server_environment: dict[str, str]) -> None:
+def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str) -> None:
     one, default = search("city of Morn", topk=1), search("city of Morn")
-    assert over_http(words, one).content[0].text + "\n" == format_passage(1, MORN)
-    assert over_stdio(words, one, server_environment).content[0].text + "\n" == format_passage(1, MORN)
+    for over in (over_http, over_memory):
+        assert over(words, one).content[0].text + "\n" == format_passage(1, MORN)
     assert len(over_http(words, default).structured_content["results"][0]["passages"]) == 2
 
 
@@ -279,14 +302,14 @@ def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: s
 
 
 @needs_mcp
-def test_a_server_that_is_not_there_is_a_tool_error(server_environment: dict[str, str]) -> None:
+def test_a_server_that_is_not_there_is_a_tool_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    message = error_of(over_stdio(url, search("q"), server_environment, "auto", "--timeout_s", "0.5"))
+    message = error_of(over_memory(url, search("q"), "--timeout_s", "0.5"))
     assert message.startswith(f"retriever {url}/retrieve is not available") and "retrieval_launch.sh" in message
 
 
 @needs_mcp
-def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, server_environment: dict[str, str]) -> None:
+def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mcp import MCPError
 
     bm25 = ("--corpus_path", str(corpus_path), "--retriever_name", "bm25")
@@ -296,9 +319,9 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, serve
         over_http(url, search("Osk"))
     assert refused.group_contains(MCPError, match="Server returned an error response")
     assert over_http(url, search("Osk"), token=TOKEN).content[0].text + "\n" == format_passage(1, TARSIA)
-    assert "HTTP 401" in error_of(over_stdio(url, search("Osk"), server_environment))
-    with_token = server_environment | {"RETRIEVAL_AUTH_TOKEN": TOKEN}
-    assert over_stdio(url, search("Osk"), with_token).content[0].text + "\n" == format_passage(1, TARSIA)
+    assert "HTTP 401" in error_of(over_memory(url, search("Osk")))
+    monkeypatch.setenv("RETRIEVAL_AUTH_TOKEN", TOKEN)
+    assert over_memory(url, search("Osk")).content[0].text + "\n" == format_passage(1, TARSIA)
     metrics = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).text
     assert 'retrieval_requests_total{route="/mcp",status="200"}' in metrics
 
