@@ -9,8 +9,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ import requests
 from e2e_world import free_port
 from search_corpora import write_rows
 from search_scheduling import GatedRetriever, Stage
-from search_servers import PATIENCE_S, running_app, wait_until
+from search_servers import PATIENCE_S, running_app, served, wait_until
 
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search import retrieval_server
@@ -115,18 +114,10 @@ def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("mcp") / "corpus.jsonl", rows)
 
 
-@contextmanager
-def running(service: RetrievalService, options: AppOptions) -> Iterator[str]:
-    """The server as `main` runs it with --mcp, in a thread."""
-    with running_app(create_app(service, replace(options, mcp=True), service.metrics)) as (url, _):
-        yield url
-
-
 @pytest.fixture(scope="module")
 def words(corpus_path: Path) -> Iterator[str]:
     """A server over real BM25, 2 passages a query by default."""
-    corpus = Corpus(corpus_path)
-    with running(RetrievalService(Bm25Retriever.build(corpus), corpus), AppOptions(topk=2)) as url:
+    with served("--corpus_path", str(corpus_path), "--retriever_name", "bm25", "--topk", "2", "--mcp") as url:
         yield url
 
 
@@ -135,21 +126,20 @@ def stage(corpus_path: Path) -> Iterator[Callable[..., Stage]]:
     """A server whose searches wait: `stage(timeout_s, **limits)`. Its warm-up has passed."""
     corpus = Corpus(corpus_path)
     retriever = GatedRetriever(len(corpus))
-    started: list[Any] = []
+    servers = ExitStack()
 
     def start(timeout_s: float = PATIENCE_S, **limits: Any) -> Stage:
         service = RetrievalService(retriever, corpus, ServiceOptions(**{"max_wait_ms": 0.0} | limits))
-        server = running(service, AppOptions(timeout_s=timeout_s))
-        started.append(server)
-        made = Stage(server.__enter__(), retriever, service)
+        options = AppOptions(timeout_s=timeout_s, mcp=True)
+        url, _ = servers.enter_context(running_app(create_app(service, options, service.metrics)))
+        made = Stage(url, retriever, service)
         retriever.let_pass()
         made.wait_for_batches(1)
         return made
 
     yield start
     retriever.open()
-    for server in started:
-        server.__exit__(None, None, None)
+    servers.close()
 
 
 @needs_mcp
