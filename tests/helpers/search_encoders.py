@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from search_r1.search import index_builder
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 
 _TEXT = "query passage : river morn tarsia city country volcano singer paints capital anna velt lune is a in the of"
@@ -32,6 +33,12 @@ def ids(words: str) -> list[int]:
 
 def encoder(folder: Path, family: str = "e5", **options: object) -> Encoder:
     return Encoder(EncoderOptions(family, str(folder), **options))  # type: ignore[arg-type]
+
+
+def build_dense(model: Path, corpus: Path, folder: Path, *more: str, method: str = "e5") -> int:
+    """The exit code of the index builder."""
+    arguments = ["--retrieval_method", method, "--model_path", str(model), "--corpus_path", str(corpus)]
+    return index_builder.main([*arguments, "--save_dir", str(folder), "--num_threads", "1", *more])
 
 
 def save_bert(folder: Path, seed: int = 0) -> Path:

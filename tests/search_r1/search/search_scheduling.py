@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,31 +12,45 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-import uvicorn
-from fastapi import FastAPI
+from search_servers import PATIENCE_S, wait_until
 
-from search_r1.http.process import DrainingServer
 from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.retriever import Hit
 from search_r1.search.server.app import AppOptions
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
-PATIENCE_S = 120.0
+
+class Gate:
+    """Whoever comes to it waits until the test lets it pass."""
+
+    def __init__(self) -> None:
+        self._passes = threading.Semaphore(0)
+        self._open = False
+
+    def wait_at_the_gate(self) -> None:
+        assert self._open or self._passes.acquire(timeout=PATIENCE_S)
+
+    def let_pass(self, number: int = 1) -> None:
+        self._passes.release(number)
+
+    def open(self) -> None:
+        """From now on nothing waits."""
+        self._open = True
+        self._passes.release()
 
 
-class GatedRetriever:
+class GatedRetriever(Gate):
     """The query "x 7" finds row 7 % rows with score 7; "poison" raises; "nan" has no finite score.
 
-    A search waits at the gate until `let_pass` allows it; `batches` are the ones that came so far.
+    A search waits at the gate; `batches` are the ones that came so far.
     """
 
     name = "gated"
 
     def __init__(self, num_rows: int) -> None:
+        super().__init__()
         self._num_rows = num_rows
-        self._gate = threading.Semaphore(0)
-        self._open = False
         self.batches: list[list[str]] = []
         self.ks: list[int] = []
 
@@ -47,19 +60,10 @@ class GatedRetriever:
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         self.batches.append(list(queries))
         self.ks.append(k)
-        assert self._open or self._gate.acquire(timeout=PATIENCE_S)
+        self.wait_at_the_gate()
         if "poison" in queries:
             raise RuntimeError("a poisoned query")
         return [[self._hit(query)] for query in queries]
-
-    def let_pass(self, num_batches: int = 1) -> None:
-        for _ in range(num_batches):
-            self._gate.release()
-
-    def open(self) -> None:
-        """From now on nothing waits."""
-        self._open = True
-        self._gate.release()
 
     def _hit(self, query: str) -> Hit:
         if query == "nan":
@@ -106,13 +110,6 @@ def scores(reply: requests.Response) -> list[float]:
     return [hits[0]["score"] for hits in reply.json()["result"]]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.005)
-
-
 @contextmanager
 def staged(
     run_app: Callable[..., str], corpus_file: Path, timeout_s: float = PATIENCE_S, **limits: Any
@@ -127,19 +124,3 @@ def staged(
     finally:
         retriever.open()
         service.close()
-
-
-@contextmanager
-def running_app(app: FastAPI) -> Iterator[tuple[str, DrainingServer]]:
-    """The server as `main` runs it, in a thread; `should_exit` does what SIGTERM does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = DrainingServer(uvicorn.Config(app, log_level="error"), app.state.server)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
-        finally:
-            server.should_exit = True
-            thread.join(timeout=PATIENCE_S)
-            assert not thread.is_alive()

@@ -11,9 +11,9 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+from search_corpora import corpus_of
 
 from search_r1.search.bm25.index import Bm25Retriever
-from search_r1.search.corpus import Corpus
 from search_r1.search.dense.faiss_build import build_index
 from search_r1.search.dense.vectors import VectorFile
 
@@ -92,10 +92,7 @@ def test_the_levels_of_a_graph_and_the_last_blocks_are_as_many_as_expected(links
 
 def test_a_bm25_folder_has_the_bytes_of_its_formula(tmp_path: Path) -> None:
     rows = ["the Lune is a river", "Osk is a town by a river", "rivers and towns"]
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(rows))
-    )
-    Bm25Retriever.build(Corpus(tmp_path / "corpus.jsonl")).save(tmp_path / "bm25")
+    Bm25Retriever.build(corpus_of(tmp_path, *rows)).save(tmp_path / "bm25")
     # stems without stop words: lune river | osk town river | river town
     arrays = {path.name.split(".")[0]: np.load(path) for path in (tmp_path / "bm25").glob("*.npy")}
     assert sum(array.nbytes for array in arrays.values()) == tiers.bm25_bytes(postings=7, terms=4) == 96

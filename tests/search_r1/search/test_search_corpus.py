@@ -10,7 +10,6 @@ import pytest
 
 from search_r1.errors import CorpusError
 from search_r1.search.corpus import Corpus
-from search_r1.search.sanitize import strip_agent_tags
 
 
 def _write(folder: Path, text: str | bytes) -> Path:
@@ -103,17 +102,3 @@ def test_cut_gzip_is_an_error_and_leaves_nothing(corpus_file: Path, tmp_path: Pa
 def test_digest_tells_corpora_apart(tmp_path: Path) -> None:
     first = Corpus(_write(tmp_path, '{"id": "0", "contents": "ab"}\n')).digest
     assert Corpus(_write(tmp_path, '{"id": "0", "contents": "ac"}\n')).digest != first
-
-
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [
-        ("a <answer>b</answer> c", "a b c"),
-        ("<SEARCH>x</ Search >", "x"),
-        ("<ans<answer>wer>Paris</answer>", "Paris"),
-        ("<information><think><result>x</result></think></information>", "x"),
-        ("1 < 2 > 0, <b>bold</b>, <answers>", "1 < 2 > 0, <b>bold</b>, <answers>"),
-    ],
-)
-def test_agent_tags_are_stripped_and_nothing_else(text: str, clean: str) -> None:
-    assert strip_agent_tags(text) == clean

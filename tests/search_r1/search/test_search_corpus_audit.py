@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from search_corpora import corpus_of, write_rows
 
 from search_r1.data.corpus.answer_matching import AnswerMatcher, answer_tokens
 from search_r1.data.corpus.command_line import main
@@ -21,8 +22,7 @@ from search_r1.search.corpus import Corpus
 
 
 def _write(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 def _question(name: str, text: str, *golden: str) -> dict:
@@ -203,11 +203,7 @@ def test_wrong_arguments(corpus_file: Path, arguments: list[str]) -> None:
 
 
 def test_a_large_corpus_is_not_held_in_memory(tmp_path: Path) -> None:
-    path = tmp_path / "large.jsonl"
-    with path.open("w") as file:
-        file.writelines(
-            json.dumps({"id": str(row), "contents": f"{row} {row} {'x' * 2000}"}) + "\n" for row in range(4000)
-        )
+    path = corpus_of(tmp_path, *(f"{row} {row} {'x' * 2000}" for row in range(4000))).path
     assert path.stat().st_size > 8_000_000
     tracemalloc.start()
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from search_corpora import write_rows
 
 from search_r1.data.corpus.command_line import main
 from search_r1.data.corpus.gold_completion import complete
@@ -26,7 +27,7 @@ def _lines(path: Path, *lines: str) -> Path:
 
 
 def _rows(path: Path, *rows: dict) -> Path:
-    return _lines(path, *(json.dumps(row) for row in rows))
+    return write_rows(path, rows)
 
 
 @pytest.fixture

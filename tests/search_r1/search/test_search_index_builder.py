@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
 import requests
-from search_encoders import WORDS, encoder, save_bert
+from search_corpora import corpus_of
+from search_encoders import WORDS, build_dense, encoder, save_bert
 
 from search_r1.errors import EncoderError, IndexMismatchError, ServerError
 from search_r1.search import index_builder
 from search_r1.search.corpus import Corpus
+from search_r1.search.dense import embeddings
 from search_r1.search.dense.embeddings import EmbeddingJob, encode_corpus
 from search_r1.search.dense.encoder_check import encoder_fields
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
@@ -23,23 +28,11 @@ from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import manifest_path
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("encoder"))
-
-
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
     """100 passages of 1 to 7 words."""
-    path = tmp_path / "many.jsonl"
     texts = [" ".join(WORDS[(i * 5 + j) % len(WORDS)] for j in range(1 + i % 7)) for i in range(100)]
-    path.write_text("".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(texts)))
-    return path
-
-
-def _build(model: Path, corpus: Path, folder: Path, *more: str) -> int:
-    arguments = ["--retrieval_method", "e5", "--model_path", str(model), "--corpus_path", str(corpus)]
-    return index_builder.main([*arguments, "--save_dir", str(folder), "--num_threads", "1", *more])
+    return corpus_of(tmp_path / "many", *texts).path
 
 
 def _expected(model: Path, corpus: Path) -> np.ndarray:
@@ -99,14 +92,21 @@ def test_vectors_of_something_else_are_never_continued(model_dir: Path, many: Pa
 
 def test_several_processes_write_the_same_vectors(model_dir: Path, many: Path, tmp_path: Path) -> None:
     more = ("--save_embedding", "--batch_size", "2", "--num_processes", "2")
-    assert _build(model_dir, many, tmp_path, *more) == 0
+    assert build_dense(model_dir, many, tmp_path, *more) == 0
     vectors = np.fromfile(tmp_path / "emb_e5.memmap", dtype=np.float32).reshape(100, 32)
     np.testing.assert_allclose(vectors, _expected(model_dir, many), atol=1e-5)
 
 
-def test_a_process_that_ends_early_is_an_error(model_dir: Path, many: Path, tmp_path: Path) -> None:
-    """Here the workers cannot even open the corpus."""
-    job = replace(_job(model_dir, many, tmp_path), corpus_path=tmp_path / "gone.jsonl", num_processes=2)
+def test_a_process_that_ends_early_is_an_error(
+    model_dir: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the workers end before they load anything."""
+
+    def pool(num_processes: int, context: BaseContext, *_: object) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(num_processes, context, os._exit, (1,))
+
+    monkeypatch.setattr(embeddings, "ProcessPoolExecutor", pool)
+    job = replace(_job(model_dir, many, tmp_path), num_processes=2)
     with pytest.raises(EncoderError, match="an encoding process ended early"):
         encode_corpus(job, Encoder(job.options), Corpus(many))
 
@@ -146,34 +146,34 @@ def test_a_training_sample_is_random_repeatable_and_without_repeats() -> None:
 
 def test_vectors_are_reused_and_removed_as_asked(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
     kept, reused = tmp_path / "kept", tmp_path / "reused"
-    assert _build(model_dir, corpus_file, kept, "--save_embedding") == 0
+    assert build_dense(model_dir, corpus_file, kept, "--save_embedding") == 0
     vectors = kept / "emb_e5.memmap"
-    assert _build(model_dir, corpus_file, reused, "--embedding_path", str(vectors), "--faiss_type", "HNSW8") == 0
+    assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors), "--faiss_type", "HNSW8") == 0
     assert sorted(path.name for path in reused.iterdir()) == ["e5_HNSW8.index", "e5_HNSW8.index.json"]
     assert vectors.is_file()
     first, second = (faiss.read_index(str(path)) for path in (kept / "e5_Flat.index", reused / "e5_HNSW8.index"))
     np.testing.assert_array_equal(first.reconstruct_n(0, 5), second.reconstruct_n(0, 5))
-    assert _build(model_dir, corpus_file, reused) == 0
+    assert build_dense(model_dir, corpus_file, reused) == 0
     assert not list(reused.glob("emb_e5.memmap*"))
     manifest_path(vectors).unlink()  # a published file has none
-    assert _build(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 0
+    assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 0
     assert json.loads((reused / "e5_Flat.index.json").read_text())["precision"] == "unknown"
     vectors.write_bytes(vectors.read_bytes()[:-4])
-    assert _build(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 1
+    assert build_dense(model_dir, corpus_file, reused, "--embedding_path", str(vectors)) == 1
 
 
 def test_vectors_of_another_encoder_are_not_reused(
     model_dir: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
     other = save_bert(tmp_path / "other", seed=1)
     more = ("--embedding_path", str(tmp_path / "emb_e5.memmap"))
-    assert _build(other, corpus_file, tmp_path / "new", *more) == 1
+    assert build_dense(other, corpus_file, tmp_path / "new", *more) == 1
     assert "weights: index has" in capsys.readouterr().err
 
 
 def test_the_manifest_says_what_the_index_is_of(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--max_length", "12") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--max_length", "12") == 0
     manifest = json.loads((tmp_path / "e5_Flat.index.json").read_text())
     loaded = encoder(model_dir)
     expected = {
@@ -194,15 +194,15 @@ def test_the_manifest_says_what_the_index_is_of(model_dir: Path, corpus_file: Pa
 def test_builder_errors_are_one_line(
     model_dir: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--faiss_type", "Nonsense9") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--faiss_type", "Nonsense9") == 1
     assert "FAISS cannot build 'Nonsense9'" in capsys.readouterr().err
-    assert _build(model_dir, tmp_path / "none.jsonl", tmp_path) == 1
+    assert build_dense(model_dir, tmp_path / "none.jsonl", tmp_path) == 1
     assert "does not exist" in capsys.readouterr().err
     assert index_builder.main(["--retrieval_method", "e5", "--corpus_path", str(corpus_file)]) == 1
     assert "needs --model_path" in capsys.readouterr().err
-    assert _build(model_dir, corpus_file, tmp_path, "--batch_size", "0") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--batch_size", "0") == 1
     assert "--batch_size is 0" in capsys.readouterr().err
-    assert _build(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 1
     assert "--bm25_b between 0 and 1" in capsys.readouterr().err
 
 

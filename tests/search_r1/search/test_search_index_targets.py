@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from search_encoders import save_bert
+from search_encoders import build_dense
 
 from search_r1.data.corpus import command_line as corpus_tool
 from search_r1.errors import EncoderError, TargetTakenError
@@ -19,23 +21,20 @@ from search_r1.search.dense import build as dense_build
 from search_r1.search.manifest import manifest_path, read_manifest
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("encoder"))
-
-
 def _bm25(corpus: Path, folder: Path) -> int:
     arguments = ["--retrieval_method", "bm25", "--corpus_path", str(corpus), "--save_dir", str(folder)]
     return index_builder.main(arguments)
 
 
-def _dense(model: Path, corpus: Path, folder: Path, *more: str) -> int:
-    arguments = ["--retrieval_method", "e5", "--model_path", str(model), "--corpus_path", str(corpus)]
-    return index_builder.main([*arguments, "--save_dir", str(folder), "--num_threads", "1", *more])
-
-
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def _unchanged(folder: Path) -> Iterator[None]:
+    before = _contents(folder)
+    yield
+    assert _contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -54,14 +53,12 @@ def test_a_folder_that_no_builder_wrote_stays_as_it_is(
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).write_text(text)
-    before = _contents(tmp_path)
-    assert _bm25(corpus_file, tmp_path / "data") == 1
-    assert _contents(tmp_path) == before
+    with _unchanged(tmp_path):
+        assert _bm25(corpus_file, tmp_path / "data") == 1
     printed = capsys.readouterr().err
     assert str(folder) in printed and "--save_dir" in printed and "move" in printed
-    with pytest.raises(TargetTakenError, match="not written by the index builder"):
+    with _unchanged(tmp_path), pytest.raises(TargetTakenError, match="not written by the index builder"):
         Bm25Retriever.build(Corpus(corpus_file)).save(folder)
-    assert _contents(tmp_path) == before
 
 
 def test_it_is_refused_before_the_index_is_built(
@@ -114,9 +111,8 @@ def test_files_that_no_builder_wrote_stay_as_they_are(
 
     monkeypatch.setattr(dense_build, "Encoder", load)
     (tmp_path / name).write_text('["published"]')
-    before = _contents(tmp_path)
-    assert _dense(model_dir, corpus_file, tmp_path) == 1
-    assert _contents(tmp_path) == before
+    with _unchanged(tmp_path):
+        assert build_dense(model_dir, corpus_file, tmp_path) == 1
     printed = capsys.readouterr().err
     assert str(tmp_path / name) in printed and "--save_dir" in printed
 
@@ -124,9 +120,9 @@ def test_files_that_no_builder_wrote_stay_as_they_are(
 def test_vectors_that_were_kept_are_not_removed_by_a_later_run(
     model_dir: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
-    assert _dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
     kept = (tmp_path / "emb_e5.memmap").read_bytes()
-    assert _dense(model_dir, corpus_file, tmp_path, "--faiss_type", "HNSW8") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--faiss_type", "HNSW8") == 0
     assert (tmp_path / "emb_e5.memmap").read_bytes() == kept
 
 
@@ -134,7 +130,7 @@ def test_an_own_index_is_built_again_after_a_run_that_was_killed(
     model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At no moment is there an index of ours that the next run takes for a stranger's, or an old manifest fits."""
-    assert _dense(model_dir, corpus_file, tmp_path) == 0
+    assert build_dense(model_dir, corpus_file, tmp_path) == 0
     whole = read_manifest(manifest_path(tmp_path / "e5_Flat.index"))
     write = dense_build.write_manifest
     calls: list[dict[str, Any]] = []
@@ -147,25 +143,25 @@ def test_an_own_index_is_built_again_after_a_run_that_was_killed(
 
     monkeypatch.setattr(dense_build, "write_manifest", killed)
     with pytest.raises(KeyboardInterrupt):
-        _dense(model_dir, corpus_file, tmp_path)
+        build_dense(model_dir, corpus_file, tmp_path)
     left = read_manifest(manifest_path(tmp_path / "e5_Flat.index"))
     assert left is not None and left["num_rows"] == 0, "an unfinished index must not look whole"
     monkeypatch.undo()
-    assert _dense(model_dir, corpus_file, tmp_path) == 0
+    assert build_dense(model_dir, corpus_file, tmp_path) == 0
     assert read_manifest(manifest_path(tmp_path / "e5_Flat.index")) == whole
 
 
 def test_an_encoding_that_fails_leaves_the_former_index_whole(
     model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _dense(model_dir, corpus_file, tmp_path) == 0
+    assert build_dense(model_dir, corpus_file, tmp_path) == 0
     before = _contents(tmp_path)
 
     def fail(*_: object) -> None:
         raise EncoderError("no memory")
 
     monkeypatch.setattr(dense_build, "build_index", fail)
-    assert _dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 1
+    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 1
     assert {name: data for name, data in _contents(tmp_path).items() if name in before} == before
 
 
@@ -175,19 +171,17 @@ def test_completing_a_corpus_never_writes_over_what_it_reads(
 ) -> None:
     gold = tmp_path / "gold.jsonl"
     gold.write_text(json.dumps({"id": "g", "contents": '"Gold"\nA passage.'}) + "\n")
-    before = _contents(tmp_path)
     paths = {"--output": str(tmp_path / "new.jsonl")} | {option: str(gold)}
     arguments = ["complete", "--corpus_path", str(corpus_file), "--add", str(gold)]
-    assert corpus_tool.main([*arguments, *(part for pair in paths.items() for part in pair)]) == 1
-    assert f"{option}" in capsys.readouterr().err
-    assert _contents(tmp_path) == before
+    with _unchanged(tmp_path):
+        assert corpus_tool.main([*arguments, *(part for pair in paths.items() for part in pair)]) == 1
+    assert option in capsys.readouterr().err
 
 
 def test_an_audit_never_writes_over_what_it_reads(corpus_file: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"id": "1", "question": "Which river?", "golden_answers": ["Lune"]}\n')
-    before = _contents(tmp_path)
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions)]
     for option, path in (("--output", corpus_file), ("--details", questions)):
-        assert corpus_tool.main([*arguments, option, str(path)]) == 1
-    assert _contents(tmp_path) == before
+        with _unchanged(tmp_path):
+            assert corpus_tool.main([*arguments, option, str(path)]) == 1

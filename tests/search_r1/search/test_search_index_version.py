@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from search_corpora import corpus_of
 from search_engines import Engine
 
 from search_r1.http.metrics import Metrics
@@ -21,38 +21,30 @@ from search_r1.search.retriever import Retriever
 from search_r1.search.server.retrieval_service import RetrievalService
 
 
-def _corpus(folder: Path, *contents: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    rows = [json.dumps({"id": str(number), "contents": text}) + "\n" for number, text in enumerate(contents)]
-    (folder / "corpus.jsonl").write_text("".join(rows))
-    return folder / "corpus.jsonl"
-
-
-def _version(corpus: Path, make: Callable[[Corpus], Retriever] = Bm25Retriever.build) -> str:
-    opened = Corpus(corpus)
-    service = RetrievalService(make(opened), opened)
+def _version(corpus: Corpus, make: Callable[[Corpus], Retriever] = Bm25Retriever.build) -> str:
+    service = RetrievalService(make(corpus), corpus)
     service.close()
     return service.version
 
 
 def test_it_depends_on_all_of_the_corpus_and_on_the_retriever(tmp_path: Path) -> None:
     rows = [f"row {number} says alpha" for number in range(5000)]
-    version = _version(_corpus(tmp_path / "a", *rows))
-    assert version == _version(_corpus(tmp_path / "elsewhere", *rows))
+    version = _version(corpus_of(tmp_path / "a", *rows))
+    assert version == _version(corpus_of(tmp_path / "elsewhere", *rows))
     # one letter of one row of five thousand: the file is as long, and indexes know their corpus by a sample of rows
     for number in range(100, 104):
         changed = [*rows[:number], rows[number].replace("alpha", "alphz"), *rows[number + 1 :]]
-        assert _version(_corpus(tmp_path / "b", *changed)) != version
-    corpus = tmp_path / "a" / "corpus.jsonl"
+        assert _version(corpus_of(tmp_path / "b", *changed)) != version
+    corpus = corpus_of(tmp_path / "a", *rows)
     assert _version(corpus, lambda opened: Bm25Retriever.build(opened, k1=1.2)) != version
     hybrid = _version(corpus, lambda opened: HybridRetriever([Bm25Retriever.build(opened)] * 2))
     assert hybrid not in (version, _version(corpus, lambda opened: HybridRetriever([Bm25Retriever.build(opened)] * 3)))
 
 
 def test_an_index_that_was_saved_is_the_one_that_was_built(tmp_path: Path) -> None:
-    corpus = _corpus(tmp_path / "a", "alpha", "beta")
-    Bm25Retriever.build(Corpus(corpus)).save(tmp_path / "bm25")
-    arguments = ["--corpus_path", str(corpus), "--retriever_name", "bm25"]
+    corpus = corpus_of(tmp_path / "a", "alpha", "beta")
+    Bm25Retriever.build(corpus).save(tmp_path / "bm25")
+    arguments = ["--corpus_path", str(corpus.path), "--retriever_name", "bm25"]
     versions = set()
     for more in ([], ["--index_path", str(tmp_path / "bm25")], ["--max_batch", "3", "--cache_size", "0"]):
         service = load_service(parse_arguments([*arguments, *more]), Metrics())
@@ -74,7 +66,7 @@ def test_an_engine_has_the_version_of_what_it_is_asked_for(monkeypatch: pytest.M
 
 
 def test_every_reply_says_it(small_server: str, run_app, serve, corpus_file: Path) -> None:
-    expected = _version(corpus_file)
+    expected = _version(Corpus(corpus_file))
     for route in ("/info", "/healthz"):
         assert requests.get(small_server + route, timeout=60).json()["index_version"] == expected
     for route, body in (("/retrieve", {"query": "Morn"}), ("/search", {"query": "Morn"})):

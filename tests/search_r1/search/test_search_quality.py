@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from search_encoders import encoder, save_bert
+from search_corpora import write_rows
+from search_encoders import encoder
 
 from search_r1.search.bm25.analyzer import terms
 from search_r1.search.bm25.index import Bm25Retriever
@@ -37,19 +38,19 @@ BM25_ALL = {
 
 
 @pytest.fixture
-def arguments(corpus_file: Path, tmp_path: Path) -> argparse.Namespace:
+def arguments(model_dir: Path, corpus_file: Path, tmp_path: Path) -> argparse.Namespace:
     """Of a run over the five passages, with a small untrained encoder."""
-    rows = [json.dumps({"question": text, "golden_answers": golden}) + "\n" for text, golden in QUESTIONS]
-    files = {tmp_path / "one" / "test.jsonl": rows[:1], tmp_path / "two" / "test.jsonl": rows[1:]}
-    for path, lines in files.items():
+    rows = [{"question": text, "golden_answers": golden} for text, golden in QUESTIONS]
+    files = [tmp_path / name / "test.jsonl" for name in ("one", "two")]
+    for path, some in zip(files, (rows[:1], rows[1:]), strict=True):
         path.parent.mkdir()
-        path.write_text("".join(lines))
+        write_rows(path, some)
     (tmp_path / "work").mkdir()
     return argparse.Namespace(
         corpus_path=corpus_file,
-        questions=list(files),
+        questions=files,
         work=tmp_path / "work",
-        model=str(save_bert(tmp_path / "model")),
+        model=str(model_dir),
         family="minilm",
         reranker=None,
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from search_corpora import write_rows
 
 from search_r1.errors import CorpusError, IndexMismatchError, ServerError
 from search_r1.search.bm25 import java
@@ -20,10 +20,9 @@ from search_r1.search.corpus import Corpus
 _INSTALLED = importlib.util.find_spec("pyserini") is not None
 
 
-def _corpus(folder: Path, *rows: tuple[str, str]) -> Corpus:
-    path = folder / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"id": name, "contents": text}) + "\n" for name, text in rows))
-    return Corpus(path)
+def _corpus(folder: Path, *passages: tuple[str, str]) -> Corpus:
+    rows = ({"id": name, "contents": text} for name, text in passages)
+    return Corpus(write_rows(folder / "corpus.jsonl", rows))
 
 
 def _java(home: Path, modules: str) -> Path:

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 
 import pytest
-from fastapi import FastAPI, Request, Response
+from fastapi import Response
+from search_clients import Peer, search
 
 from search_r1.errors import RetrieverError
-from search_r1.search.client import RetrievalClient
 from search_r1.search.mcp_server.remote_server import HttpSource
 
 SECRET = "hunter2"
-
-
-class Guarded:
-    """Answers as told, and notes who asked."""
-
-    def __init__(self, answer: Response) -> None:
-        self.asked: list[str | None] = []
-        self.app = FastAPI()
-
-        @self.app.post("/retrieve")
-        async def retrieve(request: Request) -> Response:
-            self.asked.append(request.headers.get("Authorization"))
-            return answer
 
 
 def _address(url: str) -> str:
     return url.replace("http://", f"http://user:{SECRET}@") + "/retrieve"
 
 
-def _search(url: str, **options: float | str) -> list[dict]:
-    async def main() -> list[dict]:
-        client = RetrievalClient(url, **options)
-        try:
-            return await client.search("lune")
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
-
-
 def test_the_server_is_asked_in_that_name(run_app) -> None:
-    server = Guarded(Response('{"result": [[{"document": {"contents": "Lune"}, "score": 1}]]}'))
-    assert _search(_address(run_app(server.app)))[0]["contents"] == "Lune"
-    assert server.asked == ["Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()]
+    peer = Peer()
+    assert search(_address(run_app(peer.app)))[0]["contents"] == "about q"
+    in_base64 = base64.b64encode(f"user:{SECRET}".encode()).decode()
+    assert [headers["Authorization"] for headers in peer.headers] == [f"Basic {in_base64}"]
 
 
 @pytest.mark.parametrize("answer", [Response("no", 403), Response("down", 502), Response("<html>")])
 def test_no_error_or_log_line_shows_them(run_app, answer: Response, caplog: pytest.LogCaptureFixture) -> None:
-    url = run_app(Guarded(answer).app)
+    url = run_app(Peer(answer, forever=True).app)
     with caplog.at_level(logging.DEBUG), pytest.raises(RetrieverError) as caught:
-        _search(_address(url), deadline_s=3.0)
+        search(_address(url), deadline_s=1.5)
     host = url.removeprefix("http://")
     assert f"http://***@{host}/retrieve" in str(caught.value)
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("search_r1")]
@@ -65,7 +41,7 @@ def test_no_error_or_log_line_shows_them(run_app, answer: Response, caplog: pyte
 @pytest.mark.parametrize("scheme", ["http", "ftp"])
 def test_neither_does_an_address_without_a_server(scheme: str) -> None:
     with pytest.raises((RetrieverError, ValueError)) as caught:  # the latter for what is no address of a server
-        _search(f"{scheme}://user:{SECRET}@127.0.0.1:1/retrieve", deadline_s=0.3)
+        search(f"{scheme}://user:{SECRET}@127.0.0.1:1/retrieve", deadline_s=0.3)
     assert SECRET not in str(caught.value) and f"{scheme}://***@127.0.0.1:1" in str(caught.value)
 
 
@@ -76,9 +52,9 @@ def test_nor_does_an_address_without_a_scheme() -> None:
 
 
 def test_both_a_token_and_a_password_are_refused(run_app) -> None:
-    url = run_app(Guarded(Response("{}")).app)
+    url = run_app(Peer(Response("{}")).app)
     with pytest.raises(RetrieverError, match="Cannot combine") as caught:
-        _search(_address(url), token="t0ken-t0ken", deadline_s=1.0)
+        search(_address(url), token="t0ken-t0ken", deadline_s=1.0)
     assert SECRET not in str(caught.value) and "t0ken" not in str(caught.value)
 
 

@@ -14,32 +14,33 @@ from typing import Any
 import pytest
 import requests
 from fastapi import FastAPI, Request, Response
+from search_clients import Peer, until, with_client
 from search_engines import Engine
-from search_scheduling import Stage, staged, wait_until
+from search_scheduling import Stage, staged
+from search_servers import wait_until
 
 from search_r1.errors import RetrieverError, RetrieverQueryFailed, RetrieverRejected, RetrieverUnavailable
 from search_r1.search.client import RetrievalClient
+from search_r1.search.online import transport
 
 _GOOD = [f"q {number}" for number in range(63)]
+_FAILURES = {"text": Response("Internal Replica Error", 500), "json": Response('{"detail": "CUDA error"}', 500)}
+each_failure = pytest.mark.parametrize("failure", _FAILURES.values(), ids=_FAILURES)
 
 
-class PublishedServer:
-    """The published server's shape and its manners: a query that it cannot answer is HTTP 500 for the whole list."""
+class PublishedServer(Peer):
+    """The published server's manners: a query that it cannot answer is HTTP 500 for the whole list."""
 
     def __init__(self, failure: Response) -> None:
-        self.lists: list[list[str]] = []
-        self.failure = failure
-        self.poison = True
-        self.app = FastAPI()
-        self.app.post("/retrieve")(self._retrieve)
+        super().__init__()
+        self.failure, self.poison = failure, True
 
-    async def _retrieve(self, request: Request) -> Response:
-        queries = json.loads(await request.body())["queries"]
-        self.lists.append(queries)
-        if self.poison and "poison" in queries:
-            return self.failure
-        result = [[{"document": {"contents": f"about {query}"}, "score": 1.0}] for query in queries]
-        return Response(json.dumps({"result": result}), media_type="application/json")
+    def step(self, queries: list[str]) -> Response | float:
+        return self.failure if self.poison and "poison" in queries else 0.0
+
+    @property
+    def lists(self) -> list[list[str]]:
+        return [body["queries"] for body in self.requests]
 
 
 def _search(url: str, queries: list[str], **options: Any) -> tuple[list[Any], list[str]]:
@@ -54,14 +55,10 @@ def _search(url: str, queries: list[str], **options: Any) -> tuple[list[Any], li
         finally:
             ended.append(query)
 
-    async def main() -> list[Any]:
-        client = RetrievalClient(f"{url}/retrieve", topk=1, **options)
-        try:
-            return await asyncio.gather(*(one(client, query) for query in queries))
-        finally:
-            await client.close()
+    async def all_at_once(client: RetrievalClient) -> list[Any]:
+        return await asyncio.gather(*(one(client, query) for query in queries))
 
-    return asyncio.run(main()), ended
+    return with_client(f"{url}/retrieve", all_at_once, topk=1, **options), ended
 
 
 def _with_poison() -> list[str]:
@@ -108,11 +105,7 @@ def test_who_does_not_ask_for_the_errors_of_queries_gets_the_published_shape(sta
     assert errors == {"1": {"status": 500, "detail": detail}}
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
-    ids=["text", "json"],
-)
+@each_failure
 def test_a_foreign_server_that_fails_the_list_is_asked_for_halves(run_app, failure: Response) -> None:
     peer = PublishedServer(failure)
     outcomes, ended = _search(run_app(peer.app), _with_poison())
@@ -123,11 +116,7 @@ def test_a_foreign_server_that_fails_the_list_is_asked_for_halves(run_app, failu
     assert asked_after == dict.fromkeys(_GOOD, 1)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [Response("Internal Replica Error", 500), Response('{"detail": "CUDA error"}', 500)],
-    ids=["text", "json"],
-)
+@each_failure
 def test_a_query_that_always_fails_does_not_open_the_circuit(
     run_app, failure: Response, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,21 +124,12 @@ def test_a_query_that_always_fails_does_not_open_the_circuit(
 
     async def act(client: RetrievalClient) -> None:
         bad = asyncio.ensure_future(client.search("poison"))
-        async with asyncio.timeout(60):
-            while len(peer.lists) < 4:  # more often than a sick server is asked before its circuit opens
-                await asyncio.sleep(0.005)
-            assert (await client.search("q 1"))[0]["contents"] == "about q 1"
-            with pytest.raises(RetrieverQueryFailed):
-                await bad
+        await until(lambda: len(peer.lists) >= 4)  # more often than a sick server before its circuit opens
+        assert (await client.search("q 1"))[0]["contents"] == "about q 1"
+        with pytest.raises(RetrieverQueryFailed):
+            await bad
 
-    async def main(url: str) -> None:
-        client = RetrievalClient(f"{url}/retrieve")
-        try:
-            await act(client)
-        finally:
-            await client.close()
-
-    asyncio.run(main(run_app(peer.app)))
+    with_client(f"{run_app(peer.app)}/retrieve", act)
     assert "failed 3 times in a row" not in caplog.text
 
 
@@ -164,7 +144,7 @@ def test_a_query_that_fails_for_a_while_is_answered_then(run_app) -> None:
 
 @pytest.fixture
 def online(run_app, serve) -> Callable[..., str]:
-    """`online(engine, *arguments)`: the address of a real server process over the engine."""
+    """`online(engine, *arguments)`: the address of a retrieval server over the engine."""
 
     def start(engine: Engine, *arguments: str) -> str:
         endpoint = ("--retriever_name", "serper", "--online_endpoint", f"{run_app(engine.app)}/engine")
@@ -186,9 +166,10 @@ def test_an_online_engine_is_paid_once_for_each_query(online) -> None:
     assert again == outcomes[:-1] and len(engine.asked) == 64  # kept without a file
 
 
-def test_a_query_that_an_engine_never_answers_costs_the_others_nothing(online) -> None:
+def test_a_query_that_an_engine_never_answers_costs_the_others_nothing(online, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_FIRST_PAUSE_S", 0.05)
     engine = Engine("serper")
-    outcomes, ended = _search(online(engine), [*_GOOD, "down"], deadline_s=6.0)
+    outcomes, ended = _search(online(engine), [*_GOOD, "down"], deadline_s=3.0)
     assert isinstance(outcomes[-1], RetrieverUnavailable) and "HTTP 500: down" in str(outcomes[-1])
     assert ended[-1] == "down"
     asked = Counter(engine.asked)
@@ -198,11 +179,11 @@ def test_a_query_that_an_engine_never_answers_costs_the_others_nothing(online) -
 def test_more_queries_than_the_rate_has_room_for_are_told_when_to_come_and_paid_once(online) -> None:
     engine = Engine("serper")
     queries = [f"slow {number}" for number in range(24)]
-    url = online(engine, "--online_per_second", "4")
-    outcomes, _ = _search(url, queries, timeout_s=2.0, deadline_s=60.0)
+    url = online(engine, "--online_per_second", "8")
+    outcomes, _ = _search(url, queries, timeout_s=1.0, deadline_s=60.0)
     assert all(isinstance(outcome, list) for outcome in outcomes)
     assert Counter(engine.asked) == dict.fromkeys(queries, 1)
-    assert max(engine.times) - min(engine.times) >= (24 - 4) / 4 - 0.25  # longer than an attempt waits
+    assert max(engine.times) - min(engine.times) >= (24 - 8) / 8 - 0.25  # longer than an attempt waits
 
 
 def test_a_query_whose_turn_comes_too_late_is_not_asked(online) -> None:
@@ -245,11 +226,9 @@ def test_lists_are_as_long_as_the_server_says(run_app) -> None:
         body = json.dumps({"result": [[{"contents": "x"}]] * len(queries)})
         return Response(body, headers={"X-Batch-Size": "5"})
 
-    async def main(url: str) -> None:
-        client = RetrievalClient(url)
+    async def act(client: RetrievalClient) -> None:
         await client.check()
         await asyncio.gather(*map(client.search, _GOOD[:12]))
-        await client.close()
 
-    asyncio.run(main(f"{run_app(app)}/retrieve"))
+    with_client(f"{run_app(app)}/retrieve", act)
     assert lists[0] == 1 and sorted(lists[1:]) == [2, 5, 5]  # sent at the same time, they come in any order

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from search_encoders import encoder, save_bert
+from search_encoders import encoder
 
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.search.corpus import Corpus
@@ -21,17 +20,22 @@ _QUERIES = ["river morn", "the capital of tarsia", "a singer in morn"]
 
 
 def test_the_example_finds_what_the_exact_inner_products_say(
-    corpus_file: Path, tmp_path: Path, server_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, database = save_bert(tmp_path / "model"), tmp_path / "db"
-    command = [sys.executable, str(_EXAMPLE / "qdrant_engine.py"), "--location", str(database), "--collection", "wiki"]
-    command += ["--model", str(model), "--corpus_path", str(corpus_file)]
-    subprocess.run(command, check=True, env=server_environment)
-    again = subprocess.run(command, check=False, env=server_environment, capture_output=True, text=True)
-    assert again.returncode == 1 and "already exists" in again.stderr, "a collection is never written over"
-
+    database = tmp_path / "db"
     monkeypatch.syspath_prepend(_EXAMPLE)
-    keys = {"location": database, "collection": "wiki", "model": model}
+    import qdrant_engine
+
+    arguments = ["--location", str(database), "--collection", "wiki"]
+    arguments += ["--model", str(model_dir), "--corpus_path", str(corpus_file)]
+    monkeypatch.setattr(sys, "argv", ["qdrant_engine.py", *arguments])
+    qdrant_engine.main()
+    client = qdrant_engine.connect(str(database))
+    with pytest.raises(ValueError, match="already exists"):  # a collection is never written over
+        qdrant_engine.store(client, "wiki", Corpus(corpus_file), encoder(model_dir))
+    client.close()
+
+    keys = {"location": database, "collection": "wiki", "model": model_dir}
     config = load_config(
         "ppo_trainer",
         ["retriever.engine=qdrant_engine.QdrantEngine", "retriever.topk=3"]
@@ -45,7 +49,7 @@ def test_the_example_finds_what_the_exact_inner_products_say(
         return found
 
     answers = asyncio.run(ask())
-    passages, exact = list(Corpus(corpus_file)), encoder(model)
+    passages, exact = list(Corpus(corpus_file)), encoder(model_dir)
     vectors_ND = exact.encode_passages([passage["contents"] for passage in passages])
     for query, found in zip(_QUERIES, answers, strict=True):
         scores_N = vectors_ND @ exact.encode_queries([query])[0]

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import requests
 import torch
-from search_encoders import encoder, save_bert, save_dpr
+from search_encoders import build_dense, encoder, save_bert, save_dpr
 from transformers import DPRContextEncoder, DPRQuestionEncoder
 
 from search_r1.errors import IndexMismatchError, ServerError
-from search_r1.search import index_builder
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense import retriever as dense
@@ -28,16 +27,16 @@ from search_r1.search.manifest import manifest_path
 from search_r1.search.retriever import Hit
 from search_r1.search.retriever_loading import load_retriever
 from search_r1.search.retriever_options import RetrieverOptions
+from search_r1.search.server.retrieval_service import RetrievalService
+
+Built = tuple[Path, Corpus]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("encoder"))
-
-
-def _build(model: Path, corpus: Path, folder: Path, *more: str, method: str = "e5") -> int:
-    arguments = ["--retrieval_method", method, "--model_path", str(model), "--corpus_path", str(corpus)]
-    return index_builder.main([*arguments, "--save_dir", str(folder), "--num_threads", "1", *more])
+@pytest.fixture
+def built(model_dir: Path, corpus_file: Path, tmp_path: Path) -> Built:
+    """A Flat index, in a folder of its own, and its corpus."""
+    assert build_dense(model_dir, corpus_file, tmp_path) == 0
+    return tmp_path / "e5_Flat.index", Corpus(corpus_file)
 
 
 def _load(index: Path, corpus: Corpus, model: Path, family: str = "e5", **options: object) -> DenseRetriever:
@@ -108,7 +107,7 @@ def test_an_index_that_does_not_fit_the_encoder_is_refused(model_dir: Path) -> N
 
 @pytest.mark.parametrize("faiss_type", ["Flat", "HNSW8", "IVF2,Flat", "SQ8", "IVF2,SQ8"])
 def test_every_engine_opens_a_built_index(model_dir: Path, corpus_file: Path, tmp_path: Path, faiss_type: str) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--faiss_type", faiss_type) == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--faiss_type", faiss_type) == 0
     index, corpus = tmp_path / f"e5_{faiss_type}.index", Corpus(corpus_file)
     parameters = "nprobe=2" if "IVF" in faiss_type else ""
     found = [
@@ -122,7 +121,7 @@ def test_every_engine_opens_a_built_index(model_dir: Path, corpus_file: Path, tm
 
 
 def test_an_embeddings_file_is_an_index_too(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--save_embedding") == 0
     corpus, vectors = Corpus(corpus_file), tmp_path / "emb_e5.memmap"
     expected = _load(tmp_path / "e5_Flat.index", corpus, model_dir).search(["river"], 3)
     assert _load(vectors, corpus, model_dir).search(["river"], 3) == expected
@@ -132,11 +131,8 @@ def test_an_embeddings_file_is_an_index_too(model_dir: Path, corpus_file: Path, 
         _load(vectors, corpus, model_dir)
 
 
-def test_the_fingerprint_is_of_all_that_an_answer_depends_on(
-    model_dir: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    assert _build(model_dir, corpus_file, tmp_path) == 0
-    index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
+def test_the_fingerprint_is_of_all_that_an_answer_depends_on(built: Built, model_dir: Path) -> None:
+    index, corpus = built
     first = _load(index, corpus, model_dir, query_precision="float32").fingerprint
     assert _load(index, corpus, model_dir, query_precision="float32").fingerprint == first
     others = [
@@ -150,9 +146,8 @@ def test_the_fingerprint_is_of_all_that_an_answer_depends_on(
     assert len({first, *others}) == 4
 
 
-def test_index_of_other_weights_corpus_or_prefix_is_refused(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path) == 0
-    index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
+def test_index_of_other_weights_corpus_or_prefix_is_refused(built: Built, model_dir: Path, tmp_path: Path) -> None:
+    index, corpus = built
     assert len(_load(index, corpus, model_dir)) == 5
     with pytest.raises(IndexMismatchError, match="passage_prefix: index has 'passage: ', now ''"):
         _load(index, corpus, model_dir, "gte")
@@ -176,7 +171,7 @@ def test_index_of_other_weights_corpus_or_prefix_is_refused(model_dir: Path, cor
 def test_dpr_is_served_by_the_question_encoder_that_the_index_names(corpus_file: Path, tmp_path: Path) -> None:
     passages = save_dpr(tmp_path / "p", DPRContextEncoder, seed=1)
     questions, others = (save_dpr(tmp_path / f"q{seed}", DPRQuestionEncoder, seed) for seed in (2, 3))
-    assert _build(passages, corpus_file, tmp_path, "--query_model_path", str(questions), method="dpr") == 0
+    assert build_dense(passages, corpus_file, tmp_path, "--query_model_path", str(questions), method="dpr") == 0
     index, corpus = tmp_path / "dpr_Flat.index", Corpus(corpus_file)
     (hits,) = _load(index, corpus, questions, "dpr", query_precision="float32").search(["river"], 5)
     vectors = encoder(passages, "dpr").encode_passages([passage["contents"] for passage in corpus])
@@ -184,11 +179,11 @@ def test_dpr_is_served_by_the_question_encoder_that_the_index_names(corpus_file:
     assert [hit.score for hit in hits] == pytest.approx(sorted(scores.tolist(), reverse=True), rel=1e-5)
     with pytest.raises(IndexMismatchError, match="query_weights: index has"):
         _load(index, corpus, others, "dpr")
-    assert _build(questions, corpus_file, tmp_path, method="dpr") == 1
+    assert build_dense(questions, corpus_file, tmp_path, method="dpr") == 1
 
 
 def test_pooling_chosen_at_build_time_is_used_for_queries(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--pooling_method", "cls") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--pooling_method", "cls") == 0
     retriever = _load(tmp_path / "e5_Flat.index", Corpus(corpus_file), model_dir, query_precision="float32")
     vectors = faiss.read_index(str(tmp_path / "e5_Flat.index")).reconstruct_n(0, 5)
     (query,) = encoder(model_dir, pooling="cls").encode_queries(["capital"])
@@ -197,12 +192,9 @@ def test_pooling_chosen_at_build_time_is_used_for_queries(model_dir: Path, corpu
 
 
 def test_published_index_without_a_manifest_is_served_but_its_size_is_checked(
-    model_dir: Path, corpus_file: Path, tmp_path: Path
+    built: Built, model_dir: Path, tmp_path: Path
 ) -> None:
-    from search_r1.search.server.retrieval_service import RetrievalService
-
-    assert _build(model_dir, corpus_file, tmp_path) == 0
-    index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
+    index, corpus = built
     manifest_path(index).unlink()
     RetrievalService(_load(index, corpus, model_dir), corpus).close()
     (tmp_path / "c.jsonl").write_text('{"id": "0", "contents": "x"}\n')
@@ -212,20 +204,16 @@ def test_published_index_without_a_manifest_is_served_but_its_size_is_checked(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_a_clear_error(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path) == 0
-    index, corpus = tmp_path / "e5_Flat.index", Corpus(corpus_file)
+def test_a_gpu_that_is_not_there_is_a_clear_error(built: Built, model_dir: Path) -> None:
+    index, corpus = built
     with pytest.raises(ServerError, match="--faiss_gpu: torch sees no GPU"):
         _load(index, corpus, model_dir, gpu=True)
     with pytest.raises(ServerError, match="--faiss_gpu: this build of FAISS sees no GPU"):
         _load(index, corpus, model_dir, gpu=True, engine="faiss")
 
 
-def test_a_flat_index_is_shared_out_over_all_visible_gpus(
-    model_dir: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flat_index_is_shared_out_over_all_visible_gpus(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices that the index is made with are noted; it then runs on the CPU."""
-    assert _build(model_dir, corpus_file, tmp_path) == 0
     asked = []
 
     def on_cpu(vectors: VectorFile, devices: list[str], num_threads: int) -> ExactIndex:
@@ -235,7 +223,7 @@ def test_a_flat_index_is_shared_out_over_all_visible_gpus(
     monkeypatch.setattr("search_r1.search.dense.retriever.ExactIndex", on_cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    index = dense._open(tmp_path / "e5_Flat.index", 5, 32, RetrieverOptions("e5", "", "", gpu=True))
+    index = dense._open(built[0], 5, 32, RetrieverOptions("e5", "", "", gpu=True))
     assert asked == [[f"cuda:{index}" for index in range(8)]] and len(index) == 5
 
 
@@ -250,10 +238,9 @@ def test_fusion_is_the_sum_of_reciprocal_ranks() -> None:
     assert fuse([[], []], 3) == []
 
 
-def test_hybrid_fuses_bm25_and_a_dense_index(model_dir: Path, corpus_file: Path, tmp_path: Path) -> None:
-    assert _build(model_dir, corpus_file, tmp_path) == 0
-    corpus, index = Corpus(corpus_file), str(tmp_path / "e5_Flat.index")
-    options = RetrieverOptions("hybrid", index, str(model_dir), dense_name="e5")
+def test_hybrid_fuses_bm25_and_a_dense_index(built: Built, model_dir: Path) -> None:
+    index, corpus = built
+    options = RetrieverOptions("hybrid", str(index), str(model_dir), dense_name="e5")
     hybrid = load_retriever(options, corpus)
     dense, sparse = load_retriever(replace(options, name="e5", dense_name=None), corpus), Bm25Retriever.build(corpus)
     queries = ["river of tarsia", "singer", "zebra"]
@@ -283,7 +270,7 @@ def test_backends_that_lack_something_say_so(corpus_file: Path, tmp_path: Path) 
 
 
 def test_built_index_answers_over_http(model_dir: Path, corpus_file: Path, tmp_path: Path, serve) -> None:
-    assert _build(model_dir, corpus_file, tmp_path, "--batch_size", "2", "--save_embedding") == 0
+    assert build_dense(model_dir, corpus_file, tmp_path, "--batch_size", "2", "--save_embedding") == 0
     vectors = np.fromfile(tmp_path / "emb_e5.memmap", dtype=np.float32).reshape(5, 32)
     corpus = Corpus(corpus_file)
     expected = encoder(model_dir).encode_passages([passage["contents"] for passage in corpus])
@@ -321,14 +308,11 @@ def test_real_encoder_finds_real_passages(wiki_mini: Path, nq_questions: list[di
     lines = wiki_mini.read_bytes().splitlines(keepends=True)
     small = tmp_path / "small.jsonl"
     small.write_bytes(b"".join(lines[row] for row in sorted(rows)))
-    model = str(packaged.get_model_path())
-    arguments = ["--retrieval_method", "minilm", "--model_path", model, "--corpus_path", str(small)]
-    assert (
-        index_builder.main([*arguments, "--save_dir", str(tmp_path), "--batch_size", "32", "--num_threads", "1"]) == 0
-    )
+    model = packaged.get_model_path()
+    assert build_dense(model, small, tmp_path, "--batch_size", "32", method="minilm") == 0
     server = serve(
         *("--corpus_path", str(small), "--index_path", str(tmp_path / "minilm_Flat.index")),
-        *("--retriever_name", "minilm", "--retriever_model", model),
+        *("--retriever_name", "minilm", "--retriever_model", str(model)),
     )
     queries = [question["question"] for question in asked]
     result = requests.post(f"{server}/retrieve", json={"queries": queries, "topk": 3}, timeout=120).json()["result"]

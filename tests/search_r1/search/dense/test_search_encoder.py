@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_bert, save_dpr, save_qwen3
+from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_dpr, save_qwen3
 from transformers import AutoModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
 from search_r1.errors import EncoderError
@@ -28,11 +28,6 @@ _TEXTS = [" ".join(WORDS[i % 15 : i % 15 + 1 + i % 5]) for i in range(300)]
 def local_json(folder: Path) -> ReadJson:
     """Reads the JSON files of a model folder, None where there is none."""
     return lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else None
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("encoder"))
 
 
 def _hidden(folder: Path, words: str) -> torch.Tensor:

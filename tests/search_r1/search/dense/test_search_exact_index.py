@@ -41,8 +41,7 @@ def test_the_best_rows_are_those_of_float64(tmp_path: Path, rows: int, k: int, d
     vectors = _crowded(rows, 48)
     queries = _crowded(12, 48, seed=0, scale=0.05)
     found = ExactIndex(_file(tmp_path, vectors), dtype=dtype).search(queries, k)
-    for query, hits in zip(queries, found, strict=True):
-        assert hits == _exact(vectors, query, k)
+    assert found == [_exact(vectors, query, k) for query in queries]
 
 
 def test_bfloat16_alone_would_have_been_wrong(tmp_path: Path) -> None:
@@ -79,8 +78,7 @@ def test_rows_shared_out_over_devices_give_the_same_answer(
     index = ExactIndex(_file(tmp_path, vectors), devices, max_scores=max_scores, num_threads=2)
     assert sum(len(part.matrix_RD) for part in index._parts) == rows == len(index)
     assert max(len(part.matrix_RD) for part in index._parts) == -(-rows // num_devices)
-    for query, hits in zip(queries, index.search(queries, 7), strict=True):
-        assert hits == _exact(vectors, query, 7)
+    assert index.search(queries, 7) == [_exact(vectors, query, 7) for query in queries]
 
 
 def test_all_devices_work_before_the_first_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +95,8 @@ def test_all_devices_work_before_the_first_is_waited_for(tmp_path: Path, monkeyp
 def test_scores_that_are_all_negative(tmp_path: Path) -> None:
     vectors = _crowded(500, 32)
     queries = -_crowded(5, 32, scale=0.05)
-    for query, hits in zip(queries, ExactIndex(_file(tmp_path, vectors)).search(queries, 5), strict=True):
-        assert hits == _exact(vectors, query, 5)
+    found = ExactIndex(_file(tmp_path, vectors)).search(queries, 5)
+    assert found == [_exact(vectors, query, 5) for query in queries]
 
 
 def test_scores_that_cancel_out(tmp_path: Path) -> None:

@@ -7,17 +7,19 @@ import http.client
 import importlib.util
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import requests
 from e2e_world import free_port
-from search_scheduling import PATIENCE_S, GatedRetriever, Stage, running_app, wait_until
+from search_corpora import write_rows
+from search_scheduling import GatedRetriever, Stage
+from search_servers import PATIENCE_S, running_app, served, wait_until
 
 from search_r1.llm_agent.observations import format_passage
 from search_r1.search import retrieval_server
@@ -57,7 +59,7 @@ def over_http(url: str, ask: Ask, mode: str = "auto", token: str | None = None) 
     return asyncio.run(run())
 
 
-def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str = "auto", *arguments: str) -> Any:
+def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str, *arguments: str) -> Any:
     """What `ask(client)` gives, from a program that passes on to `url`."""
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -67,6 +69,28 @@ def over_stdio(url: str, ask: Ask, environment: dict[str, str], mode: str = "aut
 
     async def run() -> Any:
         async with Client(stdio_client(program), mode=mode) as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+def over_memory(url: str, ask: Ask, *arguments: str) -> Any:
+    """What `ask(client)` gives, from that program run in this process: memory is its stdin and stdout."""
+    import mcp.server.stdio
+    from mcp import Client
+    from mcp.shared.memory import create_client_server_memory_streams
+
+    @asynccontextmanager
+    async def program() -> AsyncIterator[Any]:
+        async with create_client_server_memory_streams() as (of_client, of_server):
+            arguments_read = mcp_tool.parse_arguments(["--url", f"{url}/retrieve", *arguments])
+            with mock.patch.object(mcp.server.stdio, "stdio_server", lambda: nullcontext(of_server)):
+                running = asyncio.create_task(mcp_tool._serve_stdio(arguments_read))
+                yield of_client
+        await running
+
+    async def run() -> Any:
+        async with Client(program()) as client:
             return await ask(client)
 
     return asyncio.run(run())
@@ -85,25 +109,15 @@ def error_of(result: Any) -> str:
 
 @pytest.fixture(scope="module")
 def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [("p10", VELT), ("p20", MORN), ("p50", TARSIA)]
-    path = tmp_path_factory.mktemp("mcp") / "corpus.jsonl"
-    lines = (json.dumps({"id": identifier, "contents": text}) for identifier, text in rows)
-    path.write_text("\n".join(lines))
-    return path
-
-
-@contextmanager
-def running(service: RetrievalService, options: AppOptions) -> Iterator[str]:
-    """The server as `main` runs it with --mcp, in a thread."""
-    with running_app(create_app(service, replace(options, mcp=True), service.metrics)) as (url, _):
-        yield url
+    passages = {"p10": VELT, "p20": MORN, "p50": TARSIA}
+    rows = ({"id": name, "contents": text} for name, text in passages.items())
+    return write_rows(tmp_path_factory.mktemp("mcp") / "corpus.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
 def words(corpus_path: Path) -> Iterator[str]:
     """A server over real BM25, 2 passages a query by default."""
-    corpus = Corpus(corpus_path)
-    with running(RetrievalService(Bm25Retriever.build(corpus), corpus), AppOptions(topk=2)) as url:
+    with served("--corpus_path", str(corpus_path), "--retriever_name", "bm25", "--topk", "2", "--mcp") as url:
         yield url
 
 
@@ -112,21 +126,20 @@ def stage(corpus_path: Path) -> Iterator[Callable[..., Stage]]:
     """A server whose searches wait: `stage(timeout_s, **limits)`. Its warm-up has passed."""
     corpus = Corpus(corpus_path)
     retriever = GatedRetriever(len(corpus))
-    started: list[Any] = []
+    servers = ExitStack()
 
     def start(timeout_s: float = PATIENCE_S, **limits: Any) -> Stage:
         service = RetrievalService(retriever, corpus, ServiceOptions(**{"max_wait_ms": 0.0} | limits))
-        server = running(service, AppOptions(timeout_s=timeout_s))
-        started.append(server)
-        made = Stage(server.__enter__(), retriever, service)
+        options = AppOptions(timeout_s=timeout_s, mcp=True)
+        url, _ = servers.enter_context(running_app(create_app(service, options, service.metrics)))
+        made = Stage(url, retriever, service)
         retriever.let_pass()
         made.wait_for_batches(1)
         return made
 
     yield start
     retriever.open()
-    for server in started:
-        server.__exit__(None, None, None)
+    servers.close()
 
 
 @needs_mcp
@@ -176,10 +189,10 @@ def test_the_tool_is_listed_and_answers(
 
 
 @needs_mcp
-def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str, server_environment: dict[str, str]) -> None:
+def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str) -> None:
     one, default = search("city of Morn", topk=1), search("city of Morn")
-    assert over_http(words, one).content[0].text + "\n" == format_passage(1, MORN)
-    assert over_stdio(words, one, server_environment).content[0].text + "\n" == format_passage(1, MORN)
+    for over in (over_http, over_memory):
+        assert over(words, one).content[0].text + "\n" == format_passage(1, MORN)
     assert len(over_http(words, default).structured_content["results"][0]["passages"]) == 2
 
 
@@ -279,14 +292,14 @@ def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: s
 
 
 @needs_mcp
-def test_a_server_that_is_not_there_is_a_tool_error(server_environment: dict[str, str]) -> None:
+def test_a_server_that_is_not_there_is_a_tool_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    message = error_of(over_stdio(url, search("q"), server_environment, "auto", "--timeout_s", "0.5"))
+    message = error_of(over_memory(url, search("q"), "--timeout_s", "0.5"))
     assert message.startswith(f"retriever {url}/retrieve is not available") and "retrieval_launch.sh" in message
 
 
 @needs_mcp
-def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, server_environment: dict[str, str]) -> None:
+def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mcp import MCPError
 
     bm25 = ("--corpus_path", str(corpus_path), "--retriever_name", "bm25")
@@ -296,9 +309,9 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, serve
         over_http(url, search("Osk"))
     assert refused.group_contains(MCPError, match="Server returned an error response")
     assert over_http(url, search("Osk"), token=TOKEN).content[0].text + "\n" == format_passage(1, TARSIA)
-    assert "HTTP 401" in error_of(over_stdio(url, search("Osk"), server_environment))
-    with_token = server_environment | {"RETRIEVAL_AUTH_TOKEN": TOKEN}
-    assert over_stdio(url, search("Osk"), with_token).content[0].text + "\n" == format_passage(1, TARSIA)
+    assert "HTTP 401" in error_of(over_memory(url, search("Osk")))
+    monkeypatch.setenv("RETRIEVAL_AUTH_TOKEN", TOKEN)
+    assert over_memory(url, search("Osk")).content[0].text + "\n" == format_passage(1, TARSIA)
     metrics = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).text
     assert 'retrieval_requests_total{route="/mcp",status="200"}' in metrics
 

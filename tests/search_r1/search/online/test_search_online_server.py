@@ -1,11 +1,10 @@
-"""Online engines behind real server processes: command line, statuses, record and replay, the published programs."""
+"""Online engines behind servers: command line, statuses, record and replay, the published programs."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 import requests
 from e2e_world import free_port
 from fastapi import Response
+from search_clients import with_client
 from search_engines import Engine
 
 from search_r1.errors import RetrieverRejected
 from search_r1.http.metrics import Metrics
-from search_r1.search import retrieval_server
+from search_r1.search import google_search_server, retrieval_server, serp_search_server
 from search_r1.search.client import RetrievalClient
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online_arguments import ENGINES
@@ -68,7 +68,9 @@ def test_an_engine_is_served_and_its_failures_have_their_status(run_app, serve, 
         engine.script = [trouble]
         refused = _post(server, "lune")
         assert refused.status_code == 424 and detail in refused.json()["detail"]
-    assert asyncio.run(_search_both(server, "refused", "morn")) == (424, "https://a.org/morn")
+    refused, found = with_client(f"{server}/retrieve", _both_at_once, topk=1)
+    assert isinstance(refused, RetrieverRejected) and refused.status == 424
+    assert found[0]["url"] == "https://a.org/morn"
     asked = len(engine.asked)
     engine.script = [Response("used up", 429, headers={"Retry-After": "3600"})]
     unavailable = _post(server, "lune")
@@ -80,13 +82,9 @@ def test_an_engine_is_served_and_its_failures_have_their_status(run_app, serve, 
     assert "retrieval_failed_queries_total 1.0" in metrics
 
 
-async def _search_both(server: str, bad: str, good: str) -> tuple[int, str]:
-    """Our client with a batch of two queries: what the one fails with, and what the other finds."""
-    client = RetrievalClient(f"{server}/retrieve", topk=1)
-    error, found = await asyncio.gather(client.search(bad), client.search(good), return_exceptions=True)
-    await client.close()
-    assert isinstance(error, RetrieverRejected) and isinstance(found, list)
-    return error.status, found[0]["url"]
+async def _both_at_once(client: RetrievalClient) -> list[Any]:
+    """What a query that the engine refuses and another one give: they travel together."""
+    return await asyncio.gather(client.search("refused"), client.search("morn"), return_exceptions=True)
 
 
 def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, tmp_path: Path) -> None:
@@ -104,41 +102,31 @@ def test_what_was_recorded_is_replayed_without_network_and_key(run_app, serve, t
     assert engine.asked == ["lune"]
 
 
-def test_the_published_serpapi_program(run_app, serve) -> None:
-    engine = Engine("serpapi")
-    server = serve(
-        *("--search_url", f"{run_app(engine.app)}/engine", "--topk", "1", "--serp_engine", "bing"),
-        *("--serp_api_key", KEY),
-        module="serp_search_server",
-    )
-    assert _post(server, "lune").json() == {"result": [[_hit("serpapi", "a.org", "lune", 1.0)]]}
-    assert engine.fields[0] == {"engine": "bing", "q": "lune", "num": "10", "api_key": KEY}
-
-
-def test_the_published_google_program(run_app, serve) -> None:
-    engine = Engine("google")
-    server = serve(
-        *("--cse_id", "engine-1", "--snippet_only", "--topk", "1"),
-        *("--online_endpoint", f"{run_app(engine.app)}/engine"),
-        module="google_search_server",
-        GOOGLE_API_KEY=KEY,
-    )
-    assert _post(server, "lune").json() == {"result": [[_hit("google", "a.org", "lune", 1.0)]]}
-    assert engine.fields[0] == {"cx": "engine-1", "q": "lune", "num": "10", "key": KEY}
-
-
-@pytest.fixture
-def end(server_environment: dict[str, str]) -> Callable[..., str]:
-    """Runs a program that cannot start; what it writes."""
-
-    def run(module: str, *arguments: str) -> str:
-        command = [sys.executable, "-m", f"search_r1.search.{module}", "--port", "0", *arguments]
-        variables = {name: value for name, value in server_environment.items() if not name.endswith("_API_KEY")}
-        ended = subprocess.run(command, cwd=_ROOT, env=variables, capture_output=True, text=True, timeout=120)
-        assert ended.returncode != 0 and "Traceback" not in ended.stderr and KEY not in ended.stderr
-        return ended.stderr
-
-    return run
+@pytest.mark.parametrize(
+    ("engine", "module", "arguments", "fields"),
+    [
+        (
+            "serpapi",
+            "serp_search_server",
+            ["--search_url", "ENDPOINT", "--serp_engine", "bing", "--serp_api_key", KEY],
+            {"engine": "bing", "q": "lune", "num": "10", "api_key": KEY},
+        ),
+        (
+            "google",
+            "google_search_server",
+            ["--online_endpoint", "ENDPOINT", "--cse_id", "engine-1", "--snippet_only", "--api_key", KEY],
+            {"cx": "engine-1", "q": "lune", "num": "10", "key": KEY},
+        ),
+    ],
+)
+def test_the_published_programs(
+    run_app, serve, engine: str, module: str, arguments: list[str], fields: dict[str, str]
+) -> None:
+    made = Engine(engine)
+    endpoint = f"{run_app(made.app)}/engine"
+    server = serve("--topk", "1", *(endpoint if word == "ENDPOINT" else word for word in arguments), module=module)
+    assert _post(server, "lune").json() == {"result": [[_hit(engine, "a.org", "lune", 1.0)]]}
+    assert made.fields[0] == fields
 
 
 @pytest.mark.parametrize(
@@ -177,15 +165,23 @@ def test_a_local_retriever_says_that_it_needs_a_corpus(capsys: pytest.CaptureFix
     assert log == "error: --retriever_name bm25 needs --corpus_path, a .jsonl file of passages\n"
 
 
-def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(end) -> None:
-    log = end("google_search_server", "--cse_id", "engine-1")
-    assert log.splitlines()[0] == "warning: pages are not fetched; the snippets are served, as with --snippet_only"
-    assert "set GOOGLE_API_KEY in the environment" in log
-    log = end("google_search_server", "--cse_id", "x", "--snippet_only", "--api_key", KEY, "--online_field", "gl")
+def test_the_published_programs_say_what_they_need_and_what_they_do_not_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GOOGLE_API_KEY", "")  # --api_key sets it: what it was is restored
+    monkeypatch.delenv("GOOGLE_API_KEY")
+    snippets = "warning: pages are not fetched; the snippets are served, as with --snippet_only"
+    assert google_search_server.main(["--port", "0", "--cse_id", "engine-1"]) == 1
+    log = capsys.readouterr().err
+    assert log.splitlines()[0] == snippets and "set GOOGLE_API_KEY in the environment" in log
+    arguments = ["--port", "0", "--cse_id", "x", "--snippet_only", "--api_key", KEY, "--online_field", "gl"]
+    assert google_search_server.main(arguments) == 1
+    log = capsys.readouterr().err
     assert log.splitlines()[0].startswith("warning: --api_key shows the key") and "pages" not in log
-    assert "unrecognized arguments: --num_results" in end(
-        "serp_search_server", "--search_url", "x", "--num_results", "3"
-    )
+    assert KEY not in log
+    with pytest.raises(SystemExit):
+        serp_search_server.main(["--port", "0", "--search_url", "x", "--num_results", "3"])
+    assert "unrecognized arguments: --num_results" in capsys.readouterr().err
 
 
 def test_an_online_engine_loads_no_numerical_library(server_environment: dict[str, str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -16,16 +15,18 @@ import numpy as np
 import pytest
 import requests
 import torch
+from search_clients import search
+from search_corpora import write_rows
 from search_cross_encoders import POSITIONS, VOCABULARY, ids, logit, save_cross_encoder, score
 from search_encoders import save_bert
-from search_scheduling import PATIENCE_S, wait_until
+from search_scheduling import Gate
+from search_servers import PATIENCE_S, wait_until
 from transformers import AutoModelForSequenceClassification
 
 from search_r1.errors import EncoderError, SearchFailed
 from search_r1.http.metrics import Metrics
 from search_r1.search import rerank_server, retrieval_rerank_server
 from search_r1.search.bm25.index import Bm25Retriever
-from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
 from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions, Pair
 from search_r1.search.rerank.reranker import RerankedSource, Reranker, RerankLimits
@@ -58,26 +59,18 @@ def truth(model_dir: Path) -> dict[tuple[str, str], float]:
     return {(q, title): score(model_dir, q, title, text) for q in _QUERIES for title, text in _PASSAGES.items()}
 
 
-class GatedCrossEncoder(CrossEncoder):
-    """Notes its batches; each waits at the gate until `let_pass`, or until `open` says that nothing waits."""
+class GatedCrossEncoder(Gate, CrossEncoder):
+    """Notes its batches; each waits at the gate."""
 
     def __init__(self, options: CrossEncoderOptions) -> None:
-        super().__init__(options)
+        Gate.__init__(self)
+        CrossEncoder.__init__(self, options)
         self.batches: list[list[Pair]] = []
-        self._gate = threading.Semaphore(0)
-        self._open = False
 
     def score(self, pairs) -> np.ndarray:
         self.batches.append(list(pairs))
-        assert self._open or self._gate.acquire(timeout=PATIENCE_S)
+        self.wait_at_the_gate()
         return super().score(pairs)
-
-    def let_pass(self) -> None:
-        self._gate.release()
-
-    def open(self) -> None:
-        self._open = True
-        self._gate.release()
 
 
 class Stage:
@@ -409,9 +402,7 @@ def test_a_full_queue_is_503_and_who_leaves_makes_room(gated: Callable[..., Stag
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in _CORPUS))
-    return Corpus(path)
+    return Corpus(write_rows(tmp_path / "corpus.jsonl", _CORPUS))
 
 
 @pytest.fixture
@@ -496,30 +487,19 @@ def test_the_schemas_of_the_requests_are_published(search_url: str) -> None:
 
 def test_the_two_programs(serve, tmp_path: Path, corpus: Corpus, model_dir: Path) -> None:
     common = ("--reranker_precision", "float32", "--max_wait_ms", "0")
-    with ThreadPoolExecutor(2) as pool:
-        alone = pool.submit(
-            serve,
-            *("--rerank_model_name_or_path", str(model_dir), "--rerank_topk", "2", "--max_length", "64"),
-            *("--batch_size", "8", "--reranker_type", "sentence_transformer", *common),
-            module="rerank_server",
-        )
-        behind = pool.submit(
-            serve,
-            *("--corpus_path", str(corpus.path), "--retriever_name", "bm25", "--retrieval_topk", "4"),
-            *("--reranking_topk", "2", "--reranker_model", str(model_dir), "--reranker_batch_size", "8", *common),
-            module="retrieval_rerank_server",
-        )
-        rerank_url, search_url = alone.result(), behind.result()
-    for url in (rerank_url, search_url):
-        wait_until(lambda url=url: requests.get(f"{url}/readyz", timeout=PATIENCE_S).status_code == 200)
+    rerank_url = serve(
+        *("--rerank_model_name_or_path", str(model_dir), "--rerank_topk", "2", "--max_length", "64"),
+        *("--batch_size", "8", "--reranker_type", "sentence_transformer", *common),
+        module="rerank_server",
+    )
+    search_url = serve(
+        *("--corpus_path", str(corpus.path), "--retriever_name", "bm25", "--retrieval_topk", "4"),
+        *("--reranking_topk", "2", "--reranker_model", str(model_dir), "--reranker_batch_size", "8", *common),
+        module="retrieval_rerank_server",
+    )
     health = requests.get(f"{rerank_url}/healthz").json()
     assert len(health.pop("index_version")) == 16
-    assert health == {
-        "status": "ok",
-        "retriever": str(model_dir),
-        "corpus_size": None,
-        "topk": 2,
-    }
+    assert health == {"status": "ok", "retriever": str(model_dir), "corpus_size": None, "topk": 2}
     assert requests.get(f"{search_url}/healthz").json()["retriever"] == f"bm25, reranked by {model_dir}"
 
     found = _candidates(corpus, 4)
@@ -529,47 +509,20 @@ def test_the_two_programs(serve, tmp_path: Path, corpus: Corpus, model_dir: Path
     (hits,) = requests.post(f"{rerank_url}/rerank", json=body).json()["result"]
     assert _titles(hits) == best
     assert requests.post(f"{rerank_url}/retrieve", json={"queries": ["a"]}).status_code == 404
-
-    async def search() -> list[dict[str, Any]]:
-        client = RetrievalClient(f"{search_url}/retrieve", topk=2)
-        passages = await client.search(_QUERY)
-        await client.close()
-        return passages
-
-    passages = asyncio.run(search())
+    passages = search(f"{search_url}/retrieve", _QUERY, topk=2)
     assert _titles(passages) == best
     assert [passage["score"] for passage in passages] == pytest.approx([scores[title] for title in best], abs=3e-5)
 
 
 def test_the_published_arguments_and_their_defaults() -> None:
-    alone = vars(rerank_server.parse_arguments([]))
     model = "cross-encoder/ms-marco-MiniLM-L12-v2"
-    assert (
-        alone
-        | {
-            "max_length": 512,
-            "rerank_topk": 3,
-            "rerank_model_name_or_path": model,
-            "batch_size": 32,
-            "reranker_type": "sentence_transformer",
-            "port": 6980,
-        }
-        == alone
-    )
-    behind = vars(retrieval_rerank_server.parse_arguments(["--corpus_path", "c.jsonl", "--faiss_gpu"]))
-    assert (
-        behind
-        | {
-            "retrieval_topk": 10,
-            "retriever_name": "e5",
-            "reranking_topk": 3,
-            "reranker_model": model,
-            "reranker_batch_size": 32,
-            "faiss_gpu": True,
-            "port": 8000,
-        }
-        == behind
-    )
+    alone = {"max_length": 512, "rerank_topk": 3, "rerank_model_name_or_path": model, "batch_size": 32}
+    alone |= {"reranker_type": "sentence_transformer", "port": 6980}
+    assert alone.items() <= vars(rerank_server.parse_arguments([])).items()
+    behind = {"retrieval_topk": 10, "retriever_name": "e5", "reranking_topk": 3, "reranker_model": model}
+    behind |= {"reranker_batch_size": 32, "faiss_gpu": True, "port": 8000}
+    parsed = retrieval_rerank_server.parse_arguments(["--corpus_path", "c.jsonl", "--faiss_gpu"])
+    assert behind.items() <= vars(parsed).items()
     with pytest.raises(SystemExit):
         rerank_server.parse_arguments(["--reranker_type", "colbert"])
 

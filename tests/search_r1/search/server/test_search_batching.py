@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from search_scheduling import GatedRetriever, Stage, scores, staged, wait_until
+from search_scheduling import GatedRetriever, Stage, scores, staged
+from search_servers import wait_until
 
 from search_r1.errors import ServiceUnavailable
 from search_r1.search.corpus import Corpus

@@ -65,7 +65,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=8 * settings.default.max_examples)
 @given(steps=_STEPS)
 def test_every_query_that_somebody_waits_for_is_taken_once(steps: list[tuple[str, Any]]) -> None:
     """Against the definition: a set of waiters for each query that is queued."""

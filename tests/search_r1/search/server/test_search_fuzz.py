@@ -37,11 +37,7 @@ _valid = st.fixed_dictionaries(
     {"query": _text | st.lists(_text, max_size=5)},
     optional={"topk": st.integers(0, 100), "top_n": st.integers(1, 100), "return_scores": st.booleans()},
 )
-_checks = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-_QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+_QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]  # schemathesis filters much
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,6 @@ def session() -> requests.Session:
 
 
 @pytest.mark.parametrize("route", list(_MODELS))
-@_checks
 @given(body=_anything | _valid)
 def test_any_json(small_server: str, session: requests.Session, route: str, body: Any) -> None:
     reply = session.post(f"{small_server}/{route}", data=json.dumps(body).encode(), timeout=120)
@@ -61,14 +56,12 @@ def test_any_json(small_server: str, session: requests.Session, route: str, body
 
 
 @pytest.mark.parametrize("route", list(_MODELS))
-@_checks
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: f'{{"query": {text}}}'.encode()))
 def test_any_bytes(small_server: str, session: requests.Session, route: str, body: bytes) -> None:
     reply = session.post(f"{small_server}/{route}", data=body, timeout=120)
     assert reply.status_code in _REFUSALS | {200}
 
 
-@_checks
 @given(value=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12) | st.floats().map(str))
 def test_any_deadline(small_server: str, session: requests.Session, value: str) -> None:
     headers = {"X-Deadline-Ms": value.strip()}
@@ -97,7 +90,7 @@ def test_the_server_keeps_to_its_own_interface_document(small_server: str) -> No
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
-            @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=_QUIET)
+            @settings(suppress_health_check=_QUIET)
             @given(case=operation.as_strategy(generation_mode=mode))
             def exchange(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error, status_code_conformance])

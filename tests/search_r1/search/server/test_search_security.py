@@ -148,9 +148,10 @@ async def _refused(http: httpx.AsyncClient, posts: list[str], headers: dict[str,
     for path in posts:
         refused = await http.post(path, content=b"{}", headers=headers)
         assert refused.status_code == 401 and _TOKEN not in refused.text, path
-    for path in ("/metrics", "/health", "/docs", "/openapi.json"):
+    for path in ("/metrics", "/health", "/docs", "/openapi.json", "/made/up"):
         assert (await http.get(path, headers=headers)).status_code == 401, path
-    assert (await http.get("/healthz", headers=headers)).status_code == 200
+    for path in ("/healthz", "/readyz"):
+        assert (await http.get(path, headers=headers)).status_code != 401, path
 
 
 async def _bytes(count: int) -> AsyncIterator[bytes]:

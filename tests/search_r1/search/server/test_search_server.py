@@ -1,4 +1,4 @@
-"""The server as a client sees it: a real process, real HTTP."""
+"""The server as a client sees it, over real HTTP. It as a process: test_search_launch.py."""
 
 from __future__ import annotations
 
@@ -130,15 +130,22 @@ def test_health_says_what_is_served(small_server: str) -> None:
     reply = requests.get(f"{small_server}/healthz", timeout=60)
     served = {"retriever": "bm25", "corpus_size": 5, "topk": 2, "index_version": reply.json()["index_version"]}
     assert reply.json() == {"status": "ok"} | served
+    health = requests.get(f"{small_server}/health", timeout=60).json()
+    assert health == {"status": "healthy", "retrievers": {"total": 1, "available": 1}}
     info = requests.get(f"{small_server}/info", timeout=60).json()
     limits = {"queries": 4096, "query_chars": 32768, "topk": 100, "body_bytes": 32 << 20}
     assert info == served | {"batch_size": None, "limits": limits}
 
 
-def test_the_schema_of_the_request_is_published(small_server: str) -> None:
+def test_the_interface_is_published(small_server: str) -> None:
     paths = requests.get(f"{small_server}/openapi.json", timeout=60).json()["paths"]
+    assert {"/retrieve", "/search", "/batch_search", "/health", "/healthz", "/readyz", "/metrics", "/info"} <= set(
+        paths
+    )
     schema = paths["/retrieve"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert set(schema["properties"]) == {"queries", "query", "topk", "return_scores"}
+    assert {"200", "422", "503", "504"} <= set(paths["/batch_search"]["post"]["responses"])
+    assert requests.get(f"{small_server}/docs", timeout=60).status_code == 200
 
 
 def test_a_burst_of_threads_gets_the_answers_that_one_gets(small_server: str) -> None:
@@ -172,8 +179,8 @@ def test_a_row_that_breaks_under_a_running_server_is_an_error_not_an_empty_resul
     assert _post(server, queries=["capital"]).json()["result"][0][0]["id"] == "p50"
 
 
-def test_real_wikipedia_over_http(serve, wiki_mini: Path) -> None:
-    server = serve("--corpus_path", str(wiki_mini), "--retriever_name", "bm25")
+def test_real_wikipedia_over_http(serve, wiki_mini: Path, wiki_index: Path) -> None:
+    server = serve("--corpus_path", str(wiki_mini), "--index_path", str(wiki_index), "--retriever_name", "bm25")
     assert requests.get(f"{server}/healthz", timeout=60).json()["corpus_size"] == 22_953
     (hits,) = _post(server, queries=["Who was the brother of Lambert, Margrave of Tuscany?"]).json()["result"]
     assert len(hits) == 3 and hits[0]["contents"].startswith('"Lambert, Margrave of Tuscany"\n')

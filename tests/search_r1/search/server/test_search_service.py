@@ -6,18 +6,16 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from e2e_world import free_port
-from search_scheduling import PATIENCE_S, GatedRetriever, running_app, scores, staged, wait_until
+from search_scheduling import GatedRetriever, scores, staged
+from search_servers import PATIENCE_S, running_app, wait_until
 
 from search_r1.http import deadline
 from search_r1.search.bm25.index import Bm25Retriever
@@ -28,9 +26,7 @@ from search_r1.search.server.cache import HitsCache
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 from search_r1.search.server.source_interface import EncodedHit
 
-_ROOT = Path(__file__).resolve().parents[4]
 _TOKEN = "s3cret-t0ken"
-_BEARER = {"Authorization": f"Bearer {_TOKEN}"}
 
 
 def _post(url: str, **body: object) -> requests.Response:
@@ -135,12 +131,6 @@ def test_ready_once_the_warm_up_query_has_run(corpus_file: Path) -> None:
         wait_until(lambda: "failed" in requests.get(f"{url}/readyz", timeout=PATIENCE_S).json()["status"])
 
 
-def test_a_warm_server_is_ready_and_healthy(small_server: str) -> None:
-    wait_until(lambda: requests.get(f"{small_server}/readyz", timeout=PATIENCE_S).status_code == 200)
-    health = requests.get(f"{small_server}/health", timeout=PATIENCE_S)
-    assert health.json() == {"status": "healthy", "retrievers": {"total": 1, "available": 1}}
-
-
 def test_metrics_count_requests_by_route_and_status(run_app, corpus_file: Path) -> None:
     with staged(run_app, corpus_file) as stage:
         stage.retriever.open()
@@ -160,35 +150,16 @@ def test_metrics_count_requests_by_route_and_status(run_app, corpus_file: Path) 
     assert "made" not in text.text and "process_resident_memory_bytes" in text.text
 
 
-def test_the_documents_of_the_api_name_all_routes(small_server: str) -> None:
-    paths = requests.get(f"{small_server}/openapi.json", timeout=PATIENCE_S).json()["paths"]
-    routes = {"/retrieve", "/search", "/batch_search", "/health", "/healthz", "/readyz", "/metrics", "/info"}
-    assert routes <= set(paths)
-    assert {"200", "422", "503", "504"} <= set(paths["/batch_search"]["post"]["responses"])
-    assert requests.get(f"{small_server}/docs", timeout=PATIENCE_S).status_code == 200
-
-
 # --- the token
 
 
-def test_a_token_guards_everything_but_two_probes(run_app, corpus_file: Path) -> None:
+def test_nothing_but_the_token_as_a_bearer_is_taken(run_app, corpus_file: Path) -> None:
     corpus = Corpus(corpus_file)
     service = RetrievalService(Bm25Retriever.build(corpus), corpus)
     url = run_app(create_app(service, AppOptions(auth_token=_TOKEN)))
-    for path in ("/healthz", "/readyz"):
-        assert requests.get(url + path, timeout=PATIENCE_S).status_code != 401
-    for path in ("/health", "/metrics", "/docs", "/openapi.json", "/made/up"):
-        assert requests.get(url + path, timeout=PATIENCE_S).status_code == 401
     body = {"queries": ["capital"]}
-    for given in (
-        None,
-        "Bearer",
-        f"Bearer {_TOKEN}x",
-        f"Bearer {_TOKEN[:-1]}",
-        f"Basic {_TOKEN}",
-        _TOKEN,
-        "Bearer \xff",
-    ):
+    wrong = ("Bearer", f"Bearer {_TOKEN}x", f"Bearer {_TOKEN[:-1]}", f"Basic {_TOKEN}", _TOKEN, "Bearer \xff")
+    for given in (None, *wrong):
         headers = {"Authorization": given.encode("latin-1")} if given else {}
         refused = requests.post(f"{url}/retrieve", json=body, headers=headers, timeout=PATIENCE_S)
         assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
@@ -197,34 +168,6 @@ def test_a_token_guards_everything_but_two_probes(run_app, corpus_file: Path) ->
         answered = requests.post(f"{url}/retrieve", json=body, headers={"Authorization": given}, timeout=PATIENCE_S)
         assert answered.status_code == 200
     service.close()
-
-
-@contextmanager
-def server_process(
-    environment: dict[str, str], corpus: Path, log: list[str]
-) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The server and its port; `log` gets what it has written when it has ended."""
-    port = free_port()
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
-    command += ["--corpus_path", str(corpus), "--port", str(port)]
-    process = subprocess.Popen(command, cwd=_ROOT, env=environment, text=True, stderr=subprocess.PIPE)
-    try:
-        yield process, port
-    finally:
-        process.terminate()
-        log.append(process.communicate(timeout=PATIENCE_S)[1])
-
-
-def test_the_token_may_come_from_the_environment_and_is_not_logged(
-    server_environment: dict[str, str], wait_until_ready, corpus_file: Path
-) -> None:
-    log: list[str] = []
-    with server_process(server_environment | {"RETRIEVAL_AUTH_TOKEN": _TOKEN}, corpus_file, log) as (process, port):
-        wait_until_ready(f"http://127.0.0.1:{port}", process)
-        url, body = f"http://127.0.0.1:{port}/retrieve", {"queries": ["capital"]}
-        assert requests.post(url, json=body, timeout=PATIENCE_S).status_code == 401
-        assert requests.post(url, json=body, headers=_BEARER, timeout=PATIENCE_S).status_code == 200
-    assert process.returncode == 0 and _TOKEN not in log[0]
 
 
 # --- the stop
@@ -250,25 +193,26 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_what_is_new(corpus_fil
         assert scores(running.result()) == [2.0]
 
 
-def test_sigterm_waits_for_a_request_that_is_still_being_sent(
-    server_environment: dict[str, str], wait_until_ready, corpus_file: Path
-) -> None:
-    log: list[str] = []
-    with server_process(server_environment, corpus_file, log) as (process, port):
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process)
-        body = json.dumps({"queries": ["capital"]}).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
-            client.sendall(
-                b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body[:5])
-            )
-            requests.get(f"{url}/healthz", timeout=PATIENCE_S)  # what was sent before has arrived
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: requests.get(f"{url}/readyz", timeout=PATIENCE_S).status_code == 503)
-            client.sendall(body[5:])
-            answer = b"".join(iter(lambda: client.recv(65_536), b""))
-        assert answer.startswith(b"HTTP/1.1 200") and b'"p50"' in answer
-    assert process.returncode == 0 and "Traceback" not in log[0]
+def test_sigterm_waits_for_a_request_that_is_still_being_sent(start_process, corpus_file: Path) -> None:
+    """And the token, which comes from the environment here, is asked for and is not logged."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25"]
+    command += ["--corpus_path", str(corpus_file), "--port", str(port)]
+    process = start_process(command, port, RETRIEVAL_AUTH_TOKEN=_TOKEN)
+    assert _post(f"{url}/retrieve", queries=["capital"]).status_code == 401
+    body = json.dumps({"queries": ["capital"]}).encode()
+    fields = f"Host: x\r\nAuthorization: Bearer {_TOKEN}\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
+        client.sendall(f"POST /retrieve HTTP/1.1\r\n{fields}\r\n".encode() + body[:5])
+        requests.get(f"{url}/healthz", timeout=PATIENCE_S)  # what was sent before has arrived
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: requests.get(f"{url}/readyz", timeout=PATIENCE_S).status_code == 503)
+        client.sendall(body[5:])
+        answer = b"".join(iter(lambda: client.recv(65_536), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and b'"p50"' in answer
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and "Traceback" not in log and _TOKEN not in log
 
 
 def test_the_service_is_a_source_of_passages(corpus_file: Path) -> None:
