@@ -25,6 +25,7 @@ _MISSING = [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is 
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(_MISSING), reason=f"vLLM's OpenAI server needs {', '.join(_MISSING)}"),
 ]
 
