@@ -211,7 +211,7 @@ def test_other_sets_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "has no web_question/test.jsonl or web_question/dev.jsonl or " in capsys.readouterr().err
     assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in said
     assert [found.key for found in load_questions([str(tmp_path / "o/test.parquet")], None)] == [
-        *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1"),
+        *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1")
     ]
 
 
