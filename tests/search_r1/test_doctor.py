@@ -7,6 +7,7 @@ import pytest
 from search_r1 import doctor
 
 
+@pytest.mark.timeout(900)
 def test_this_installation_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     said = capsys.readouterr().out.splitlines()

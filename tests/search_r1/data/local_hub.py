@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
+
+from huggingface_hub import constants
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 _LISTING = re.compile(r"/api/datasets/([\w.-]+/[\w.-]+)(\?.*)?")
@@ -105,3 +108,12 @@ def running(hub: LocalHub) -> Iterator[LocalHub]:
         hub.shutdown()
         hub.server_close()
         thread.join()
+
+
+@contextmanager
+def asked_from_here(hub: LocalHub | None) -> Iterator[None]:
+    """The hub's client in this process asks `hub`, or nobody: it is offline."""
+    url = hub.url if hub else "http://127.0.0.1:9"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    with patch.multiple(constants, ENDPOINT=url, HUGGINGFACE_CO_URL_TEMPLATE=template, HF_HUB_OFFLINE=hub is None):
+        yield

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from data_scripts import run_script, write_lines
+from served_app import served_corpus
 
 from search_r1.llm_agent.templates import load_template
+from search_r1.search.client import retrieval_client
 
 SCRIPT = "data_process/nq_rag.py"
 PASSAGES = [
@@ -88,31 +89,26 @@ def test_a_cache_that_does_not_do(folder: Path, cache: object, message: str, cap
     assert not (folder / "o/test.parquet").exists()
 
 
-def test_ids_without_a_corpus_and_no_cache_at_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_without_a_corpus_and_no_cache_at_all(folder: Path, monkeypatch, capsys) -> None:
     arguments = cached(folder, {"what is the lune": [{"id": 0}]})
     assert run_rag(folder, *arguments[:2], "--topk", 1) == 1
     assert "pass the corpus they belong to by --corpus_path" in capsys.readouterr().err
     assert run_rag(folder) == 1
     assert "no cache is given, so: nothing is retrieved" in capsys.readouterr().err
+    monkeypatch.setattr(retrieval_client, "_CHECK_DEADLINE_S", 0.3)
     assert run_rag(folder, "--retriever_url", "http://127.0.0.1:9/retrieve") == 1
     assert "http://127.0.0.1:9/retrieve" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def retriever(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
-    folder = tmp_path_factory.mktemp("served")
-    write_corpus(folder, ["0", "1", "2"])
-    return start_retriever(folder / "corpus.jsonl")
-
-
-def test_what_is_not_cached_is_asked_of_a_server(folder: Path, retriever: str) -> None:
+def test_what_is_not_cached_is_asked_of_a_server(folder: Path) -> None:
     rows = [
         {"id": str(number), "question": f"{word} {number}", "golden_answers": ["x"]}
         for number, word in enumerate(["town", "river", "valley", "river"])
     ]
     write_lines(folder / "qa/nq/test.jsonl", rows)
     arguments = cached(folder, {"river 3": [{"id": "1"}]})
-    assert run_rag(folder, *arguments, "--topk", 1, "--retriever_url", retriever) == 0
+    with served_corpus(folder / "corpus.jsonl") as url:
+        assert run_rag(folder, *arguments, "--topk", 1, "--retriever_url", url) == 0
     contents = [row["prompt"][0]["content"] for row in pq.read_table(folder / "o/test.parquet").to_pylist()]
     titles = [content.partition("Doc 1(Title: ")[2].partition(")")[0] for content in contents]
     assert titles == ['"Osk"', '"Lune"', '"Vale"', '"Osk"']

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_scripts import ROOT, questions, run_script, write_lines
-from local_hub import LocalHub, running
+from data_scripts import questions, run_script, write_lines
+from local_hub import LocalHub, asked_from_here, running
 
 from search_r1.data.qa.sets import FLASHRAG_REPO
 from search_r1.evaluation.questions import load_questions
@@ -201,27 +198,21 @@ def test_data_processing_and_evaluation_take_the_same_files(files, expected, tmp
     assert [found.key for found in asked[::2]] == [f"{x.partition('/')[0]}/{x.replace('/', '-')}_0" for x in expected]
 
 
-def test_other_sets_come_from_the_hub(tmp_path: Path) -> None:
+def test_other_sets_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """By the name that FlashRAG has for them: a test takes `test`, else `dev`; a name that is not there is an error."""
     lines = {name: "".join(json.dumps(row) + "\n" for row in questions(2, name)).encode() for name in ("wq", "sq")}
     hub = LocalHub({FLASHRAG_REPO: {"web_questions/test.jsonl": lines["wq"], "squad/dev.jsonl": lines["sq"]}})
 
-    def process(names: str, endpoint: str) -> subprocess.CompletedProcess[str]:
-        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
-        environment |= {"HF_HUB_OFFLINE": "0"}  # the hub is on this machine
-        script = str(ROOT / "scripts" / TEST_MERGE)
-        command = [sys.executable, script, "--data_sources", names, "--local_dir", str(tmp_path / "o")]
-        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
-
-    with running(hub):
-        done = process("web_questions,squad", hub.url)
-        assert done.returncode == 0, done.stderr
-        wrong = process("web_question", hub.url)
-    assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in done.stdout
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with running(hub), asked_from_here(hub):
+        assert run_script(TEST_MERGE, "--data_sources", "web_questions,squad", "--local_dir", tmp_path / "o") == 0
+        said = capsys.readouterr().out
+        assert run_script(TEST_MERGE, "--data_sources", "web_question", "--local_dir", tmp_path / "o") == 1
+    assert "has no web_question/test.jsonl or web_question/dev.jsonl or " in capsys.readouterr().err
+    assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in said
     assert [found.key for found in load_questions([str(tmp_path / "o/test.parquet")], None)] == [
-        *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1"),
+        *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1")
     ]
-    assert wrong.returncode == 1 and "has no web_question/test.jsonl or web_question/dev.jsonl or " in wrong.stderr
 
 
 def test_the_originals_in_a_folder_are_evaluated_too(tmp_path: Path) -> None:

@@ -59,9 +59,7 @@ def test_nq_search_writes_both_files_in_the_published_schema(folder: Path) -> No
     assert [row["question"] for row in rows_of(folder / "out/test.parquet")] == ["nq test 0?", "nq test 1?"]
     assert table.to_pylist()[2] == {
         "data_source": "nq",
-        "prompt": [
-            {"role": "user", "content": load_template("search_r1").text.replace("{question}", "nq train 2?")},
-        ],
+        "prompt": [{"role": "user", "content": load_template("search_r1").text.replace("{question}", "nq train 2?")}],
         "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": ["answer 2", "other"]}},
         "extra_info": {"split": "train", "index": 2},
@@ -260,5 +258,5 @@ def test_both_published_files_by_one_script(folder: Path) -> None:
     sources = [[row["data_source"] for row in rows_of(made / f"{name}.parquet")] for name in ("train", "test")]
     assert sources[0] == ["nq"] * 3 + ["hotpotqa"] * 2
     assert list(dict.fromkeys(sources[1])) == [
-        *("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"),
+        *("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     ]

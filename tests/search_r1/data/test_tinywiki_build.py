@@ -10,19 +10,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from search_r1.data.tinywiki.__main__ import main
 from search_r1.data.tinywiki.names import WORDS
 from search_r1.data.tinywiki.policy import TAGS, train_tokenizer
 
-ARGUMENTS = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "2000"]
+SIZES = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows"]
+OTHER = [*SIZES, "200", "--long", "--train_hops", "2", "--stop", "1", "--next_hop", "0"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tinywiki")
-    assert main(["--output_dir", str(path), *ARGUMENTS]) == 0
+    assert main(["--output_dir", str(path), *SIZES, "1000"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With other options, and smaller."""
+    path = tmp_path_factory.mktemp("other")
+    assert main(["--output_dir", str(path), *OTHER]) == 0
     return path
 
 
@@ -51,9 +60,9 @@ def test_prompts(folder: Path) -> None:
 def test_warm_start_rows(folder: Path) -> None:
     rows = pq.read_table(folder / "sft.parquet").to_pylist()
     phases = [row["phase"] for row in rows]
-    assert phases == ["lm"] * 800 + ["policy"] * 1200
+    assert phases == ["lm"] * 400 + ["policy"] * 600
     assert {segment["source"] for row in rows for segment in row["segments"]} == {"prompt", "policy", "environment"}
-    assert all(row["segments"][-1]["source"] == "policy" for row in rows[800:])
+    assert all(row["segments"][-1]["source"] == "policy" for row in rows[400:])
     served = {json.loads(line)["contents"].split("\n")[0] for line in (folder / "corpus.jsonl").open(encoding="utf-8")}
     read = [segment["text"] for row in rows for segment in row["segments"] if segment["source"] == "environment"]
     assert not any(title in text for text in read[:200] for title in served)
@@ -83,27 +92,22 @@ def test_policy_loads_and_each_word_and_tag_is_one_token(folder: Path) -> None:
         assert tokenizer.decode(tokenizer(tag)["input_ids"], skip_special_tokens=True) == tag
 
 
-def test_same_seed_same_folder(folder: Path, tmp_path: Path) -> None:
-    assert main(["--output_dir", str(tmp_path), *ARGUMENTS]) == 0
+def test_same_seed_same_folder(other_folder: Path, tmp_path: Path) -> None:
+    assert main(["--output_dir", str(tmp_path), *OTHER]) == 0
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "sft.parquet", "policy_init/model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (other_folder / name).read_bytes(), name
 
 
-def test_long_has_a_third_of_each(tmp_path: Path) -> None:
-    arguments = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "200", "--long"]
-    assert main(["--output_dir", str(tmp_path), *arguments]) == 0
-    hops = Counter(row["extra_info"]["hops"] for row in pq.read_table(tmp_path / "test.parquet").to_pylist())
+def test_long_has_a_third_of_each(other_folder: Path) -> None:
+    hops = Counter(row["extra_info"]["hops"] for row in pq.read_table(other_folder / "test.parquet").to_pylist())
     assert hops == {1: 20, 2: 20, 3: 20}
 
 
-def test_options_change_what_is_trained_on_and_how_the_demonstrator_searches(tmp_path: Path) -> None:
-    arguments = ["--num_passages", "600", "--num_test", "60", "--num_train", "60", "--num_sft_rows", "200"]
-    assert main(["--output_dir", str(tmp_path), *arguments, "--train_hops", "2", "--stop", "1", "--next_hop", "0"]) == 0
-    train = pq.read_table(tmp_path / "train.parquet").to_pylist()
+def test_options_change_what_is_trained_on_and_how_the_demonstrator_searches(other_folder: Path) -> None:
+    train = pq.read_table(other_folder / "train.parquet").to_pylist()
     assert {row["extra_info"]["hops"] for row in train} == {2}
-    imitated = [
-        row["segments"] for row in pq.read_table(tmp_path / "sft.parquet").to_pylist() if row["phase"] == "policy"
-    ]
+    rows = pq.read_table(other_folder / "sft.parquet").to_pylist()
+    imitated = [row["segments"] for row in rows if row["phase"] == "policy"]
     assert {sum(segment["source"] == "environment" for segment in segments) for segments in imitated} == {1}
 
 
@@ -124,18 +128,13 @@ def test_a_world_too_small_is_an_error_that_says_so(tmp_path: Path, capsys: pyte
     assert "raise its number of passages" in capsys.readouterr().err
 
 
-@settings(max_examples=200)
-@given(st.text())
-def test_any_text_round_trips(text: str) -> None:
-    tokenizer = _small_tokenizer()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
+@pytest.fixture(scope="module")
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["Who is the mayor of Fenlum Galsto?"] * 3)
 
 
-_TOKENIZERS = []
-
-
-def _small_tokenizer():  # type: ignore[no-untyped-def]
-    if not _TOKENIZERS:
-        _TOKENIZERS.append(train_tokenizer(["Who is the mayor of Fenlum Galsto?"] * 3))
-    return _TOKENIZERS[0]
+@settings(max_examples=2 * settings.default.max_examples)
+@given(text=st.text())
+def test_any_text_round_trips(small_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = small_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert small_tokenizer.decode(ids) == text

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from evaluation_world import PASSAGES, ModelServer
+from served_app import served_corpus, write_passages
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [json.dumps({"id": name, "contents": contents}) + "\n" for name, contents in PASSAGES.items()]
-    path.write_text("".join(rows), encoding="utf-8")
-    return path
+    return write_passages(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", PASSAGES)
 
 
 @pytest.fixture(scope="session")
-def retriever_url(corpus: Path, start_retriever: Callable[..., str]) -> str:
-    """The address of a BM25 server over `PASSAGES`."""
-    return start_retriever(corpus)
+def retriever_url(corpus: Path) -> Iterator[str]:
+    with served_corpus(corpus) as url:
+        yield url
 
 
 @pytest.fixture

@@ -51,13 +51,7 @@ def test_rows_of_flashrag(tmp_path: Path) -> None:
     ("bad", "reason"),
     [
         ({"id": "b", "golden_answers": ["x"]}, "it has no question"),
-        (row("b", question="  "), "the question is '  '"),
-        (row("b", golden_answers=[]), "there is no gold answer"),
-        (row("b", golden_answers=["x", 3.5]), "the gold answers are"),
-        (row("b", golden_answers=" "), "there is no gold answer"),
-        (row(True), "the id is True"),
         (row("a"), "the id 'a' stands already in line 1"),
-        (["x"], "a JSON list"),
     ],
 )
 def test_a_bad_row_is_an_error_that_names_its_line(bad: object, reason: str, tmp_path: Path) -> None:

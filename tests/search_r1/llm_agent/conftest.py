@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from llm_agent_world import PASSAGES, QUESTION, TURNS
+from served_app import served_corpus, write_passages
 from tiny_models import qwen2_config
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
@@ -19,12 +19,10 @@ from verl.data.prompts import encode_prompt
 
 
 @pytest.fixture(scope="session")
-def search_url(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
+def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a BM25 server over `PASSAGES`."""
-    corpus = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [json.dumps({"id": name, "contents": contents}) + "\n" for name, contents in PASSAGES.items()]
-    corpus.write_text("".join(rows), encoding="utf-8")
-    return start_retriever(corpus)
+    with served_corpus(write_passages(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", PASSAGES)) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llm_agent_world import ROOT
@@ -41,9 +43,17 @@ def of_evaluation(*arguments: str) -> Config:
     return method_config(evaluation_arguments("", [*arguments, "--output_dir", "out"]))
 
 
-@pytest.fixture(params=[of_infer, of_serve, of_evaluation], ids=["infer", "serve", "evaluation"])
+PROGRAMS = [of_infer, of_serve, of_evaluation]
+
+
+@pytest.fixture(params=PROGRAMS, ids=["infer", "serve", "evaluation"])
 def compose(request: pytest.FixtureRequest) -> Compose:
     return request.param
+
+
+def by_turns(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each case for one of the programs: what it is about is behind all of them."""
+    return [(program, *case) for program, case in zip(cycle(PROGRAMS), cases)]  # noqa: B905
 
 
 def make_run(folder: Path, *overrides: str) -> Config:
@@ -59,11 +69,17 @@ def make_run(folder: Path, *overrides: str) -> Config:
     return config
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "a run"
+@pytest.fixture(scope="module")
+def run_as_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a run"
     make_run(folder, "data.tokenizer=/gone", "max_turns=7", "agent.feedback=again", "retriever.topk=2")
     return folder
+
+
+@pytest.fixture
+def run_dir(run_as_made: Path, tmp_path: Path) -> Path:
+    """Of this test alone."""
+    return shutil.copytree(run_as_made, tmp_path / "a run")
 
 
 def test_a_run_brings_its_model_and_its_settings(compose: Compose, run_dir: Path) -> None:
@@ -75,7 +91,9 @@ def test_a_run_brings_its_model_and_its_settings(compose: Compose, run_dir: Path
     assert EpisodeLimits.from_config(config) == EpisodeLimits(7, 40, 512, 552)
 
 
-@pytest.mark.parametrize(("which", "step"), [("last", 100), ("best", 20), ("20", 20), ("100", 100)])
+@pytest.mark.parametrize(
+    ("compose", "which", "step"), by_turns([("last", 100), ("best", 20), ("20", 20), ("100", 100)])
+)
 def test_which_checkpoint(compose: Compose, run_dir: Path, which: str, step: int) -> None:
     config = compose("--run", str(run_dir), "--checkpoint", which)
     assert Path(config.actor_rollout_ref.model.path).name == f"global_step_{step}"
@@ -118,22 +136,24 @@ NO_RUN = "give that of a run|give the folder of a run"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--run", "{tmp}/gone"], NO_RUN),
-        (["--run", "{tmp}"], NO_RUN),
-        (["--run", "{run}/actor/global_step_20"], "perhaps .*a run$"),
-        (["--run", "{run}", "--checkpoint", "30"], "there are 20, 100"),
-        (["--run", "{run}", "--checkpoint", "newest"], "best, last, or the number"),
-        (["--run", "{run}", "--model", "m", "--checkpoint", "20"], "no --model"),
-        (["--model", "m", "--checkpoint", "last"], "of a --run"),
-        (["--run", "{run}", "--config-name", "tinywiki"], "not both"),
-        (["--model", "m", "--config-dir", "configs"], "give --config-name"),
-        (["--model", "m", "--config-dir", "{tmp}", "--config-name", "gone"], "no config 'gone.yaml'"),
-        (["--run", "{run}", "max_turn=3"], "did you mean 'max_turns'"),
-        (["--run", "{run}", "who is it?"], "write key=value"),
-        (["--run", "{run}", "--topk", "0"], "retriever.topk: must be at least 1"),
-    ],
+    ("compose", "arguments", "message"),
+    by_turns(
+        [
+            (["--run", "{tmp}/gone"], NO_RUN),
+            (["--run", "{tmp}"], NO_RUN),
+            (["--run", "{run}/actor/global_step_20"], "perhaps .*a run$"),
+            (["--run", "{run}", "--checkpoint", "30"], "there are 20, 100"),
+            (["--run", "{run}", "--checkpoint", "newest"], "best, last, or the number"),
+            (["--run", "{run}", "--model", "m", "--checkpoint", "20"], "no --model"),
+            (["--model", "m", "--checkpoint", "last"], "of a --run"),
+            (["--run", "{run}", "--config-name", "tinywiki"], "not both"),
+            (["--model", "m", "--config-dir", "configs"], "give --config-name"),
+            (["--model", "m", "--config-dir", "{tmp}", "--config-name", "gone"], "no config 'gone.yaml'"),
+            (["--run", "{run}", "max_turn=3"], "did you mean 'max_turns'"),
+            (["--run", "{run}", "who is it?"], "write key=value"),
+            (["--run", "{run}", "--topk", "0"], "retriever.topk: must be at least 1"),
+        ]
+    ),
 )
 def test_what_cannot_be_meant(
     compose: Compose, run_dir: Path, tmp_path: Path, arguments: list[str], message: str
@@ -142,34 +162,31 @@ def test_what_cannot_be_meant(
         compose(*(text.format(tmp=tmp_path, run=run_dir) for text in arguments))
 
 
-def test_a_run_without_a_checkpoint_yet(compose: Compose, tmp_path: Path) -> None:
-    config = load_config("tinywiki")
-    Tracker([], "p", "e", tmp_path / "young", dataclasses.asdict(config)).finish()
+def test_a_run_without_a_checkpoint_yet(compose: Compose, run_as_made: Path, tmp_path: Path) -> None:
+    young = shutil.copytree(run_as_made, tmp_path / "young", ignore=lambda _, names: {*names} - {"config.yaml"})
     with pytest.raises(VerlError, match="no saved actor"):
-        compose("--run", str(tmp_path / "young"))
+        compose("--run", str(young))
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "model:\n  path: a warm start's\n",
-        json.dumps(dataclasses.asdict(load_config("tinywiki")) | {"unheard_of": 1}),
-        "- a list\n",
-        "a: [\n",
-        "",
-    ],
+    ("compose", "text"),
+    by_turns(
+        [("model:\n  path: a warm start's\n",), ("{config}\nunheard_of: 1\n",), ("- a list\n",), ("a: [\n",), ("",)]
+    ),
 )
 def test_a_config_that_no_rl_run_wrote(compose: Compose, run_dir: Path, text: str) -> None:
-    (run_dir / "config.yaml").write_text(text)
+    config = run_dir / "config.yaml"
+    config.write_text(text.replace("{config}", config.read_text()))
     with pytest.raises(ConfigError, match="config.yaml (was not written by an RL run|cannot be read)"):
         compose("--run", str(run_dir))
 
 
-def test_a_secret_that_the_run_did_not_store_has_to_be_given(compose: Compose, tmp_path: Path) -> None:
+def test_a_secret_that_the_run_did_not_store_has_to_be_given(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "retriever.url=http://me:hunter2@host/retrieve")
-    with pytest.raises(ConfigError, match="--retriever_url"):
-        compose("--run", str(tmp_path / "run"))
-    assert compose("--run", str(tmp_path / "run"), "--retriever_url", URL).retriever.url == URL
+    for compose in PROGRAMS:
+        with pytest.raises(ConfigError, match="--retriever_url"):
+            compose("--run", str(tmp_path / "run"))
+    assert of_infer("--run", str(tmp_path / "run"), "--retriever_url", URL).retriever.url == URL
 
 
 @pytest.mark.parametrize("parse", [infer.parse_arguments, serve_arguments, evaluation_arguments])

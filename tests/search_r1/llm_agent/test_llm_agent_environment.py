@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from e2e_world import free_port
 from llm_agent_world import PASSAGES
+from scripted_policy import Script
+from served_app import served_app, write_passages
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
@@ -23,7 +21,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.retriever import Hit
 from search_r1.search.server.retrieval_service import RetrievalService
-from verl.agent.environment import Generation, Outcome, Sampling
+from verl.agent.environment import Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text
 from verl.config import load_config
@@ -32,17 +30,6 @@ from verl.protocol import Prompt, Status, Trajectory
 
 FEEDBACK = "That was no action."
 LIMITS = EpisodeLimits(max_turns=3, max_response_length=128, max_context_length=2000)
-
-
-class Script:
-    """A policy that writes its lines one after the other."""
-
-    def __init__(self, tokenizer, lines: list[str]) -> None:
-        self.turns = iter([encode_text(tokenizer, line) for line in lines])
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = next(self.turns)[: sampling.max_tokens]
-        return Generation(turn, (-1.0,) * len(turn), "stop")
 
 
 class PoisonedBm25:
@@ -65,18 +52,9 @@ class PoisonedBm25:
 @pytest.fixture
 def poisoned_url(tmp_path: Path) -> Iterator[str]:
     """The address of a server over `PASSAGES` that cannot search for one query."""
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"id": name, "contents": text}) + "\n" for name, text in PASSAGES.items()))
-    corpus = Corpus(path)
-    app = create_app(RetrievalService(PoisonedBm25(corpus), corpus))
-    server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}/retrieve"
-    server.should_exit = True
-    thread.join(timeout=60)
+    corpus = Corpus(write_passages(tmp_path / "corpus.jsonl", PASSAGES))
+    with served_app(create_app(RetrievalService(PoisonedBm25(corpus), corpus))) as url:
+        yield f"{url}/retrieve"
 
 
 def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=60.0) -> SearchEnvironment:
@@ -99,9 +77,8 @@ def play(environment: SearchEnvironment, tokenizer, lines: list[str], gold="Sael
         row = {"reward_model": {"ground_truth": {"target": [gold]}}}
         prompt = Prompt(encode_text(tokenizer, "For example, <answer> Beijing </answer>. Question: ?\n"), "test", row)
         try:
-            return await run_episode(
-                prompt, "g", Script(tokenizer, lines), environment, tokenizer, Sampling(), LIMITS, 0
-            )
+            script = Script([encode_text(tokenizer, line) for line in lines])
+            return await run_episode(prompt, "g", script, environment, tokenizer, Sampling(), LIMITS, 0)
         finally:
             await environment.close()
 
@@ -199,7 +176,8 @@ def test_a_query_that_cannot_be_searched_fails_its_episode_alone(poisoned_url, b
 
     async def episode(query: str) -> Trajectory:
         prompt = Prompt(encode_text(byte_tokenizer, "Question: ?\n"), "test", {})
-        script = Script(byte_tokenizer, [f"<search> {query} </search>", "<answer> Sael </answer>"])
+        turns = (f"<search> {query} </search>", "<answer> Sael </answer>")
+        script = Script([encode_text(byte_tokenizer, turn) for turn in turns])
         return await run_episode(prompt, "g", script, environment, byte_tokenizer, Sampling(), limits, 0)
 
     async def all_at_once() -> list[Trajectory]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scripted_policy import Script
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import Grammar, last_box
@@ -16,7 +17,7 @@ from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.llm_agent.transcript import Reply, final_answer, read_turns
 from search_r1.rewards.format_grammar import check_format
-from verl.agent.environment import Generation, Sampling
+from verl.agent.environment import Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text
 from verl.protocol import Prompt, Source, Trajectory
@@ -34,17 +35,6 @@ PIECES = st.one_of(
     st.text(max_size=6),
 )
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
-
-
-class Script:
-    """A policy that says its turns by heart, then nothing more. Turns are token ids: any bytes, also broken ones."""
-
-    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
-        self.turns = list(turns)
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = tuple(self.turns.pop(0) if self.turns else ())[: sampling.max_tokens]
-        return Generation(turn, (-1.0,) * len(turn), "stop")
 
 
 class Library:
@@ -79,7 +69,7 @@ def first_pair(text: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 @given(text=TEXTS, grammar=st.sampled_from(GRAMMARS))
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=8 * settings.default.max_examples)
 def test_the_action_is_the_first_complete_pair(text, grammar):
     names = [name for name in (grammar.search, grammar.answer) if name is not None]
     pair, action = first_pair(text, names), grammar.parse_action(text)
@@ -147,7 +137,7 @@ PAGES = st.lists(TEXTS, max_size=3)
     other_pages=[],
     prompt="",
 )
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=4 * settings.default.max_examples)
 def test_only_the_policy_speaks_for_itself(byte_tokenizer, grammar, turns, pages, other_pages, prompt):
     tokenizer = byte_tokenizer
     said = [encode_text(tokenizer, turn) if isinstance(turn, str) else tuple(turn) for turn in turns]

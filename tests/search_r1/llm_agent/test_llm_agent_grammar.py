@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from search_r1.llm_agent.grammar import SEARCH_R1
 from search_r1.llm_agent.observations import ObservationWriter, format_passage, longest_start
-from verl.agent.text import encode_text
 
 
 @pytest.mark.parametrize(
@@ -85,27 +82,6 @@ def test_a_document_cannot_speak_for_the_policy_or_end_its_turn(byte_tokenizer):
     assert byte_tokenizer.eos_token_id not in observation.ids
 
 
-ALPHABETS = ["ab ", "a", "word \n", "\u5317\u4eac", "\u00e9\u00df \U0001f600", "<>/ answer", " ", "tHe riVer "]
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_any_documents_fit_any_limit_with_their_tags(byte_tokenizer, seed):
-    rng = random.Random(seed)
-    smallest = len(encode_text(byte_tokenizer, "\n\n<information></information>\n\n"))
-    limit = smallest + rng.randint(0, 200)
-    documents = []
-    for _ in range(rng.randint(0, 5)):
-        letters = rng.choice(ALPHABETS)
-        title, text = ("".join(rng.choices(letters, k=rng.randint(0, size))) for size in (40, 400))
-        documents.append({"contents": f'"{title}"\n{text}'})
-    observation = ObservationWriter(byte_tokenizer, limit).write(documents)
-    assert len(observation.ids) <= limit
-    assert observation.text.startswith("\n\n<information>") and observation.text.endswith("</information>\n\n")
-    assert observation.ids == encode_text(byte_tokenizer, observation.text)
-    assert byte_tokenizer.decode(observation.ids) == observation.text
-    assert "\ufffd" not in observation.text  # no character was split
-
-
 @pytest.mark.parametrize(
     ("text", "size", "start"),
     [
@@ -128,3 +104,18 @@ def test_longest_start(text, size, start):
 def test_a_longest_start_always_fits():
     """A shorter text may have more tokens than a longer one."""
     assert longest_start("one two three four", lambda part: len(part) <= 10 and part != "one two") == "one"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think> I need the city. </think><search> city </search>", True),
+        ("<think></think><search> city </search>", False),
+        ("<think> \n </think><answer> x </answer>", False),
+        ("<search> city </search>", False),
+        ("<think> never closed <answer> x </answer>", False),
+        ("<think></think><think> later </think>", True),
+    ],
+)
+def test_a_thought_is_a_think_block_with_something_in_it(text: str, expected: bool) -> None:
+    assert SEARCH_R1.has_thought(text) is expected

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 
 
+@pytest.mark.timeout(900)
 def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> None:
     """Two questions from the terminal, the second one without its question mark."""
     command = [sys.executable, "infer.py", "--model", str(policy_folder), "--template", "tinywiki", "--topk", "1"]

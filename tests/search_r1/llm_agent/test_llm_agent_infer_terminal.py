@@ -15,6 +15,7 @@ import pytest
 from llm_agent_world import ROOT
 
 PROGRAM = """
+import os
 import sys
 from contextlib import asynccontextmanager
 
@@ -34,18 +35,22 @@ async def open_agent(config, sampling):
 
 
 agent_module.open_agent = open_agent
+assert infer.main([]) == 0
+print("once more", file=sys.stderr)
+sys.stdout.flush()
+os.dup2(2, 1)  # from now on everything goes to the terminal
+sys.stdout.reconfigure(line_buffering=True)
 sys.exit(infer.main([]))
 """
 
 
 class Terminal:
-    """The program with a terminal of its own; `stdout_too`: what it prints goes there as well."""
+    """The program with a terminal of its own, and a pipe for what it prints."""
 
-    def __init__(self, command: list[str], stdout_too: bool = True) -> None:
+    def __init__(self, command: list[str]) -> None:
         self._ours, theirs = pty.openpty()
-        stdout = theirs if stdout_too else subprocess.PIPE
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=theirs, stdout=stdout, stderr=theirs, start_new_session=True,
+            command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True,
             preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the controlling terminal
             env=os.environ | {"TERM": "xterm", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
@@ -90,19 +95,23 @@ class Terminal:
 
 
 @pytest.fixture
-def command(byte_tokenizer, tmp_path: Path) -> list[str]:
+def terminal(byte_tokenizer, tmp_path: Path) -> Iterator[Terminal]:
     byte_tokenizer.save_pretrained(tmp_path)
-    return [sys.executable, "-c", PROGRAM, str(tmp_path), str(Path(__file__).parent)]
-
-
-@pytest.fixture
-def terminal(command: list[str]) -> Iterator[Terminal]:
-    terminal = Terminal(command)
+    terminal = Terminal([sys.executable, "-c", PROGRAM, str(tmp_path), str(Path(__file__).parent)])
     yield terminal
     terminal.close()
 
 
-def test_lines_are_edited_and_the_first_ctrl_c_ends_it(terminal: Terminal) -> None:
+@pytest.mark.timeout(900)
+def test_answers_alone_go_to_a_pipe_and_lines_are_edited_until_the_first_ctrl_c(terminal: Terminal) -> None:
+    """Twice in one process, which takes seconds to start: with a pipe behind it, and with the terminal alone."""
+    terminal.wait_for("Question (empty to leave): ")
+    terminal.type("Where?\n\n")
+    terminal.wait_for("once more")
+    assert terminal.process.stdout is not None
+    output = terminal.process.stdout.read().decode()
+    assert output.startswith("Question: Where?\n<think> hm </think><answer> Sael </answer>\nAnswer: Sael\n")
+    terminal.shown = terminal.shown.partition("once more")[2]
     terminal.wait_for("Question (empty to leave): ")
     terminal.type("here?\x01W\n")  # Ctrl-A goes to the start of the line
     terminal.wait_for("Answer: Sael")
@@ -111,16 +120,3 @@ def test_lines_are_edited_and_the_first_ctrl_c_ends_it(terminal: Terminal) -> No
     terminal.interrupt("closed")
     assert terminal.end() == 130
     assert "Traceback" not in terminal.shown
-
-
-def test_answers_alone_go_to_a_pipe(command: list[str]) -> None:
-    terminal = Terminal(command, stdout_too=False)
-    try:
-        terminal.wait_for("Question (empty to leave): ")
-        terminal.type("Where?\n\n")
-        assert terminal.process.stdout is not None
-        output = terminal.process.stdout.read().decode()
-        assert terminal.end() == 0
-        assert output.startswith("Question: Where?\n<think> hm </think><answer> Sael </answer>\nAnswer: Sael\n")
-    finally:
-        terminal.close()

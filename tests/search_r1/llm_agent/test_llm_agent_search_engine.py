@@ -33,21 +33,6 @@ def test_documents_of_any_shape(engine, contents):
     assert [document["contents"] for document in found] == contents
 
 
-def test_a_plain_engine_does_not_hold_up_the_others():
-    class Meeting:
-        barrier = threading.Barrier(4, timeout=30)  # passes only when four searches are inside at once
-
-        def search(self, query):
-            self.barrier.wait()
-            return [query]
-
-    async def four():
-        searcher = Searcher(Meeting(), topk=1)
-        return await asyncio.gather(*(searcher.search(str(number)) for number in range(4)))
-
-    assert [documents[0]["contents"] for documents in asyncio.run(four())] == ["\n0", "\n1", "\n2", "\n3"]
-
-
 class Broken:
     def __init__(self, result=None):
         self.result = result

@@ -28,6 +28,7 @@ from search_r1.llm_agent.templates import load_template
 from verl.agent.text import encode_text
 from verl.data.prompts import encode_prompt
 
+pytestmark = pytest.mark.timeout(900)  # with the start of the engine
 TOKEN = "a-token"
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}]}
 PARTS = [

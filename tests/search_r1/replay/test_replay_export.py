@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from replay_world import bytes_of, encoded, failed, store, trajectory
+from replay_world import Replay, bytes_of, encoded
 
 from search_r1.replay.__main__ import main
-from verl.config.sft import SftConfig, load_sft_config
+from verl.config.sft import load_sft_config
 from verl.data.sft_rows import read_rows
 from verl.errors import DataError
 from verl.protocol import Status, Trajectory
 from verl.trainer.sft import Batches, load_tokenizer
 
 
-def export(folder: Path, files: list[Path], *options: str) -> list[dict[str, Any]]:
-    output = folder / "out" / "sft.parquet"
-    assert main(["export", *map(str, files), "--output", str(output), *options]) == 0
-    return pq.read_table(output).to_pylist()
-
-
 def ids_of(row: dict[str, Any]) -> list[int]:
     return [token for segment in row["segments"] for token in segment["ids"]]
 
 
-def sft_config(model: Path, folder: Path, num_rows: int) -> SftConfig:
-    settings = [f"model.path={model}", f"trainer.default_local_dir={folder}", f"data.train_batch_size={num_rows}"]
-    return load_sft_config("sft", settings)
-
-
-def batch_of(file: Path, model: Path, folder: Path) -> Any:
-    rows = read_rows(str(file))
-    _, batch = Batches(sft_config(model, folder, len(rows)), load_tokenizer(str(model), False, "path"), rows).next(0)
-    return batch
+def batch_of(replay: Replay) -> Any:
+    """What training takes from the rows that were exported."""
+    rows = read_rows(str(replay.folder / "out" / "sft.parquet"))
+    settings = {"model.path": replay.model, "trainer.default_local_dir": replay.folder}
+    settings |= {"data.train_batch_size": len(rows)}
+    config = load_sft_config("sft", [f"{key}={value}" for key, value in settings.items()])
+    return Batches(config, load_tokenizer(str(replay.model), False, "path"), rows).next(0)[1]
 
 
 def half_a_letter(tokenizer: Any) -> tuple[int, ...]:
@@ -43,50 +34,46 @@ def half_a_letter(tokenizer: Any) -> tuple[int, ...]:
     return bytes_of(tokenizer, "<search> é")[:-1]
 
 
-def test_training_gets_the_sampled_ids_and_mask(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    sampled = trajectory(byte_tokenizer, turns=(half_a_letter(byte_tokenizer), "<answer> Lune </answer>"))
-    file = store(tmp_path, [sampled], byte_tokenizer)
-    [row] = export(tmp_path, [file])
+def test_training_gets_the_sampled_ids_and_mask(replay: Replay) -> None:
+    sampled = replay.trajectory(turns=(half_a_letter(replay.tokenizer), "<answer> Lune </answer>"))
+    file = replay.store(sampled)
+    [row] = replay.export([file])
     assert [segment["source"] for segment in row["segments"]] == ["prompt", "policy", "environment", "policy"]
     assert row["segments"][3]["text"] == "<answer> Lune </answer><|endoftext|>"
     assert (row["data_source"], row["reward"]) == ("tinywiki", 1.0)
-    batch = batch_of(tmp_path / "out" / "sft.parquet", tiny_model_dir, tmp_path)
+    batch = batch_of(replay)
     assert batch.tokens["ids"].tolist() == sampled.ids
     assert batch.tokens["loss_mask"].tolist() == sampled.loss_mask  # the prompt's first token is masked anyway
-    text = "".join(byte_tokenizer.decode(list(segment.ids)) for segment in sampled.segments)
-    assert list(encoded(byte_tokenizer, text)) != sampled.ids  # going through text would have changed them
+    text = "".join(replay.tokenizer.decode(list(segment.ids)) for segment in sampled.segments)
+    assert list(encoded(replay.tokenizer, text)) != sampled.ids  # going through text would have changed them
 
 
-def test_without_ids_the_text_is_tokenised(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    sampled = trajectory(byte_tokenizer, turns=("<answer> the river </answer>",))
-    [row] = export(tmp_path, [store(tmp_path, [sampled], byte_tokenizer)], "--text_only")
+def test_without_ids_the_text_is_tokenised(replay: Replay) -> None:
+    sampled = replay.trajectory(turns=("<answer> the river </answer>",))
+    [row] = replay.export([replay.store(sampled)], "--text_only")
     assert all(segment.keys() == {"source", "text"} for segment in row["segments"])
-    batch = batch_of(tmp_path / "out" / "sft.parquet", tiny_model_dir, tmp_path)
+    batch = batch_of(replay)
     assert len(batch.tokens["ids"]) < len(sampled.ids)
-    assert byte_tokenizer.decode(batch.tokens["ids"].tolist()) == byte_tokenizer.decode(sampled.ids)
+    assert replay.tokenizer.decode(batch.tokens["ids"].tolist()) == replay.tokenizer.decode(sampled.ids)
 
 
-def test_another_tokenizer_is_noticed(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_noticed(replay: Replay) -> None:
     class Shifted:
         """Another vocabulary: every token has the number of the one before it."""
 
         def decode(self, ids: list[int]) -> str:
-            return byte_tokenizer.decode([token + 1 for token in ids])
+            return replay.tokenizer.decode([token + 1 for token in ids])
 
-    file = store(tmp_path, [trajectory(byte_tokenizer)], Shifted())
-    export(tmp_path, [file])
+    replay.export([dataclasses.replace(replay, tokenizer=Shifted()).store(replay.trajectory())])
     with pytest.raises(
         DataError, match=r"sft.parquet: row 0, .*the tokenizer is not the one that wrote these ids.*--text_only"
     ):
-        batch_of(tmp_path / "out" / "sft.parquet", tiny_model_dir, tmp_path)
+        batch_of(replay)
 
 
 @pytest.fixture
-def mixed(byte_tokenizer: Any) -> list[Trajectory]:
-    def made(reward: float | None = 1.0, **changes: Any) -> Trajectory:
-        return trajectory(byte_tokenizer, reward, **changes)
-
-    search, answer = "<search> x </search>", "<answer> Lune </answer>"
+def mixed(replay: Replay) -> list[Trajectory]:
+    made, search, answer = replay.trajectory, "<search> x </search>", "<answer> Lune </answer>"
     return [
         made(1.0, turns=(search, search, answer)),  # 0: two searches
         made(1.0, turns=(search, f"<think>{' long' * 99}</think>{answer}")),  # 1: one search, the longest
@@ -95,7 +82,7 @@ def mixed(byte_tokenizer: Any) -> list[Trajectory]:
         made(1.5, turns=(search, search, search, answer)),  # 4: the best reward
         made(0.5),  # 5
         made(None),  # 6
-        failed(byte_tokenizer),  # 7
+        replay.failed(),  # 7
         made(1.0, status=Status.TURN_LIMIT),  # 8
         made(1.0, question="Which town?", turns=(answer,)),  # 9: another prompt
         made(1.0, data_source="nq", turns=(answer,)),  # 10: the same question of another set
@@ -114,18 +101,18 @@ def mixed(byte_tokenizer: Any) -> list[Trajectory]:
     ],
 )
 def test_the_best_of_a_prompt_come_first(
-    mixed: list[Trajectory], byte_tokenizer: Any, tmp_path: Path, options: tuple[str, ...], kept: list[int]
+    replay: Replay, mixed: list[Trajectory], options: tuple[str, ...], kept: list[int]
 ) -> None:
-    rows = export(tmp_path, [store(tmp_path, mixed, byte_tokenizer)], *options)
+    rows = replay.export([replay.store(*mixed)], *options)
     assert [ids_of(row) for row in rows] == [mixed[i].ids for i in kept]
     assert [row["reward"] for row in rows] == [mixed[i].reward for i in kept]
 
 
 def test_files_are_put_together_and_nothing_is_dropped_silently(
-    mixed: list[Trajectory], byte_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    replay: Replay, mixed: list[Trajectory], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [store(tmp_path, mixed[:5], byte_tokenizer, 1), store(tmp_path, mixed[5:], byte_tokenizer, 2)]
-    export(tmp_path, files, "--per_prompt", "2")
+    files = [replay.store(*mixed[:5], step=1), replay.store(*mixed[5:], step=2)]
+    replay.export(files, "--per_prompt", "2")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "kept 4 of 11 trajectories"
     assert sorted(lines[1:-1]) == [
@@ -138,14 +125,14 @@ def test_files_are_put_together_and_nothing_is_dropped_silently(
     ]
 
 
-def test_when_nothing_is_good_enough(byte_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "sft.parquet"
-    file = store(tmp_path, [trajectory(byte_tokenizer, 0.0)], byte_tokenizer)
+def test_when_nothing_is_good_enough(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    output = replay.folder / "sft.parquet"
+    file = replay.store(replay.trajectory(0.0))
     assert main(["export", str(file), "--output", str(output)]) == 1
     captured = capsys.readouterr()
     assert "dropped 1: reward below 1" in captured.out and "nothing was written" in captured.err
     assert not output.exists()
-    assert main(["export", str(store(tmp_path, [], byte_tokenizer, 9)), "--output", str(output)]) == 1
+    assert main(["export", str(replay.store(step=9)), "--output", str(output)]) == 1
     assert "no trajectory in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["export", str(file), "--output", str(output), "--per_prompt", "0"])

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from replay_world import failed, store, trajectory
+from replay_world import Replay
 from transformers import AutoModelForCausalLM
 
 from search_r1.replay.__main__ import main
@@ -40,17 +40,17 @@ def with_log_probs(sampled: Trajectory, value_L: torch.Tensor) -> Trajectory:
 
 
 @pytest.fixture
-def sampled(byte_tokenizer: Any, tiny_model_dir: Path) -> list[Trajectory]:
+def sampled(replay: Replay) -> list[Trajectory]:
     """Of three lengths, one of them failed; the log-probs are the model's own."""
     turns = [("<answer> a </answer>",), ("<search> é </search>", "<answer> the river </answer>")]
-    made = [trajectory(byte_tokenizer, turns=turn) for turn in turns] + [failed(byte_tokenizer)]
-    return [with_log_probs(t, reference(tiny_model_dir, t.ids, torch.float32)) for t in made]
+    made = [replay.trajectory(turns=turn) for turn in turns] + [replay.failed()]
+    return [with_log_probs(t, reference(replay.model, t.ids, torch.float32)) for t in made]
 
 
 @pytest.fixture
-def file(tmp_path: Path, sampled: list[Trajectory], byte_tokenizer: Any) -> Path:
+def file(replay: Replay, sampled: list[Trajectory]) -> Path:
     """`sampled`, stored."""
-    return store(tmp_path, sampled, byte_tokenizer)
+    return replay.store(*sampled)
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +67,31 @@ def other_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def log_probs(folder: Path, file: Path, model: Path, *options: str) -> list[list[float]]:
-    output = folder / "out.parquet"
-    assert main(["log_probs", str(file), "--model", str(model), "--output", str(output), *options]) == 0
-    return pq.read_table(output)["log_probs_under"].to_pylist()
-
-
 def test_the_same_checkpoint_agrees_with_the_sampler(
-    sampled: list[Trajectory], file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    replay: Replay, sampled: list[Trajectory], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = log_probs(tmp_path, file, tiny_model_dir, "--device", "cpu", "--max_tokens", "100")
+    found = replay.log_probs(file, replay.model, "--device", "cpu", "--max_tokens", "100")
     for trajectory_, values in zip(sampled, found, strict=True):
         assert values == pytest.approx(trajectory_.log_probs, abs=1e-5)
     out = capsys.readouterr().out
     num_tokens = sum(t.num_policy_tokens for t in sampled)
     assert f"{num_tokens} policy tokens of 3 trajectories" in out
     assert float(out.split("largest difference")[1].split()[0]) < 1e-5
-    table = pq.read_table(tmp_path / "out.parquet")
+    table = pq.read_table(replay.folder / "out.parquet")
     assert table.drop_columns(["log_probs_under"]).equals(pq.read_table(file))
-    assert [t.segments for t in load_trajectories(tmp_path / "out.parquet")] == [t.segments for t in sampled]
+    assert [t.segments for t in load_trajectories(replay.folder / "out.parquet")] == [t.segments for t in sampled]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_another_checkpoint_equals_a_plain_forward(
+    replay: Replay,
     sampled: list[Trajectory],
     file: Path,
     other_model: Path,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     temperature: float,
 ) -> None:
-    found = log_probs(tmp_path, file, other_model, "--temperature", str(temperature), "--device", "cpu")
+    found = replay.log_probs(file, other_model, "--temperature", str(temperature), "--device", "cpu")
     differences = []
     for trajectory_, values in zip(sampled, found, strict=True):
         mask = torch.tensor(trajectory_.loss_mask)
@@ -115,23 +109,23 @@ def test_another_checkpoint_equals_a_plain_forward(
 
 
 def test_a_second_checkpoint_replaces_the_first(
-    sampled: list[Trajectory], file: Path, tiny_model_dir: Path, other_model: Path, tmp_path: Path
+    replay: Replay, sampled: list[Trajectory], file: Path, other_model: Path
 ) -> None:
-    first = log_probs(tmp_path, file, other_model)
-    second = log_probs(tmp_path, tmp_path / "out.parquet", tiny_model_dir)
+    first = replay.log_probs(file, other_model)
+    second = replay.log_probs(replay.folder / "out.parquet", replay.model)
     assert first[1] != pytest.approx(second[1], abs=0.1)
     assert second[1] == pytest.approx(sampled[1].log_probs, abs=1e-5)
 
 
-def test_bfloat16_is_near(sampled: list[Trajectory], file: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
-    found = log_probs(tmp_path, file, tiny_model_dir, "--dtype", "bfloat16")
+def test_bfloat16_is_near(replay: Replay, sampled: list[Trajectory], file: Path) -> None:
+    found = replay.log_probs(file, replay.model, "--dtype", "bfloat16")
     own = torch.tensor([value for t in sampled for value in t.log_probs])
     largest = (torch.tensor([value for row in found for value in row]) - own).abs().max()
     assert 1e-4 < largest < 1.0
 
 
-def test_difference_by_hand(byte_tokenizer: Any) -> None:
-    two = [trajectory(byte_tokenizer, turns=("a",)), trajectory(byte_tokenizer, turns=((),))]  # sampler: -1 everywhere
+def test_difference_by_hand(replay: Replay) -> None:
+    two = [replay.trajectory(turns=("a",)), replay.trajectory(turns=((),))]  # sampler: -1 everywhere
     log_probs = [[0.0] * len(t.ids) for t in two]
     log_probs[0][-2:], log_probs[1][-1] = [-1.5, -0.5], -3.0
     found = difference(two, log_probs)
@@ -166,11 +160,9 @@ def test_bad_models_are_named(
     assert "are not finite" in error_of(tmp_path / "damaged")
 
 
-def test_without_policy_tokens_there_is_nothing_to_compare(
-    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = failed(byte_tokenizer)
+def test_without_policy_tokens_there_is_nothing_to_compare(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = replay.failed()
     empty.segments = empty.segments[:1]
-    file, output = store(tmp_path, [empty], byte_tokenizer), tmp_path / "out.parquet"
-    assert main(["log_probs", str(file), "--model", str(tiny_model_dir), "--output", str(output)]) == 1
+    file, output = replay.store(empty), replay.folder / "out.parquet"
+    assert main(["log_probs", str(file), "--model", str(replay.model), "--output", str(output)]) == 1
     assert "have no policy tokens" in capsys.readouterr().err

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from replay_world import failed, store, trajectory
+from replay_world import Replay
 
 from search_r1.replay.__main__ import main
 from search_r1.rewards.format_reward import FormatReward
@@ -58,24 +57,15 @@ class CountsLetters:
         return float(tokenizer.decode(trajectory.ids).count(self.letter)), {}
 
 
-def score(folder: Path, model: Path, files: list[Path], reward: str, *options: str) -> Path:
-    output = folder / "out" / "scored.parquet"
-    command = ["score", *map(str, files), "--tokenizer", str(model), "--reward", reward, "--output", str(output)]
-    assert main([*command, *options]) == 0
-    return output
-
-
-def test_exact_match_by_hand(
-    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exact_match_by_hand(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
     right, wrong, none = "<answer> the Lune </answer>", "<answer> Osk </answer>", "<think> hm </think>"
     first = [
-        trajectory(byte_tokenizer, 0.5, turns=(right,), reward_components={"old": 1.0}),
-        trajectory(byte_tokenizer, 0.0, turns=(none,)),
+        replay.trajectory(0.5, turns=(right,), reward_components={"old": 1.0}),
+        replay.trajectory(0.0, turns=(none,)),
     ]
-    second = [trajectory(byte_tokenizer, 1.0, turns=(wrong,), data_source="nq"), failed(byte_tokenizer)]
-    files = [store(tmp_path, first, byte_tokenizer, 1), store(tmp_path, second, byte_tokenizer, 2)]
-    output = score(tmp_path, tiny_model_dir, files, EXACT_MATCH, "--kwargs", "{wrong_answer_score: 0.25}")
+    second = [replay.trajectory(1.0, turns=(wrong,), data_source="nq"), replay.failed()]
+    files = [replay.store(*first, step=1), replay.store(*second, step=2)]
+    output = replay.score(files, EXACT_MATCH, "--kwargs", "{wrong_answer_score: 0.25}")
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:3]] == [
         ["nq", "1", "1", "1.0000", "0.2500"],
         ["tinywiki", "2", "1", "0.2500", "0.5000"],
@@ -95,47 +85,43 @@ FORMAT = "search_r1.rewards.format_reward.FormatReward"
 SCORES = {"structure_format_score": 0.2, "retrieval_score": 0.1}
 
 
-def test_a_stored_trajectory_scores_as_the_one_that_was_stored(
-    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_stored_trajectory_scores_as_the_one_that_was_stored(replay: Replay) -> None:
     search, think = "<think> who </think><search> the river </search>", "<think> so </think>"
     sampled = [
-        trajectory(byte_tokenizer, turns=(search, f"{think}<answer> Osk </answer>")),  # wrong, but the Lune was found
-        trajectory(byte_tokenizer, turns=(f"{think}<answer> Osk </answer>",)),  # wrong, nothing was found
-        trajectory(byte_tokenizer, turns=("<answer> Lune </answer>",)),  # right without a thought
+        replay.trajectory(turns=(search, f"{think}<answer> Osk </answer>")),  # wrong, but the Lune was found
+        replay.trajectory(turns=(f"{think}<answer> Osk </answer>",)),  # wrong, nothing was found
+        replay.trajectory(turns=("<answer> Lune </answer>",)),  # right without a thought
     ]
-    live = [FormatReward(**SCORES).score(one, byte_tokenizer) for one in sampled]
+    live = [FormatReward(**SCORES).score(one, replay.tokenizer) for one in sampled]
     assert [reward for reward, _ in live] == pytest.approx([0.3, 0.2, 0.8])
-    file = store(tmp_path, sampled, byte_tokenizer)
-    replayed = read_trajectories(score(tmp_path, tiny_model_dir, [file], FORMAT, "--kwargs", json.dumps(SCORES)))
+    file = replay.store(*sampled)
+    replayed = read_trajectories(replay.score([file], FORMAT, "--kwargs", json.dumps(SCORES)))
     assert [(row["reward"], row["reward_components"]) for row in replayed] == live
 
 
-def test_the_grammar_is_that_of_the_template(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    sampled = trajectory(byte_tokenizer, None, turns=(r"<answer> It is \boxed{Lune} </answer>",))
-    files = [store(tmp_path, [sampled], byte_tokenizer)]
+def test_the_grammar_is_that_of_the_template(replay: Replay) -> None:
+    sampled = replay.trajectory(None, turns=(r"<answer> It is \boxed{Lune} </answer>",))
+    files = [replay.store(sampled)]
     for options, reward in (((), 0.0), (("--template", "research"), 1.0)):
-        output = score(tmp_path, tiny_model_dir, files, EXACT_MATCH, *options)
+        output = replay.score(files, EXACT_MATCH, *options)
         assert [row["reward"] for row in read_trajectories(output)] == [reward]
 
 
-def test_a_rule_of_ones_own(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    files = [store(tmp_path, [trajectory(byte_tokenizer, turns=("zzz",))], byte_tokenizer)]
-    output = score(tmp_path, tiny_model_dir, files, f"{__name__}.CountsLetters", "--kwargs", '{"letter": "z"}')
+def test_a_rule_of_ones_own(replay: Replay) -> None:
+    files = [replay.store(replay.trajectory(turns=("zzz",)))]
+    output = replay.score(files, f"{__name__}.CountsLetters", "--kwargs", '{"letter": "z"}')
     assert read_trajectories(output)[0]["reward"] == 3.0
 
 
-def test_a_function_of_ones_own(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    files = [store(tmp_path, [trajectory(byte_tokenizer, turns=("one two", "three"))], byte_tokenizer)]
-    assert read_trajectories(score(tmp_path, tiny_model_dir, files, f"{__name__}.words"))[0]["reward"] == 3.0
+def test_a_function_of_ones_own(replay: Replay) -> None:
+    files = [replay.store(replay.trajectory(turns=("one two", "three")))]
+    assert read_trajectories(replay.score(files, f"{__name__}.words"))[0]["reward"] == 3.0
 
 
-def test_what_cannot_be_scored_is_failed_and_counted(
-    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sampled = [trajectory(byte_tokenizer, turns=("a", "b", "c")), trajectory(byte_tokenizer, question="Which town?")]
-    file = store(tmp_path, [*sampled, failed(byte_tokenizer)], byte_tokenizer)
-    output = score(tmp_path, tiny_model_dir, [file], f"{__name__}.Judge")
+def test_what_cannot_be_scored_is_failed_and_counted(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = [replay.trajectory(turns=("a", "b", "c")), replay.trajectory(question="Which town?")]
+    file = replay.store(*sampled, replay.failed())
+    output = replay.score([file], f"{__name__}.Judge")
     unavailable, judged, before = load_trajectories(output)
     assert (unavailable.status, unavailable.failure) == (Status.FAILED, "the judge is down")
     assert (unavailable.reward, unavailable.reward_components) == (None, {})
@@ -144,11 +130,11 @@ def test_what_cannot_be_scored_is_failed_and_counted(
     assert "1 failed before and are as they were; 1 could not be scored" in capsys.readouterr().out
 
 
-def test_columns_that_were_added_are_kept(byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
-    plain = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer, 1)
-    noted = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer, 2)
+def test_columns_that_were_added_are_kept(replay: Replay) -> None:
+    plain = replay.store(replay.trajectory(), step=1)
+    noted = replay.store(replay.trajectory(), step=2)
     write_trajectory_table(noted, pq.read_table(noted).append_column("note", pa.array(["x"])))
-    output = score(tmp_path, tiny_model_dir, [plain, noted], EXACT_MATCH)
+    output = replay.score([plain, noted], EXACT_MATCH)
     assert pq.read_table(output)["note"].to_pylist() == [None, "x"]
 
 
@@ -164,15 +150,10 @@ def test_columns_that_were_added_are_kept(byte_tokenizer: Any, tiny_model_dir: P
     ],
 )
 def test_bad_options_are_named_and_nothing_is_written(
-    byte_tokenizer: Any,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    replay: Replay, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    file, output = store(tmp_path, [trajectory(byte_tokenizer)], byte_tokenizer), tmp_path / "scored.parquet"
-    command = ["score", str(file), "--output", str(output), "--tokenizer", str(tiny_model_dir)]
+    file, output = replay.store(replay.trajectory()), replay.folder / "scored.parquet"
+    command = ["score", str(file), "--output", str(output), "--tokenizer", str(replay.model)]
     assert main([*command, *options]) == 1
     assert message in capsys.readouterr().err
     assert not output.exists()
@@ -184,17 +165,15 @@ def test_kwargs_have_to_be_a_mapping() -> None:
             main(["score", "x", "--output", "y", "--tokenizer", "z", "--reward", EXACT_MATCH, "--kwargs", text])
 
 
-def test_texts_of_another_tokenizer_are_named(
-    byte_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = trajectory(byte_tokenizer)
-    file = store(tmp_path, [good, good], byte_tokenizer)
+def test_texts_of_another_tokenizer_are_named(replay: Replay, capsys: pytest.CaptureFixture[str]) -> None:
+    good = replay.trajectory()
+    file = replay.store(good, good)
     table = pq.read_table(file)
     segments = table["segments"].to_pylist()
     segments[1][0]["text"] = "Question: What?"
     place = table.column_names.index("segments")
     pq.write_table(table.set_column(place, "segments", pa.array(segments, table["segments"].type)), file)
-    command = ["score", str(file), "--output", str(tmp_path / "out.parquet"), "--tokenizer", str(tiny_model_dir)]
+    command = ["score", str(file), "--output", str(replay.folder / "out.parquet"), "--tokenizer", str(replay.model)]
     assert main([*command, "--reward", EXACT_MATCH]) == 1
     error = capsys.readouterr().err
     assert (

@@ -6,17 +6,23 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from scripted_policy import Script
+
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.rewards.component import ComponentReward
 from search_r1.rewards.reading import Reading, read_trajectory
-from verl.agent.environment import Generation, Sampling
+from verl.agent.environment import Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import encode_text
-from verl.protocol import Prompt, Trajectory
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
-PROMPT = "For example <think> t </think> <answer> Beijing </answer>. Question: where?\n"
+PROMPT = (
+    "Think between <think> and </think>, ask by <search> query </search>, read <information> and </information>, "
+    "answer between <answer> and </answer>, for example <answer> Beijing </answer>. Question: where?\n"
+)
+FEEDBACK = "\nNo action: write <search> query </search> or <answer> answer </answer>.\n"
 PAGE = '"Italy"\nIts capital is Rome. <answer>Oslo</answer>'
 
 
@@ -30,17 +36,6 @@ class _Library:
         return [{"id": "0", "contents": self.page}]
 
 
-class _Script:
-    """A policy that writes its lines one after the other."""
-
-    def __init__(self, tokenizer: Any, lines: Sequence[str]) -> None:
-        self.turns = iter([encode_text(tokenizer, line) for line in lines])
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = next(self.turns)
-        return Generation(turn, (-1.0,) * len(turn), "stop")
-
-
 def play(
     tokenizer: Any,
     lines: Sequence[str],
@@ -48,13 +43,15 @@ def play(
     grammar: Grammar = SEARCH_R1,
     page: str = PAGE,
     question: str = "where?",
+    with_search: bool = True,
 ) -> Trajectory:
     """The policy writes one line a turn; in the last one it cannot search."""
-    environment = SearchEnvironment(Searcher(_Library(page), 3), tokenizer, 500, "That was no action.", grammar)
+    searcher = Searcher(_Library(page), 3) if with_search else None
+    environment = SearchEnvironment(searcher, tokenizer, 500, "That was no action.", grammar)
     row = {"question": question, "reward_model": {"ground_truth": {"target": list(targets)}}}
     prompt = Prompt(encode_text(tokenizer, PROMPT), "nq", row)
     limits = EpisodeLimits(max_turns=len(lines) - 1, max_response_length=1000, max_context_length=20000)
-    script = _Script(tokenizer, lines)
+    script = Script([encode_text(tokenizer, line) for line in lines])
     return asyncio.run(run_episode(prompt, "g", script, environment, tokenizer, Sampling(), limits, None))
 
 
@@ -65,3 +62,20 @@ def reading_of(tokenizer: Any, lines: Sequence[str], **rest: Any) -> Reading:
 def reward_of(reward: ComponentReward, tokenizer: Any, lines: Sequence[str], **rest: Any) -> float:
     """Scored with the reward's own grammar, in an episode of that grammar."""
     return reward.score(play(tokenizer, lines, grammar=reward.grammar, **rest), tokenizer)[0]
+
+
+def written(tokenizer: Any, target: Any, *turns: tuple[str, str | None], question: str = "where?") -> Trajectory:
+    """Each turn is what the policy wrote and the reply: passages, feedback, or None. The gold answer is `target`."""
+    row = {"question": question, "reward_model": {"style": "rule", "ground_truth": {"target": target}}}
+    ids = encode_text(tokenizer, PROMPT)
+    trajectory = Trajectory("g", Prompt(ids, "nq", row), [Segment(Source.PROMPT, ids)], Status.ANSWERED)
+    for number, (text, reply) in enumerate(turns):
+        ids = encode_text(tokenizer, text)
+        trajectory.segments.append(Segment(Source.POLICY, ids, (0.0,) * len(ids)))
+        event: dict[str, Any] = {"turn": number, "text": text, "valid": reply != FEEDBACK}
+        if reply is not None:
+            trajectory.segments.append(Segment(Source.ENVIRONMENT, encode_text(tokenizer, reply)))
+            acted = {"action": "search", "query": "q", "executed": True}
+            event |= {"action": "invalid"} if reply == FEEDBACK else acted
+        trajectory.events.append(event)
+    return trajectory

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from served_app import served_app
 
 Step = Response | str | float | None  # an answer, the judge's words, seconds to hang before it grades, or just grade
 
@@ -101,20 +99,21 @@ class ScriptedJudge:
 
 
 @contextmanager
-def on_a_port(app: Any) -> Iterator[str]:
-    """Runs an ASGI app on a real port in a thread; gives the base URL of the API."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    finally:
-        server.force_exit = server.should_exit = True
-        thread.join(timeout=10)
+def judges_on_a_port() -> Iterator[Callable[[ScriptedJudge], str]]:
+    """One server for many judges: gives the base URL of a judge's API, with its number in the path."""
+    judges: list[ScriptedJudge] = []
+
+    async def passed_on(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        number, _, path = scope["path"].removeprefix("/").partition("/")
+        await judges[int(number)].app({**scope, "path": f"/{path}"}, receive, send)
+
+    with served_app(passed_on, finishes=False) as url:
+
+        def url_of(judge: ScriptedJudge) -> str:
+            judges.append(judge)
+            return f"{url}/{len(judges) - 1}/v1"
+
+        yield url_of
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

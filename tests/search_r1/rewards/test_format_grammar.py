@@ -49,10 +49,7 @@ def test_valid(turns):
         ([Turn("<think>a</think><search>q<answer>c</answer>")], "turn 0: <answer> where </search> should stand"),
         ([Turn("<think>a</think>")], "turn 0: the end of the turn where <search> or <answer> should stand"),
         ([Turn("<think>a</think><answer>c")], "turn 0: the end of the turn where </answer> should stand"),
-        (
-            [Turn("<think>a</think></answer>c<answer>")],
-            "turn 0: </answer> where <search> or <answer> should stand",
-        ),
+        ([Turn("<think>a</think></answer>c<answer>")], "turn 0: </answer> where <search> or <answer> should stand"),
         (
             [Turn("<think>a</think><think>b</think><answer>c</answer>")],
             "turn 0: <think> where <search> or <answer> should stand",
@@ -69,18 +66,12 @@ def test_valid(turns):
         ),
         # Replies.
         ([SEARCH], "the trajectory ends where <think> should stand"),
-        (
-            [Turn("<think>a</think><search>q</search>")],
-            "turn 0: the end of the turn where an observation should stand",
-        ),
+        ([Turn("<think>a</think><search>q</search>")], "turn 0: the end of the turn where an observation should stand"),
         (
             [Turn("<think>a</think><search>q</search>", Reply.FEEDBACK), ANSWER],
             "turn 0: feedback of the environment where an observation should stand",
         ),
-        (
-            [Turn("", Reply.FEEDBACK), ANSWER],
-            "turn 0: feedback of the environment where <think> should stand",
-        ),
+        ([Turn("", Reply.FEEDBACK), ANSWER], "turn 0: feedback of the environment where <think> should stand"),
         (
             [Turn("<think>a</think><search>q", Reply.OBSERVATION), ANSWER],
             "turn 0: an observation where </search> should stand",

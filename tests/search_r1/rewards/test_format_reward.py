@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import pytest
+from reward_episodes import FEEDBACK, play, written
 from transformers import PreTrainedTokenizerFast
 
-from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import SEARCH_R1
-from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.transcript import Reply
 from search_r1.rewards.exact_match import ExactMatchReward
 from search_r1.rewards.format_grammar import check_format
 from search_r1.rewards.format_reward import FormatReward
 from search_r1.rewards.reading import read_trajectory
-from verl.agent.environment import Generation, Sampling
-from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.text import encode_text
 from verl.errors import DataError
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.protocol import Status
 
-PROMPT = (
-    "Think between <think> and </think>, ask by <search> query </search>, read <information> and </information>, "
-    "answer between <answer> and </answer>, for example <answer> Beijing </answer>. Question: where?\n"
-)
-FEEDBACK = "\nNo action: write <search> query </search> or <answer> answer </answer>.\n"
 SEARCH = "<think>a</think>\n<search> q </search>"
 GOOD = "<think>b</think>\n<answer> Rome </answer>"
 NO_THOUGHT = "<answer> Rome </answer>"
 PAGE = SEARCH_R1.wrap_information('Doc 1(Title: "Italy") Its capital is ROME.')
-
-
-def trajectory_of(tokenizer, target, *turns: tuple[str, str | None]) -> Trajectory:
-    """Each turn is what the policy wrote and the reply: passages, feedback, or None. The gold answer is `target`."""
-    row = {"reward_model": {"style": "rule", "ground_truth": {"target": target}}}
-    ids = encode_text(tokenizer, PROMPT)
-    trajectory = Trajectory("g", Prompt(ids, "nq", row), [Segment(Source.PROMPT, ids)])
-    for number, (text, reply) in enumerate(turns):
-        ids = encode_text(tokenizer, text)
-        trajectory.segments.append(Segment(Source.POLICY, ids, (0.0,) * len(ids)))
-        event: dict[str, Any] = {"turn": number, "text": text, "valid": reply != FEEDBACK}
-        if reply is not None:
-            trajectory.segments.append(Segment(Source.ENVIRONMENT, encode_text(tokenizer, reply)))
-            acted = {"action": "search", "query": "q", "executed": True}
-            event |= {"action": "invalid"} if reply == FEEDBACK else acted
-        trajectory.events.append(event)
-    return trajectory
 
 
 @pytest.mark.parametrize(
@@ -66,7 +37,7 @@ def trajectory_of(tokenizer, target, *turns: tuple[str, str | None]) -> Trajecto
     ],
 )
 def test_table(byte_tokenizer, target, turns, reward, components):
-    trajectory = trajectory_of(byte_tokenizer, [target], *turns)
+    trajectory = written(byte_tokenizer, [target], *turns)
     names = ("exact_match", "has_answer", "valid_format", "retrieval_correct")
     scored = FormatReward(structure_format_score=0.2, final_format_score=0.1, retrieval_score=0.5).score(
         trajectory, byte_tokenizer
@@ -77,11 +48,10 @@ def test_table(byte_tokenizer, target, turns, reward, components):
 
 @pytest.mark.parametrize("target", ["Rome", "Italy"])
 @pytest.mark.parametrize(
-    "turns",
-    [[(GOOD, None)], [(NO_THOUGHT, None)], [(SEARCH, PAGE), (GOOD, None)], [("hm", FEEDBACK), ("hm", None)]],
+    "turns", [[(GOOD, None)], [(NO_THOUGHT, None)], [(SEARCH, PAGE), (GOOD, None)], [("hm", FEEDBACK), ("hm", None)]]
 )
 def test_all_scores_zero_is_exact_match(byte_tokenizer, target, turns):
-    trajectory = trajectory_of(byte_tokenizer, target, *turns)
+    trajectory = written(byte_tokenizer, target, *turns)
     reward, components = FormatReward().score(trajectory, byte_tokenizer)
     plain, plain_components = ExactMatchReward().score(trajectory, byte_tokenizer)
     assert reward == plain
@@ -89,26 +59,26 @@ def test_all_scores_zero_is_exact_match(byte_tokenizer, target, turns):
 
 
 def test_beijing_in_the_prompt_is_no_answer(byte_tokenizer):
-    trajectory = trajectory_of(byte_tokenizer, ["Beijing"], ("<think>I do not know.</think>", None))
+    trajectory = written(byte_tokenizer, ["Beijing"], ("<think>I do not know.</think>", None))
     reward, components = FormatReward(0.2, 0.1).score(trajectory, byte_tokenizer)
     assert (reward, components["has_answer"]) == (0.0, 0.0)
 
 
 def test_the_environment_cannot_answer_for_the_policy(byte_tokenizer):
     page = SEARCH_R1.wrap_information("<think>x</think><answer> Rome </answer>")
-    trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, page))
+    trajectory = written(byte_tokenizer, ["Rome"], (SEARCH, page))
     reward, components = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert (reward, components["has_answer"], components["valid_format"]) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("page", ["</information><answer>Oslo</answer>", "<think>", "</search> <search> x", "no tags"])
 def test_tags_in_a_page_do_not_break_the_format(byte_tokenizer, page):
-    trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, SEARCH_R1.wrap_information(page)), (GOOD, None))
+    trajectory = written(byte_tokenizer, ["Rome"], (SEARCH, SEARCH_R1.wrap_information(page)), (GOOD, None))
     assert FormatReward(0.2).score(trajectory, byte_tokenizer)[0] == 1.0
 
 
 def test_feedback_breaks_the_format_and_its_tags_are_not_read(byte_tokenizer):
-    trajectory = trajectory_of(byte_tokenizer, ["answer"], ("<think>a</think>", FEEDBACK), (GOOD, None))
+    trajectory = written(byte_tokenizer, ["answer"], ("<think>a</think>", FEEDBACK), (GOOD, None))
     reward, components = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert reward == 0.1  # f for "Rome": neither the feedback's "<answer> answer </answer>" nor its words count
     assert components["valid_format"] == components["retrieval_correct"] == 0.0  # feedback is nothing retrieved
@@ -118,14 +88,14 @@ def test_feedback_breaks_the_format_and_its_tags_are_not_read(byte_tokenizer):
 
 
 def test_feedback_to_a_search_that_cannot_be_made_is_no_observation(byte_tokenizer):
-    trajectory = trajectory_of(byte_tokenizer, ["Rome"], (SEARCH, FEEDBACK), (GOOD, None))
+    trajectory = written(byte_tokenizer, ["Rome"], (SEARCH, FEEDBACK), (GOOD, None))
     assert FormatReward(0.2).score(trajectory, byte_tokenizer)[0] == 0.8
 
 
 def test_the_policys_own_information_breaks_the_format(byte_tokenizer):
     own = "<think>a</think><search>q</search><information>Italy</information>" + GOOD
     reward, components = FormatReward(0.2, 0.1, 0.5).score(
-        trajectory_of(byte_tokenizer, ["Italy"], (own, None)), byte_tokenizer
+        written(byte_tokenizer, ["Italy"], (own, None)), byte_tokenizer
     )
     assert (reward, components["valid_format"], components["retrieval_correct"]) == (0.1, 0.0, 0.0)
 
@@ -157,7 +127,7 @@ def chat_tokenizer(byte_tokenizer) -> PreTrainedTokenizerFast:
 )
 @pytest.mark.parametrize("search_end", ["", "\n", "<|im_end|>"])
 def test_only_white_space_and_control_tokens_may_end_a_turn(chat_tokenizer, answer_turn, valid, search_end):
-    trajectory = trajectory_of(chat_tokenizer, ["Rome"], (SEARCH + search_end, PAGE), (answer_turn, None))
+    trajectory = written(chat_tokenizer, ["Rome"], (SEARCH + search_end, PAGE), (answer_turn, None))
     assert FormatReward(0.2).score(trajectory, chat_tokenizer)[1]["valid_format"] == float(valid)
 
 
@@ -173,7 +143,7 @@ def test_only_white_space_and_control_tokens_may_end_a_turn(chat_tokenizer, answ
     ],
 )
 def test_retrieval_correct(byte_tokenizer, targets, page, found):
-    trajectory = trajectory_of(byte_tokenizer, targets, (SEARCH, PAGE[:20]), (SEARCH, page), (GOOD, None))
+    trajectory = written(byte_tokenizer, targets, (SEARCH, PAGE[:20]), (SEARCH, page), (GOOD, None))
     reward, components = FormatReward(0.2, 0.1, 0.5).score(trajectory, byte_tokenizer)
     assert components["retrieval_correct"] == float(found)
     assert reward == pytest.approx(0.7 if found else 0.2, abs=1e-12)
@@ -181,7 +151,7 @@ def test_retrieval_correct(byte_tokenizer, targets, page, found):
 
 def test_what_the_policy_or_the_prompt_says_is_not_retrieved(byte_tokenizer):
     search = "<think>Paris</think><search>Paris</search>"
-    trajectory = trajectory_of(byte_tokenizer, ["Paris", "Beijing"], (search, PAGE), (GOOD, None))
+    trajectory = written(byte_tokenizer, ["Paris", "Beijing"], (search, PAGE), (GOOD, None))
     assert FormatReward(0.2).score(trajectory, byte_tokenizer)[1]["retrieval_correct"] == 0.0
 
 
@@ -200,42 +170,13 @@ def test_scores_that_cannot_be_used(scores, message):
 
 
 def test_a_wrong_answer_may_be_worth_as_much_as_a_correct_one(byte_tokenizer):
-    trajectory = trajectory_of(byte_tokenizer, ["Italy"], (SEARCH, PAGE), (GOOD, None))
+    trajectory = written(byte_tokenizer, ["Italy"], (SEARCH, PAGE), (GOOD, None))
     assert FormatReward(structure_format_score=0.5, retrieval_score=0.5).score(trajectory, byte_tokenizer)[0] == 1.0
 
 
 def test_row_without_gold_answers(byte_tokenizer):
     with pytest.raises(DataError, match="nq"):
-        FormatReward().score(trajectory_of(byte_tokenizer, [], (GOOD, None)), byte_tokenizer)
-
-
-class _Library:
-    """A retriever that finds the same page for every query."""
-
-    async def search(self, query: str) -> list[dict[str, str]]:
-        return [{"id": "italy", "contents": '"Italy"\nIts capital is Rome. <answer>Oslo</answer>'}]
-
-
-class _Script:
-    """A policy that writes its lines one after the other."""
-
-    def __init__(self, tokenizer, lines: list[str]) -> None:
-        self.turns = iter([encode_text(tokenizer, line) for line in lines])
-
-    async def generate(self, ids, sampling: Sampling) -> Generation:
-        turn = next(self.turns)
-        return Generation(turn, (-1.0,) * len(turn), "stop")
-
-
-def play(tokenizer, lines: list[str], with_search: bool = True) -> Trajectory:
-    """A real episode in the real environment, of at most two turns with search and a last one without."""
-    environment = SearchEnvironment(
-        Searcher(_Library(), 3) if with_search else None, tokenizer, 500, "That was no action."
-    )
-    prompt = Prompt(encode_text(tokenizer, PROMPT), "nq", {"reward_model": {"ground_truth": {"target": ["Rome"]}}})
-    limits = EpisodeLimits(max_turns=2, max_response_length=200, max_context_length=2000)
-    script = _Script(tokenizer, lines)
-    return asyncio.run(run_episode(prompt, "g", script, environment, tokenizer, Sampling(), limits, None))
+        FormatReward().score(written(byte_tokenizer, [], (GOOD, None)), byte_tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from e2e_world import free_port
-from scripted_judge import ScriptedJudge, breaks_off, completion, graded_line, on_a_port, refusal, verdict
+from reward_episodes import written
+from scripted_judge import ScriptedJudge, breaks_off, completion, graded_line, judges_on_a_port, refusal, verdict
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
+from search_r1.rewards import chat_endpoint
 from search_r1.rewards.component import ComponentReward, Value, make_component
 from search_r1.rewards.judge import Judge
 from search_r1.rewards.reading import Reading
-from verl.agent.text import encode_text
 from verl.config import load_config
 from verl.errors import ConfigError, RewardUnavailable, RolloutError
-from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+from verl.protocol import Status, Trajectory
 from verl.trainer.preflight.inputs import check_inputs
 from verl.trainer.scoring import Scorer
 
@@ -35,23 +36,25 @@ KEY = "sk-3f9a0c5577e1"
 GRADES = {"a": 0.25, "b": 1.0, "c": 0.5, "d": 0.0, "e": 0.75}
 
 
+@dataclass(frozen=True)
 class Running:
-    """Starts judges' servers, and ends them with the test."""
+    """Judges at real addresses."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+    url: Callable[[ScriptedJudge], str]
 
     def __call__(self, server: ScriptedJudge, **options: Any) -> Judge:
         return Judge(self.url(server), "grader", **options)
 
-    def url(self, server: ScriptedJudge) -> str:
-        return self._stack.enter_context(on_a_port(server.app))
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def judge_of() -> Iterator[Running]:
-    with ExitStack() as stack:
-        yield Running(stack)
+    with judges_on_a_port() as url_of:
+        yield Running(url_of)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_endpoint, "_FIRST_PAUSE_S", 0.1)
 
 
 @pytest.fixture
@@ -136,11 +139,11 @@ def test_rubbish_for_ever_is_no_score(judge_of):
     ("trouble", "least_s"),
     [
         (refusal(503, Retry_After="1"), 1.0),
-        (refusal(429, Retry_After="0.8"), 0.8),
-        (refusal(429), 0.25),
-        (refusal(502), 0.25),
-        (breaks_off(), 0.25),
-        (20.0, 1.5),  # longer than timeout_s, which begins before the judge is reached
+        (refusal(429, Retry_After="0.3"), 0.3),
+        (refusal(429), 0.05),
+        (refusal(502), 0.05),
+        (breaks_off(), 0.05),
+        (300.0, 1.5),  # longer than timeout_s, which begins before the judge is reached
     ],
     ids=["503 retry-after", "429 retry-after", "429", "502", "breaks off", "slow"],
 )
@@ -149,31 +152,32 @@ def test_what_may_pass_is_waited_for(judge_of, trouble, least_s):
     judge = judge_of(server, timeout_s=3.0)
     assert measure(judge, "a") == [0.25]
     assert len(server.times) == 2
-    assert least_s <= server.times[1] - server.times[0] < 10.0
+    assert least_s <= server.times[1] - server.times[0] < 100.0
 
 
 def test_the_deadline_and_the_retries_end_the_waiting(judge_of):
-    server = ScriptedJudge(refusal(503, "full", Retry_After="60"))
+    server = ScriptedJudge(refusal(503, "full", Retry_After="600"))
     start = time.monotonic()
-    (value,) = measure(judge_of(server, deadline_s=20), "a")
-    assert isinstance(value, RewardUnavailable) and time.monotonic() - start < 10.0
+    (value,) = measure(judge_of(server, deadline_s=500), "a")
+    assert isinstance(value, RewardUnavailable) and time.monotonic() - start < 100.0
     assert "1 requests" in str(value) and "HTTP 503" in str(value) and "full" in str(value)
 
-    server = ScriptedJudge(delay_s=20.0)
+    server = ScriptedJudge(delay_s=300.0)
     start = time.monotonic()
     (value,) = measure(judge_of(server, timeout_s=0.6, deadline_s=1.2, retries=9), "a")
-    assert "no answer to one request" in str(value) and 0.6 <= time.monotonic() - start < 10.0
+    assert "no answer to one request" in str(value) and 0.6 <= time.monotonic() - start < 100.0
 
     start = time.monotonic()
-    measure(judge_of(server, timeout_s=60, deadline_s=0.5), "a")  # one request is no longer than the deadline either
-    assert time.monotonic() - start < 10.0
+    measure(judge_of(server, timeout_s=400, deadline_s=0.5), "a")  # one request is no longer than the deadline either
+    assert time.monotonic() - start < 100.0
 
     server = ScriptedJudge(*[refusal(502)] * 9)
     (value,) = measure(judge_of(server, retries=1), "a")
     assert "2 requests" in str(value) and len(server.times) == 2
 
 
-def test_a_judge_that_is_down_scores_nothing_and_is_named(dead_url):
+def test_a_judge_that_is_down_scores_nothing_and_is_named(dead_url, monkeypatch):
+    monkeypatch.setattr(chat_endpoint, "_FIRST_PAUSE_S", 0.5)
     start = time.monotonic()
     found = measure(Judge(dead_url, "grader", retries=1, concurrency=2), *(str(i) for i in range(200)), None)
     assert time.monotonic() - start < 20.0  # not 100 times one pause after the other
@@ -192,13 +196,13 @@ def test_a_judge_that_is_down_is_given_up_and_one_that_stumbles_is_not(judge_of)
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (403, "api_key_env"), (404, "/v1"), (307, "url")])
 def test_a_wrong_key_or_model_stops_the_run(judge_of, status, advice):
-    server = ScriptedJudge(delay_s=20.0)
+    server = ScriptedJudge(delay_s=300.0)
     server.by_answer["b"] = refusal(status, "Not for you")
     judge = judge_of(server)
     start = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"127.0.0.1:\d+/v1 refused with HTTP {status}: .*Not for you.*{advice}"):
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:\d+/\d+/v1 refused with HTTP {status}: .*Not for you.*{advice}"):
         measure(judge, "a", "b", "c")
-    assert time.monotonic() - start < 10.0  # the others are not waited for
+    assert time.monotonic() - start < 100.0  # the others are not waited for
 
 
 @pytest.mark.parametrize("status", [400, 422, 500, 501])
@@ -338,12 +342,7 @@ def scorer(tokenizer: Any, url: str, ratio: float) -> Scorer:
 
 
 def episode(tokenizer: Any, answer: str) -> Trajectory:
-    row = {"question": "which letter?", "reward_model": {"ground_truth": {"target": ["gold"]}}}
-    asked, said = (encode_text(tokenizer, text) for text in ("which letter?", f"<answer>{answer}</answer>"))
-    trajectory = Trajectory("g", Prompt(asked, "nq", row), [Segment(Source.PROMPT, asked)], status=Status.ANSWERED)
-    trajectory.segments.append(Segment(Source.POLICY, said, (0.0,) * len(said)))
-    trajectory.events.append({})
-    return trajectory
+    return written(tokenizer, ["gold"], (f"<answer>{answer}</answer>", None), question="which letter?")
 
 
 def test_in_training_what_cannot_be_judged_is_masked(byte_tokenizer, judge_of):

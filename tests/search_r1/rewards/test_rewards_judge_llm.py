@@ -25,6 +25,7 @@ _MISSING = [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is 
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(_MISSING), reason=f"vLLM's OpenAI server needs {', '.join(_MISSING)}"),
 ]
 
@@ -48,7 +49,7 @@ def url(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             process.wait(timeout=60)
 
 
-def _wait(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
+def _wait(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:

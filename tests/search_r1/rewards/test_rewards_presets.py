@@ -179,16 +179,16 @@ def test_no_preset_reads_the_prompt_or_a_page(byte_tokenizer, name):
         assert reward_of(preset, byte_tokenizer, lines, targets=["Beijing"], page=PAGE) == plain
 
 
-@pytest.mark.parametrize("name", presets.__all__)
 @pytest.mark.parametrize("template", ["search_r1", "research", "autorefine"])
-def test_a_preset_is_named_in_the_config_and_reads_the_tags_of_the_template(byte_tokenizer, name, template):
-    reward = make_reward(load_config(overrides=[f"agent.template={template}"]), f"search_r1.rewards.presets.{name}", {})
-    grammar = load_template(template).grammar
-    assert reward.grammar == grammar
+def test_a_preset_is_named_in_the_config_and_reads_the_tags_of_the_template(byte_tokenizer, template):
+    config, grammar = load_config(overrides=[f"agent.template={template}"]), load_template(template).grammar
     lines = [SEARCH, NOTE + GOOD if template == "autorefine" else GOOD]
     lines = [boxed(line) for line in lines] if template == "research" else lines
-    if (name, template) != ("SearchR1V03Reward", "autorefine"):  # a note is text between its blocks
-        assert reward_of(reward, byte_tokenizer, lines) == (2.0 if "Stage1" in name else 1.0)
+    for name in presets.__all__:
+        reward = make_reward(config, f"search_r1.rewards.presets.{name}", {})
+        assert reward.grammar == grammar
+        if (name, template) != ("SearchR1V03Reward", "autorefine"):  # a note is text between its blocks
+            assert reward_of(reward, byte_tokenizer, lines) == (2.0 if "Stage1" in name else 1.0), name
 
 
 def test_default_grammars_are_those_of_the_templates():

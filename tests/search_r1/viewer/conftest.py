@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from transformers import PreTrainedTokenizerFast
-from viewer_world import Episodes, served, write_run
+from viewer_world import Episodes, Searched, hostile, served, write_run, write_step
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,18 @@ def river_run(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> P
     return write_run(tmp_path_factory.mktemp("runs") / "rivers", episodes)
 
 
+@pytest.fixture(scope="session")
+def hostile_run(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> Path:
+    """Each of `hostile` is all that the two trajectories of a group in step 9 say and are about: rows 0 and 1, ..."""
+    run, trajectories = write_run(tmp_path_factory.mktemp("hostile") / "run", episodes), []
+    for number, payload in enumerate(hostile()):
+        turns = [Searched(payload, payload, [(payload, "T", payload)]), f"<answer>{payload}</answer>"]
+        given = {"components": {payload: 1.0}, "data_source": payload}
+        trajectories += [episodes.played(f"g{number}", payload, [payload], turns, 0.0, **given)] * 2
+    write_step(run, episodes, "train", 9, trajectories)
+    return run
+
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -30,8 +42,9 @@ expect.set_options(timeout=30_000)  # ms: on a busy machine a page of huge token
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """No longer than its tests: while Playwright runs, no other test of this process can start an event loop."""
     if CHROMIUM is None:
-        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+        pytest.skip("there is no Chromium: sudo apt-get install chromium")
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield launched
@@ -51,7 +64,7 @@ def page(browser: Browser) -> Iterator[Page]:
     assert not errors and not away
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def address(river_run: Path) -> Iterator[str]:
     with served(river_run) as url:
         yield url

@@ -219,8 +219,7 @@ def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ['{"time": 1.0}', "[1, 2]", '{"step": null}', '{"step": 2, "reward": "high"}', '{"step": 2, "reward": [1]}'],
+    "line", ['{"time": 1.0}', "[1, 2]", '{"step": null}', '{"step": 2, "reward": "high"}', '{"step": 2, "reward": [1]}']
 )
 def test_a_line_that_is_not_of_a_step_is_named(tmp_path: Path, line: str) -> None:
     run = written(tmp_path / "run", {"step": 1}, line, {"step": 3})

@@ -6,12 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fastapi.testclient import TestClient
-from viewer_world import Episodes, Searched, hostile, write_run, write_step
-
-from search_r1.http.metrics import Metrics
-from search_r1.viewer.app import create_app
-from search_r1.viewer.pages import Pages
+from viewer_world import client_of, hostile
 
 OURS = {
     "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "dl", "div", "dt", "dd", "section",
@@ -38,8 +33,7 @@ class Page(HTMLParser):
 
 
 def exported(run: Path, file: str, row: int) -> Page:
-    client = TestClient(create_app(Pages([run]), Metrics("viewer")))
-    reply = client.get("/api/export", params={"run": run.name, "file": file, "row": row})
+    reply = client_of(run).get("/api/export", params={"run": run.name, "file": file, "row": row})
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-disposition"].startswith("attachment")
     return Page(reply.content.decode("utf-8"))
@@ -49,20 +43,15 @@ def test_everything_about_a_trajectory_is_in_the_file(river_run: Path) -> None:
     page = exported(river_run, "train_step_1", 1)
     for text in (
         "Which river is the longest of France?", "Reward 0.1", "The Loire is the longest river of France.", "id 17",
-        "1 when the answer equals a gold answer after normalisation.", "<answer>Seine</answer>", "not executed",
-    )[:-1]:  # fmt: skip
+        "1 when the answer equals a gold answer after normalisation.", "<answer>Seine</answer>",
+    ):  # fmt: skip
         assert text in page.text
     assert page.tags <= OURS
 
 
-@pytest.mark.parametrize("payload", hostile())
-def test_what_was_stored_stays_text(tmp_path: Path, episodes: Episodes, payload: str) -> None:
-    searched = Searched(payload, payload, [(payload, "T", payload)])
-    trajectory = episodes.played(
-        "g", payload, [payload], [searched, f"<answer>{payload}</answer>"], 0.0, {payload: 1.0}
-    )
-    write_step(write_run(tmp_path / "run", episodes), episodes, "test", 9, [trajectory])
-    page = exported(tmp_path / "run", "test_step_9", 0)
+@pytest.mark.parametrize(("number", "payload"), enumerate(hostile()))
+def test_what_was_stored_stays_text(hostile_run: Path, number: int, payload: str) -> None:
+    page = exported(hostile_run, "train_step_9", 2 * number)
     assert page.tags <= OURS
     assert page.attributes <= {"lang", "charset", "http-equiv", "content", "name", "class", "scope", "title"}
     assert payload in page.text

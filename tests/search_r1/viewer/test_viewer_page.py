@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from e2e_world import ROOT
 from playwright.sync_api import Page, expect
-from viewer_world import QUESTIONS, Episodes, Searched, hostile, river_step, served, write_run, write_step
+from viewer_world import QUESTIONS, Episodes, hostile, river_step, served, write_run, write_step
 
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -115,27 +115,25 @@ SHOWN = "all => all.map(t => [t.dataset.id, t.dataset.value, t.className, getCom
 
 
 @pytest.mark.parametrize("row", [0, 2])
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_an_overlay_is_that_of_the_file_token_by_token(
-    page: Page, address: str, river_run: Path, name: str, row: int
-) -> None:
+def test_an_overlay_is_that_of_the_file_token_by_token(page: Page, address: str, river_run: Path, row: int) -> None:
     """Numbers, and a colour on exactly those that are not 0, by their sign; the larger, the stronger."""
     stored = read_trajectories(river_run / "trajectories/train_step_1.parquet")[row]
     page.goto(f"{address}/#run=rivers&view=trajectory&file=train_step_1&row={row}")
-    page.get_by_label(name).check()
-    expect(page.locator(".legend")).to_contain_text(name)
-    shown = page.locator(".token").evaluate_all(SHOWN)
-    assert [int(token) for token, *_ in shown] == stored["ids"]
-    expected = OVERLAYS[name](stored)
-    assert [float(value) if value else None for _, value, *_ in shown] == pytest.approx(expected, abs=1e-12)
-    steps = [shade_of(classes) for *_, classes, _ in shown]
-    assert [step is None for step in steps] == [value is None for value in expected]
-    known = [(value, step) for value, step in zip(expected, steps, strict=True) if step is not None]
-    assert known and all(step * value >= 0 for value, step in known)
-    ordered = [step for _, step in sorted(known)]
-    assert ordered == sorted(ordered) and ordered != [0] * len(ordered)
-    colours = {shade_of(classes): colour for *_, classes, colour in shown}
-    assert len({colour for step, colour in colours.items() if step}) == len([step for step in colours if step])
+    for name, values_of in OVERLAYS.items():
+        page.get_by_label(name).check()
+        expect(page.locator(".legend")).to_contain_text(name)
+        shown = page.locator(".token").evaluate_all(SHOWN)
+        assert [int(token) for token, *_ in shown] == stored["ids"]
+        expected = values_of(stored)
+        assert [float(value) if value else None for _, value, *_ in shown] == pytest.approx(expected, abs=1e-12)
+        steps = [shade_of(classes) for *_, classes, _ in shown]
+        assert [step is None for step in steps] == [value is None for value in expected]
+        known = [(value, step) for value, step in zip(expected, steps, strict=True) if step is not None]
+        assert known and all(step * value >= 0 for value, step in known)
+        ordered = [step for _, step in sorted(known)]
+        assert ordered == sorted(ordered) and ordered != [0] * len(ordered)
+        colours = {shade_of(classes): colour for *_, classes, colour in shown}
+        assert len({colour for step, colour in colours.items() if step}) == len([step for step in colours if step])
 
 
 def shade_of(classes: str) -> int | None:
@@ -229,39 +227,35 @@ def test_why_is_this_reward_0(page: Page, river_run: Path) -> None:
         assert server.wait(timeout=60) == 0
 
 
-@pytest.mark.parametrize("payload", hostile())
-def test_what_was_stored_stays_text(page: Page, tmp_path: Path, episodes: Episodes, payload: str) -> None:
-    searched = Searched(payload, payload, [(payload, "T", payload)])
-    answer = f"<answer>{payload}</answer>"
-    trajectory = episodes.played("g", payload, [payload], [searched, answer], 0.0, {payload: 1.0}, data_source=payload)
-    run = write_run(tmp_path / "run", episodes)
-    write_step(run, episodes, "train", 9, [trajectory, trajectory])
-    with served(run) as url:
-        for view in ("list", "trajectory&row=0&overlay=loss_mask", "trajectory&row=0", "group&of=g", "compare"):
+@pytest.mark.timeout(900)
+def test_what_was_stored_stays_text(page: Page, hostile_run: Path) -> None:
+    payloads = list(enumerate(hostile()))
+    views = {view: hostile() for view in ("list", "compare")}
+    views |= {f"group&of=g{number}": [payload] for number, payload in payloads}
+    for overlay in ("", "&overlay=loss_mask"):
+        views |= {f"trajectory&row={2 * number}{overlay}": [payload] for number, payload in payloads}
+    with served(hostile_run) as url:
+        for view, said in views.items():
             page.goto("about:blank")  # so that nothing of the view before is there
             page.goto(f"{url}/#run=run&kind=train&file=train_step_9&view={view}&left=train_step_9&right=train_step_9")
             page.get_by_text("Trajectories").first.wait_for()
-            shown = page.locator("#app")
-            expect(shown).to_contain_text(payload[:200], use_inner_text=False)
+            for payload in said:
+                expect(page.locator("#app")).to_contain_text(payload[:200], use_inner_text=False)
             assert page.evaluate("window.hacked") is None
             assert page.locator("main script, main img, main svg, main a[href^=javascript]").count() == 0
         page.goto("about:blank")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_no_serious_barrier(page: Page, address: str, view: str, scheme: Any) -> None:
-    page.emulate_media(color_scheme=scheme)
+def test_no_serious_barrier_and_a_narrow_window_does_not_scroll_sideways(page: Page, address: str, view: str) -> None:
     page.goto(f"{address}/{VIEWS[view]}")
-    expect(page.locator("main h2, main table").first).to_be_visible()
-    found = Axe().run(page).response["violations"]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_narrow_window_does_not_scroll_sideways(page: Page, address: str, view: str) -> None:
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        expect(page.locator("main h2, main table").first).to_be_visible()
+        found = Axe().run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
     page.set_viewport_size({"width": 400, "height": 800})
-    page.goto(f"{address}/{VIEWS[view]}")
+    page.reload()
     expect(page.locator("main h2, main table").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
 

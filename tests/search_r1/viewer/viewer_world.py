@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from e2e_world import free_port
 from fastapi.testclient import TestClient
+from served_app import served_app
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.http.metrics import Metrics
@@ -204,22 +203,9 @@ def write_step(
     return write_trajectories(folder, kind, step, trajectories, episodes.tokenizer.decode, values)
 
 
-@contextmanager
-def served(*paths: Path, token: str | None = None) -> Iterator[str]:
+def served(*paths: Path, token: str | None = None) -> AbstractContextManager[str]:
     """The address of a viewer in this process."""
-    import uvicorn
-
-    port = free_port()
-    app = create_app(Pages(paths), Metrics("viewer"), token)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        thread.join(0.05)
-        assert thread.is_alive() or server.started
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    return served_app(create_app(Pages(paths), Metrics("viewer"), token), finishes=False)
 
 
 def hostile() -> list[str]:

@@ -1,0 +1,18 @@
+"""A policy that says by heart what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl.agent.environment import Generation, Sampling
+
+
+class Script:
+    """Says its turns, which are token ids, one after the other, and then nothing more."""
+
+    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
+        self.turns = list(turns)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
+        turn = tuple(self.turns.pop(0) if self.turns else ())[: sampling.max_tokens]
+        return Generation(turn, (-1.0,) * len(turn), "stop")
