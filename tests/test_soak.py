@@ -174,7 +174,7 @@ def test_role_of_a_process(command: list[str], name: str) -> None:
 
 
 def test_a_run_that_fails_tells_nothing(arguments: list[str]) -> None:
-    """The exit status is that of the program."""
+    """As a program of its own, whose exit status says so."""
     command = [sys.executable, str(FOLDER / "soak.py"), *arguments[1:], "--", sys.executable, "-c", "exit(3)"]
     assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 2
 
