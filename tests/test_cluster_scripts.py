@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from e2e_world import ROOT
 
+# Of the loopback interface, and of this process alone: another one may have the port at another address.
+ADDRESS = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.9"
 # `ray start` as it is called, where, and with which secret; it stays until it is ended.
 RAY = """#!/usr/bin/env bash
 trap 'echo "${NODE:-here} ended" >>"$CALLS"; kill $(jobs -p) 2>/dev/null; exit' TERM HUP
 echo "${NODE:-here} token=$RAY_AUTH_TOKEN mode=$RAY_AUTH_MODE niceness=$RAY_worker_niceness $*" >>"$CALLS"
-if [[ "$*" == *--head* ]]; then python3 -m http.server --bind 127.0.0.1 6379 >"$CALLS.head" 2>&1 & fi
+if [[ "$*" == *--head* ]]; then python3 -m http.server --bind "$ADDRESS" 6379 >"$CALLS.head" 2>&1 & fi
 while :; do sleep 0.1; done
 """
 SSH = '#!/usr/bin/env bash\nshift 2\nNODE=$1 exec bash -c "$2"\n'
@@ -30,7 +32,7 @@ for node in ${nodes//,/ }; do NODE=$node "$@" & done
 wait
 """
 SCONTROL = "#!/usr/bin/env bash\nprintf '%s\\n' n1 n2 n3\n"
-HOSTNAME = "#!/usr/bin/env bash\necho 127.0.0.1 192.0.2.9\n"
+HOSTNAME = "#!/usr/bin/env bash\necho $ADDRESS 192.0.2.9\n"
 
 
 @pytest.fixture
@@ -42,8 +44,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "HOME": str(tmp_path)}
-    return os.environ | variables
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "ADDRESS": ADDRESS}
+    return os.environ | variables | {"HOME": str(tmp_path)}
 
 
 def calls(cluster: dict[str, str], number: int) -> list[str]:
@@ -100,7 +102,7 @@ def test_a_cluster_by_ssh(cluster: dict[str, str], start: Callable[..., Script])
     script = start("scripts/cluster/ssh.sh", "start", "localhost", "n2", "--", "--num-cpus=4", RAY_AUTH_TOKEN="s")
     head, other = calls(cluster, 2)
     same = "token=s mode=token niceness=0 start --block --disable-usage-stats"
-    assert head == f"localhost {same} --head --port=6379 --dashboard-host=127.0.0.1 --num-cpus=4"
+    assert head == f"localhost {same} --head --port=6379 --dashboard-host={ADDRESS} --num-cpus=4"
     assert other == f"n2 {same} --address=127.0.0.1:6379 --num-cpus=4"
     script.end()
     assert {"localhost ended", "n2 ended"} <= set(calls(cluster, 4))
@@ -121,9 +123,9 @@ def test_a_run_on_slurm(cluster: dict[str, str], start: Callable[..., Script], t
     head, second, third, train = calls(cluster, 4)
     token = head.split("token=")[1].split()[0]
     assert len(token) == 64 and f"token={token}" in second and f"token={token}" in third
-    assert head.startswith("n1 ") and head.endswith("--head --port=6379 --dashboard-host=127.0.0.1")
-    assert [line[:2] for line in (second, third)] == ["n2", "n3"] and second.endswith("--address=127.0.0.1:6379")
-    assert train == f"train 127.0.0.1:6379 {token} 4 a=1 trainer.nnodes=3"
+    assert head.startswith("n1 ") and head.endswith(f"--head --port=6379 --dashboard-host={ADDRESS}")
+    assert [line[:2] for line in (second, third)] == ["n2", "n3"] and second.endswith(f"--address={ADDRESS}:6379")
+    assert train == f"train {ADDRESS}:6379 {token} 4 a=1 trainer.nnodes=3"
 
 
 def test_slurm_outside_of_the_repository(start: Callable[..., Script], tmp_path: Path) -> None:

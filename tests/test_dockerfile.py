@@ -58,8 +58,11 @@ def test_the_set_up_has_its_options(kind: str) -> None:
 def test_what_the_set_up_needs_is_in_the_image() -> None:
     """Nothing that git has is left out, but results; what git ignores is."""
     left_out = (Path(f"{FILE}.dockerignore")).read_text().split()
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    tops = {name.partition("/")[0] for name in listed.split()}
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files"]  # also somebody else's clone
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if listed.returncode == 128:
+        pytest.skip("this is no git checkout")
+    tops = {name.partition("/")[0] for name in listed.stdout.split()}
     assert not [top for top in tops for pattern in left_out if fnmatch.fnmatch(top, pattern)]
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if not re.search(r"[*]", line)}
     assert ignored - {"__pycache__"} <= set(left_out)

@@ -6,12 +6,16 @@ import ast
 import asyncio
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, blocks, commands_of, files_of, parse
-from trying_commands import server, try_command, try_typed
+from trying_commands import needs_ray, server, try_command, try_typed
 
 import infer
 from search_r1.data.qa.sets import SETS
@@ -26,10 +30,9 @@ PROMPTS = ("data/nq_search", "data/nq_hotpotqa_train", "data/mine", "data/calcul
 QUESTIONS = ("nq/test.jsonl", "hotpotqa/dev.jsonl")
 
 
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
-    """With the files of the reader, and as the current folder."""
-    made = Checkout(tmp_path)
+def of_a_reader(folder: Path) -> Checkout:
+    """With the files of the reader."""
+    made = Checkout(folder)
     shutil.copytree(ROOT / "tests/e2e/new_user", made.folder / "mine")
     for page in (ROOT / "docs" / "tutorials").glob("*.md"):
         for name, content in files_of(page.read_text()):
@@ -55,15 +58,30 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
         (made.folder / "data/qa" / name).mkdir(parents=True)
         for split in qa_set.splits:
             (made.folder / "data/qa" / name / f"{split}.jsonl").write_text(json.dumps(question) + "\n")
+    return made
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """That of a reader, as the current folder."""
+    made = of_a_reader(tmp_path)
     monkeypatch.chdir(made.folder)
     return made
 
 
-COMMANDS = [pytest.param(command, id=command.where) for command in all_commands()]
+def distinct(commands: list[Command]) -> list[Command]:
+    """Each once, with all the places where it stands."""
+    places: dict[str, list[Command]] = {}
+    for command in commands:
+        places.setdefault(repr((command.words, sorted(command.variables.items()))), []).append(command)
+    return [replace(same[0], where=" ".join(command.where for command in same)) for same in places.values()]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_documented_command(command: Command, checkout: Checkout) -> None:
+@pytest.mark.parametrize("command", distinct(all_commands()), ids=attrgetter("where"))
+def test_documented_command(command: Command, checkout: Checkout, request: pytest.FixtureRequest) -> None:
+    if needs_ray(command):
+        with chdir(ROOT):  # where its workers find our packages
+            request.getfixturevalue("ray_session")
     try_typed(command, checkout)
 
 
@@ -75,14 +93,20 @@ PYTHON_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("block", PYTHON_BLOCKS)
-def test_documented_python_runs_against_a_server(block: str, checkout: Checkout) -> None:
+@pytest.fixture(scope="module")
+def retrieval_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    checkout = of_a_reader(tmp_path_factory.mktemp("served"))
     with server(only_call_of("bash retrieval_launch.sh", checkout), checkout) as url:
-        code = block.replace("http://127.0.0.1:8000/retrieve", url)
-        names: dict[str, Any] = {}
-        running = eval(compile(code, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-        if running is not None:
-            asyncio.run(running)
+        yield url
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_documented_python_runs_against_a_server(block: str, checkout: Checkout, retrieval_url: str) -> None:
+    code = block.replace("http://127.0.0.1:8000/retrieve", retrieval_url)
+    names: dict[str, Any] = {}
+    running = eval(compile(code, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    if running is not None:
+        asyncio.run(running)
     assert "passages" not in names or names["passages"][0]["id"] == "river"
 
 

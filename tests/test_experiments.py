@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +48,7 @@ def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
+@cache
 def settings(file: str) -> dict[str, dict[str, object]]:
     """All settings of each variant, without the names that tell the runs apart."""
     runs = read_experiment(FOLDER / file, seeds=[3]).runs(Path("runs"))
@@ -373,8 +375,8 @@ def test_the_figure_shows_every_variant(tmp_path: Path) -> None:
     """More curves change the picture, also where there are more variants than colours."""
     results = {Variant(str(i), f"variant {i}", ()): {3: validated(i / 10, 0.9)} for i in range(8)}
     sizes = []
-    for number in range(1, 9):
+    for number in (1, 6, 7, 8):  # there are six colours
         path = tmp_path / f"{number}.png"
         collect.draw_figure("Many", dict(list(results.items())[:number]), path)
         sizes.append(path.read_bytes())
-    assert len(set(sizes)) == 8
+    assert len(set(sizes)) == 4

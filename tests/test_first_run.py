@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,33 +247,20 @@ def test_the_first_stages_on_a_cpu_and_a_folder_that_is_there(tmp_path: Path) ->
     assert again.returncode == 1 and "is there already" in again.stderr
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(numbers: str) -> subprocess.Popen[str]:
-        command = (*SCRIPT, "--stages", numbers, "--output_dir", str(tmp_path / "out"))
-        started.append(
-            subprocess.Popen(
-                command,
-                env=ENV,
-                stdout=subprocess.PIPE,
-                text=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
-            )
-        )
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+def test_an_interrupt_ends_the_children_and_keeps_the_report(tmp_path: Path) -> None:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+    command = (*SCRIPT, "--stages", "1,3", "--output_dir", str(tmp_path / "out"))
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
+        try:
+            interrupt_in_stage_3(process)
+        finally:
+            process.kill()
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "interrupted in stage 3" in text and "| 1 | node | PASS |" in text and "| 3 | all-reduce | | |" in text
+    assert not list((tmp_path / "out").glob("first_run_*")), "the scratch folder is gone"
 
 
-def test_an_interrupt_ends_the_children_and_keeps_the_report(
-    tmp_path: Path, running: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    process = running("1,3")
+def interrupt_in_stage_3(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     while "all-reduce ..." not in process.stdout.readline():
         assert process.poll() is None
@@ -286,9 +273,6 @@ def test_an_interrupt_ends_the_children_and_keeps_the_report(
     assert process.wait(timeout=300) == 130, rest
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive and "interrupted; what runs has been ended" in rest
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "interrupted in stage 3" in text and "| 1 | node | PASS |" in text and "| 3 | all-reduce | | |" in text
-    assert not list((tmp_path / "out").glob("first_run_*")), "the scratch folder is gone"
 
 
 @pytest.mark.slow

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from pathlib import Path
@@ -18,6 +14,7 @@ from pathlib import Path
 import pytest
 from e2e_world import ROOT
 from rich.console import Console
+from terminal import TerminalRun
 
 import long_task
 from long_task import BYTES, Progress, duration, reading, size, track
@@ -141,33 +138,16 @@ with Progress("encode", 40, unit="passages") as outer:
 """
 
 
-def on_a_terminal(code: str, output: int | None = None, columns: int = 100) -> str:
-    """What a terminal is sent by a program; the program's standard output goes to `output` if there is one."""
-    own, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
-    command = [sys.executable, "-c", code]
-    program = subprocess.Popen(
-        command, stdin=other, stdout=output or other, stderr=other, env=environment, close_fds=True
-    )
-    os.close(other)
-    seen = b""
-    while True:
-        try:
-            part = os.read(own, 65536)
-        except OSError:  # the program has closed its side
-            break
-        if not part:
-            break
-        seen += part
-    os.close(own)
-    assert program.wait(60) == 0, seen.decode()
-    return seen.decode()
+def on_a_terminal(code: str, folder: Path, columns: int = 100) -> str:
+    """What a terminal is sent by a program."""
+    run = TerminalRun(["-c", code], folder / "seen", columns)
+    assert run.end() == 0, run.log.read_text()
+    return run.log.read_text()
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_a_terminal_has_bars_and_what_is_printed_stands_above_them(columns: int) -> None:
-    seen = on_a_terminal(TWO_TASKS, columns=columns)
+def test_a_terminal_has_bars_and_what_is_printed_stands_above_them(columns: int, tmp_path: Path) -> None:
+    seen = on_a_terminal(TWO_TASKS, tmp_path, columns)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
     assert re.search(r"encode\s+\S+\s+\d+ of 40 passages, [\d.]+ a second, \d+ s left", plain)
     assert "[red]shard[/red]" in plain and "1.0 MB of 1.0 MB" in plain and "all of it" in plain
@@ -177,16 +157,15 @@ def test_a_terminal_has_bars_and_what_is_printed_stands_above_them(columns: int)
 
 
 def test_standard_output_that_is_a_file_stays_there(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as file:
-        seen = on_a_terminal(TWO_TASKS, file.fileno())
+    redirected = f"import os; os.dup2(os.open({str(tmp_path / 'out')!r}, os.O_WRONLY | os.O_CREAT), 1)"
+    seen = on_a_terminal(redirected + TWO_TASKS, tmp_path)
     assert (tmp_path / "out").read_text() == "printed to standard output\n"
     assert "printed to standard output" not in seen and "40 of 40 passages" in seen
 
 
 def test_in_a_file_there_is_no_escape() -> None:
     code = TWO_TASKS.replace("logging.basic", "import long_task; long_task.SHORT_S = 0; logging.basic")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert "\x1b" not in done.stderr + done.stdout and "\r" not in done.stderr
     assert re.search(r"^\[ *\d+ s\] encode: 20 of 40 passages, [\d.]+ a second, \d+ s left$", done.stderr, re.M)
 

@@ -6,14 +6,19 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from documented_commands import Checkout, Command
 
-from verl.config import check_supported, load_config
+from verl.config import Config, check_supported, load_config, load_config_from_argv
+from verl.trainer.dry_run.__main__ import main as dry_run
+from verl.trainer.main_ppo_format import with_format_reward
+from verl.trainer.preflight.__main__ import main as preflight
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = re.compile(
@@ -38,10 +43,29 @@ def run(script: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subp
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
 
 
-def composed(script: str, *arguments: str, **settings: str) -> dict:
-    result = run(script, *arguments, "--cfg", "job", **settings)
-    assert result.returncode == 0, result.stderr
-    return yaml.safe_load(result.stdout)
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return Checkout(tmp_path_factory.mktemp("scripts"))
+
+
+def started(checkout: Checkout, script: str, *arguments: str, **settings: str) -> list[str]:
+    """The arguments that the script starts its trainer with."""
+    return checkout.rehearse(Command(script, ("bash", script, *arguments), settings))[-1].arguments
+
+
+Composed = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def composed(checkout: Checkout) -> Composed:
+    """The configuration that a script asks for, with further arguments and with settings."""
+
+    def compose(script: str, *arguments: str, **settings: str) -> Config:
+        given = started(checkout, script, *arguments, "--cfg", "job", **settings)  # for which no file need be there
+        assert given[-2:] == ["--cfg", "job"]
+        return load_config_from_argv(given[:-2])
+
+    return compose
 
 
 @pytest.fixture
@@ -91,29 +115,33 @@ def test_unusable_setting_is_named(setting: str, value: str, message: str, promp
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_composes_without_data_and_later_arguments_win(script: str) -> None:
-    tree = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="4")
-    assert tree["trainer"]["total_training_steps"] == 20
-    assert tree["trainer"]["val_before_train"] is False
-    assert tree["trainer"]["n_gpus_per_node"] == 4
-    assert tree["data"]["train_batch_size"] == 512
+def test_what_a_script_asks_for_is_there_and_later_arguments_win(script: str, composed: Composed) -> None:
+    """Without data and without a model."""
+    config = composed(script, "trainer.total_training_steps=20", "+trainer.val_before_train=false", N_GPUS="4")
+    assert (config.trainer.total_training_steps, config.trainer.val_before_train) == (20, False)
+    assert (config.trainer.n_gpus_per_node, config.data.train_batch_size) == (4, 512)
+    assert config.trainer.nnodes == (4 if script in ON_SEVERAL_NODES else 1)
+    check_supported(composed(script))
 
 
-def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path) -> None:
+def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path, composed: Composed) -> None:
     (prompts / "train.parquet").unlink()
-    tree = composed("scripts/nq_hotpotqa/evaluate.sh", "max_turns=2", DATA_DIR=str(prompts), BASE_MODEL="org/model")
-    assert tree["trainer"]["val_only"] is True and tree["max_turns"] == 2
-    assert tree["actor_rollout_ref"]["rollout"]["val_kwargs"]["do_sample"] is False
-    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
-    assert tree["data"]["val_files"] == f"{prompts}/test.parquet" and tree["data"]["val_data_num"] is None
-    missing = run("scripts/nq_hotpotqa/evaluate.sh", DATA_DIR="/no/such/folder")
+    script = "scripts/nq_hotpotqa/evaluate.sh"
+    config = composed(script, "max_turns=2", DATA_DIR=str(prompts), BASE_MODEL="org/model")
+    assert config.trainer.val_only is True and config.max_turns == 2
+    assert config.actor_rollout_ref.rollout.val_kwargs.do_sample is False
+    assert config.actor_rollout_ref.model.path == "org/model"
+    assert config.data.val_files == f"{prompts}/test.parquet" and config.data.val_data_num is None
+    missing = run(script, DATA_DIR="/no/such/folder")
     assert missing.returncode == 2 and "/no/such/folder/test.parquet does not exist" in missing.stderr
 
 
 def test_settings_reach_the_configuration(prompts: Path) -> None:
-    tree = composed(
-        "train_grpo.sh", DATA_DIR=str(prompts), BASE_MODEL="org/model", EXPERIMENT_NAME="mine", WANDB_PROJECT="ours"
-    )
+    """As the trainer itself prints it."""
+    settings = {"BASE_MODEL": "org/model", "EXPERIMENT_NAME": "mine", "WANDB_PROJECT": "ours"}
+    printed = run("train_grpo.sh", "--cfg", "job", DATA_DIR=str(prompts), **settings)
+    assert printed.returncode == 0, printed.stderr
+    tree = yaml.safe_load(printed.stdout)
     assert tree["data"]["train_files"] == f"{prompts}/train.parquet"
     assert tree["data"]["val_files"] == f"{prompts}/test.parquet"
     assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
@@ -121,39 +149,33 @@ def test_settings_reach_the_configuration(prompts: Path) -> None:
     assert tree["trainer"]["default_local_dir"] == "verl_checkpoints/mine"
 
 
-def test_the_entry_point_is_a_setting(prompts: Path) -> None:
-    """What the trainer refuses shows which one it was: the format reward brings its own."""
-    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": "org/model", "EXPERIMENT_NAME": f"test_scripts_{os.getpid()}"}
-    log = ROOT / f"{settings['EXPERIMENT_NAME']}.log"
-    try:
-        result = run("train_grpo.sh", "reward.function=mine.Reward", TRAINER="verl.trainer.main_ppo_format", **settings)
-    finally:
-        log.unlink(missing_ok=True)
-    assert result.returncode == 2
-    assert "main_ppo_format brings its own reward" in result.stdout + result.stderr
+def test_the_entry_point_is_a_setting(prompts: Path, checkout: Checkout) -> None:
+    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": "org/model", "TRAINER": "verl.trainer.main_ppo_format"}
+    [call] = checkout.rehearse(Command("", ("bash", "train_grpo.sh", "max_turns=3"), settings))
+    assert call.words[1:3] == ("-m", "verl.trainer.main_ppo_format")
+    assert with_format_reward(load_config_from_argv(call.arguments)).max_turns == 3
 
 
-@pytest.mark.parametrize(
-    ("trainer", "gpus", "status", "level"), [("dry_run", "8x80", 0, "ok"), ("preflight", "8x1", 1, "FAIL")]
-)
 def test_a_train_script_can_ask_whether_its_settings_fit(
-    trainer: str, gpus: str, status: int, level: str, prompts: Path, tiny_model_dir: Path
+    prompts: Path, tiny_model_dir: Path, checkout: Checkout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": f"test_scripts_{os.getpid()}"}
-    only = ["--estimate_only"] if trainer == "preflight" else []
-    result = run(
-        *("train_ppo.sh", *only, "--gpus", gpus, "reward_model.retrieval_score=0.1"),
-        **settings, BASE_MODEL=str(tiny_model_dir), TRAINER=f"verl.trainer.{trainer}",
-    )  # fmt: skip
-    assert result.returncode == status, result.stdout + result.stderr
-    verdict = next(line for line in result.stdout.splitlines() if "fit" in line)
-    assert verdict.split()[0] == level and "critic's update" in result.stdout
-    assert not (ROOT / f"{settings['EXPERIMENT_NAME']}.log").exists(), "the log of a training run stays as it is"
+    """The dry run that it starts says yes; preflight says no, which is the script's exit status."""
+    settings = {"DATA_DIR": str(prompts), "BASE_MODEL": str(tiny_model_dir), "EXPERIMENT_NAME": "asked"}
+    given = ("train_ppo.sh", "reward_model.retrieval_score=0.1", "--gpus")
+    assert dry_run(started(checkout, *given, "8x80", TRAINER="verl.trainer.dry_run", **settings)) == 0
+    fits = capsys.readouterr().out
+    refused = run(*given, "8x1", "--estimate_only", cwd=prompts, TRAINER="verl.trainer.preflight", **settings)
+    assert refused.returncode == 1, refused.stdout + refused.stderr
+    for printed, level in ((fits, "ok"), (refused.stdout, "FAIL")):
+        verdict = next(line for line in printed.splitlines() if "fit" in line)
+        assert verdict.split()[0] == level and "critic's update" in printed
+    for folder in (prompts, checkout.folder):
+        assert not (folder / "asked.log").exists(), "the log of a training run stays as it is"
 
 
 @pytest.mark.parametrize("script", ON_SEVERAL_NODES)
-def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Path) -> None:
-    assert composed(script)["trainer"]["nnodes"] == 4 and composed(script, N_NODES="2")["trainer"]["nnodes"] == 2
+def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Path, composed: Composed) -> None:
+    assert composed(script, N_NODES="2").trainer.nnodes == 2
     result = run(script, DATA_DIR=str(prompts))
     assert result.returncode == 2 and "RAY_DASHBOARD_ADDRESS=http://HEAD:8265" in result.stderr
     assert "N_NODES=few is not a number" in run(script, DATA_DIR=str(prompts), N_NODES="few").stderr
@@ -161,16 +183,17 @@ def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ON_SEVERAL_NODES)
-def test_a_script_for_several_nodes_fits_the_cluster_that_it_is_for(script: str, prompts: Path) -> None:
+def test_a_script_for_several_nodes_fits_the_cluster_that_it_is_for(
+    script: str, prompts: Path, checkout: Checkout, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its own model's shape: on 4 x 8 GPUs of 80 GB with room, and on 4 x 8 of 40 GB not."""
     [name] = re.findall(r"BASE_MODEL_DEFAULT=Qwen/(\S+)", (ROOT / script).read_text())
     settings = {"DATA_DIR": str(prompts), "BASE_MODEL": str(SHAPES / name), "TRAINER": "verl.trainer.preflight"}
     for gpus, status, level in (("4x8x80", 0, "ok"), ("4x8x40", 1, "FAIL")):
-        result = run(script, "--estimate_only", "--gpus", gpus, **settings)
-        assert result.returncode == status, result.stdout + result.stderr
-        verdict, *_ = (line for line in result.stdout.splitlines() if "fit" in line)
-        print(script, verdict)
-        assert verdict.split()[0] == level and "of 4 x 8 GPUs" in result.stdout.replace("on 4 x 8", "of 4 x 8")
+        assert preflight(started(checkout, script, "--estimate_only", "--gpus", gpus, **settings)) == status
+        printed = capsys.readouterr().out
+        verdict = next(line for line in printed.splitlines() if "fit" in line)
+        assert verdict.split()[0] == level and re.search(r"o[fn] 4 x 8 GPUs", printed), printed
 
 
 def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_path: Path) -> None:
@@ -207,41 +230,30 @@ def test_a_node_of_a_cluster_that_cannot_start_says_why(
     assert result.returncode == 2 and message in result.stderr
 
 
-def test_ema_pg_settings() -> None:
-    tree = composed("train_grpo_ema_pg.sh")
-    actor, algorithm = tree["actor_rollout_ref"]["actor"], tree["algorithm"]
-    assert actor["kl_loss_type"] == "full_reverse"
-    assert list(actor["optim"]["betas"]) == [0.9, 0.95]
-    assert (algorithm["ref_policy_ema_tau"], algorithm["ref_policy_ema_update_period"]) == (0.9, 10)
-    assert (actor["kl_topk_tokens"], actor["use_kl_iw"], actor["kl_topk_gradient"]) == (32, True, "corrected")
-    assert actor["clip_ratio_high"] == 0.28
-    assert tree["max_turns"] == 4
+def test_ema_pg_settings(composed: Composed) -> None:
+    config = composed("train_grpo_ema_pg.sh")
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    assert actor.kl_loss_type == "full_reverse"
+    assert list(actor.optim.betas) == [0.9, 0.95]
+    assert (algorithm.ref_policy_ema_tau, algorithm.ref_policy_ema_update_period) == (0.9, 10)
+    assert (actor.kl_topk_tokens, actor.use_kl_iw, actor.kl_topk_gradient) == (32, True, "corrected")
+    assert actor.clip_ratio_high == 0.28
+    assert config.max_turns == 4
 
 
-def test_ppo_settings() -> None:
-    tree = composed("train_ppo.sh", BASE_MODEL="org/model")
-    assert (tree["algorithm"]["adv_estimator"], tree["algorithm"]["use_kl_in_reward"]) == ("gae", True)
-    assert tree["critic"]["model"]["path"] == tree["actor_rollout_ref"]["model"]["path"] == "org/model"
-
-
-@pytest.mark.parametrize("script", TRAINERS)
-def test_what_a_script_asks_for_is_there(script: str, tmp_path: Path) -> None:
-    (tmp_path / "composed.yaml").write_text(yaml.safe_dump(composed(script)))
-    check_supported(load_config("composed", config_dir=str(tmp_path)))
+def test_ppo_settings(composed: Composed) -> None:
+    config = composed("train_ppo.sh", BASE_MODEL="org/model")
+    assert (config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward) == ("gae", True)
+    assert config.critic.model.path == config.actor_rollout_ref.model.path == "org/model"
 
 
 def test_ppo_without_a_model_names_the_critic_and_logs_it(prompts: Path) -> None:
-    name = f"test_scripts_{os.getpid()}"
-    log = ROOT / f"{name}.log"
-    settings = {"DATA_DIR": str(prompts), "EXPERIMENT_NAME": name, "BASE_MODEL": "org/model", "HF_HUB_OFFLINE": "1"}
-    try:
-        result = run("train_ppo.sh", **settings)
-        assert result.returncode == 2, "the exit status is the trainer's, not tee's"
-        assert "error: algorithm.adv_estimator=gae needs a critic, and critic.model.path=org/model is" in result.stdout
-        assert "critic.model.path=org/model" in log.read_text()
-        assert "Traceback" not in result.stdout
-    finally:
-        log.unlink(missing_ok=True)
+    settings = {"DATA_DIR": ".", "EXPERIMENT_NAME": "mine", "BASE_MODEL": "org/model", "HF_HUB_OFFLINE": "1"}
+    result = run("train_ppo.sh", cwd=prompts, **settings)
+    assert result.returncode == 2, "the exit status is the trainer's, not tee's"
+    assert "error: algorithm.adv_estimator=gae needs a critic, and critic.model.path=org/model is" in result.stdout
+    assert "critic.model.path=org/model" in (prompts / "mine.log").read_text()
+    assert "Traceback" not in result.stdout
 
 
 def test_paths_and_modules_are_those_of_the_callers_folder(prompts: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(FOLDER))  # as Python does when it runs a file there
 
+import soak  # noqa: E402
 from growth import Series, Windows, growth_of  # noqa: E402
 from process_watch import RAY, ProcessWatch, ray_objects, role  # noqa: E402
 
@@ -50,20 +53,17 @@ for process in held if what == "processes" else []:
 """
 )
 PARENT = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
-SMALL = ("--after", "8", "--window", "6")
 
 
-def grown(folder: Path, program: str, what: str, *options: str) -> tuple[int, list[tuple[str, str]]]:
-    """Exit status of the soak of a program, and the (role, quantity) that it says grew."""
-    script = folder / "program.py"
-    script.write_text(program)
-    command = [sys.executable, str(FOLDER / "soak.py"), "--run_dir", str(folder), *SMALL, *options, "--"]
-    command += [sys.executable, *(["-c", PARENT] if program == CHILD else []), str(script), str(folder), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    rows = re.findall(r"^GREW: (\S+) [^,]+, ([^:]+):", done.stdout, re.MULTILINE)
-    assert ("flat: no memory grew" in done.stdout) == (not rows)
-    return done.returncode, rows
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What `main` is given, with tmp_path as the folder of the run; more may be added."""
+    before = signal.getsignal(signal.SIGTERM)
+    given = ["soak.py", "--run_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    monkeypatch.setattr(soak, "POLL_S", 0.01)
+    yield given
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,21 @@ def grown(folder: Path, program: str, what: str, *options: str) -> tuple[int, li
         ("processes", [("whole", "processes")]),
     ],
 )
-def test_what_grows_is_named(what: str, found: list[tuple[str, str]], tmp_path: Path) -> None:
-    status, grew = grown(tmp_path, CHILD, what)
+def test_what_grows_is_named(
+    what: str,
+    found: list[tuple[str, str]],
+    tmp_path: Path,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each growth is told with its role and quantity."""
+    script = tmp_path / "program.py"
+    script.write_text(CHILD)
+    arguments += ["--after", "8", "--window", "6", "--", sys.executable, "-c", PARENT, str(script), str(tmp_path), what]
+    status = soak.main()
+    printed = capsys.readouterr().out
+    grew = re.findall(r"^GREW: (\S+) [^,]+, ([^:]+):", printed, re.MULTILINE)
+    assert ("flat: no memory grew" in printed) == (not grew)
     assert status == bool(found)
     # A process that came later has all of its quantities beside it.
     assert [row for row in grew if row[0] != "sleep"] == found
@@ -160,20 +173,23 @@ def test_role_of_a_process(command: list[str], name: str) -> None:
     assert role(command) == name
 
 
-def test_a_run_that_fails_or_is_too_short_tells_nothing(tmp_path: Path) -> None:
-    def status(name: str, program: str, *options: str) -> int:
-        folder = tmp_path / name
-        folder.mkdir()
-        command = [sys.executable, str(FOLDER / "soak.py"), "--run_dir", str(folder), *options, "--"]
-        command += [sys.executable, "-c", program, str(folder), "nothing"]
-        return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode
-
-    assert status("failed", "raise SystemExit(3)") == 2
-    assert status("short", WARM + "list(steps())") == 2, "30 steps say nothing about growth after step 50"
+def test_a_run_that_fails_tells_nothing(arguments: list[str]) -> None:
+    """As a program of its own, whose exit status says so."""
+    command = [sys.executable, str(FOLDER / "soak.py"), *arguments[1:], "--", sys.executable, "-c", "exit(3)"]
+    assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 2
 
 
-def test_metrics_of_an_earlier_run_are_refused(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_tells_nothing(tmp_path: Path, arguments: list[str]) -> None:
+    """30 steps say nothing about growth after step 50."""
+    arguments += ["--", sys.executable, "-c", WARM + "list(steps())", str(tmp_path), "nothing"]
+    assert soak.main() == 2
+
+
+def test_metrics_of_an_earlier_run_are_refused(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    command = [sys.executable, str(FOLDER / "soak.py"), "--run_dir", str(tmp_path), "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "another --run_dir" in done.stderr
+    arguments += ["--", "true"]
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert "another --run_dir" in capsys.readouterr().err

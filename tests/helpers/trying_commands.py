@@ -12,11 +12,11 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -24,18 +24,24 @@ from unittest.mock import patch
 
 from documented_commands import ROOT, Checkout, Command
 from e2e_world import free_port, wait_until_up
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from ray.cloudpickle import register_pickle_by_value, unregister_pickle_by_value
 from torch.distributed.run import get_args_parser
 
 import infer
 from search_r1.command import programs
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
+from search_r1.http import process
 from search_r1.llm_agent.command_line import agent_config
+from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
 from verl.config import check_supported, load_config, load_config_from_argv
 from verl.config.command_line import load_from_argv
 from verl.config.sft import SftConfig, load_sft_config
+from verl.single_controller import cluster
 from verl.tracking.tracker import Tracker
 from verl.trainer.dry_run import __main__ as dry_run
 from verl.trainer.dry_run.place import parse_gpus
@@ -44,7 +50,7 @@ from verl.trainer.plan import __main__ as plan
 from verl.trainer.preflight import __main__ as preflight
 from verl.trainer.scoring import make_reward
 
-Rule = Callable[[Command, Checkout], None]
+Rule = Callable[[Command, Checkout], object]
 
 # Programs that are not tried, and why.
 NOT_OURS = {
@@ -89,10 +95,19 @@ def try_command(command: Command, checkout: Checkout) -> None:
         if command.words[1:] == ("--help",):
             return  # tests/search_r1/test_command.py reads what it shows
         command = started_by(command)
-    fitting = [rule for pattern, rule in RULES if re.match(rf"(?:{pattern})(?=\s|$)", command.line, re.DOTALL)]
+    fitting = rules_of(command)
     assert fitting, f"{command.where}: add a way to try `{command.line}` to RULES in {Path(__file__).name}"
     assert len(fitting) == 1, f"{command.where}: more than one rule fits `{command.line}`"
     fitting[0](command, checkout)
+
+
+def rules_of(command: Command) -> list[Rule]:
+    return [rule for pattern, rule in RULES if re.match(rf"(?:{pattern})(?=\s|$)", command.line, re.DOTALL)]
+
+
+def needs_ray(command: Command) -> bool:
+    """Whether Ray must have been started in this process before the command is tried."""
+    return runs_on_ray in rules_of(command)
 
 
 def started_by(command: Command) -> Command:
@@ -110,7 +125,7 @@ def paths_of_ours(command: Command) -> Iterator[Path]:
             yield ROOT / value
 
 
-def rehearses(command: Command, checkout: Checkout) -> None:
+def rehearses(command: Command, checkout: Checkout) -> list[Command]:
     """The script ends well, what it was given arrives at a program, and every program accepts its arguments."""
     calls = checkout.rehearse(command)
     assert calls, f"{command.line} calls no program"
@@ -121,14 +136,20 @@ def rehearses(command: Command, checkout: Checkout) -> None:
     for value in [*command.variables.values(), *(word for word in command.words if "=" in word)]:
         assert re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", lines), f"{value} is lost in {lines}"
     for call in calls:
-        try_command(call, checkout)
+        if (line := call.line.replace(str(checkout.folder), "")) not in TRIED:
+            try_command(call, checkout)
+            TRIED.add(line)
+    return calls
+
+
+TRIED: set[str] = set()
+"""Calls of scripts that were tried and are right: many scripts make the same ones, and all have the same checkout."""
 
 
 def supervises(command: Command, checkout: Checkout) -> None:
     """It is rehearsed as it stands; each call of what it supervises goes on from the last state."""
-    rehearses(command, checkout)
-    calls = checkout.rehearse(command)
-    assert all("trainer.resume_mode=auto" in call.words for call in calls), f"{command.line} does not resume"
+    for call in rehearses(command, checkout):
+        assert "trainer.resume_mode=auto" in call.words, f"{command.line} does not resume"
 
 
 def fetches_tools(command: Command, _: Checkout) -> None:
@@ -141,39 +162,36 @@ def reaches_machines(command: Command, _: Checkout) -> None:
     assert command.words[2] == "start" and len(command.words) > 3
 
 
-def composes_training(command: Command, _: Checkout) -> None:
-    with ends_well():
-        config = load_config_from_argv(command.arguments)
-        check_supported(config)
-        make_reward(config, config.reward.function, config.reward.kwargs)
-        make_reward(config, config.reward.function, config.reward.val_kwargs or config.reward.kwargs)
+def understood_by(check: Callable[[list[str]], object]) -> Rule:
+    """`check` takes the arguments, in a folder where the run of `--run` lies as training leaves it."""
+
+    def understands(command: Command, _: Checkout) -> None:
+        if "--run" in command.words:
+            make_run(Path(command.words[command.words.index("--run") + 1]))
+        with ends_well():
+            check(command.arguments)
+
+    return understands
 
 
-def composes_preflight(command: Command, _: Checkout) -> None:
-    with ends_well():
-        preflight.parse(command.arguments)
+def make_run(folder: Path) -> None:
+    Tracker([], "p", "e", folder, asdict(load_config("tinywiki"))).finish()
+    model = folder / "actor" / "global_step_60"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}")
 
 
-def composes_dry_run(command: Command, _: Checkout) -> None:
-    with ends_well():
-        dry_run.parse(command.arguments)
+def composes_training(arguments: list[str]) -> None:
+    config = load_config_from_argv(arguments)
+    check_supported(config)
+    make_reward(config, config.reward.function, config.reward.kwargs)
+    make_reward(config, config.reward.function, config.reward.val_kwargs or config.reward.kwargs)
 
 
-def composes_plan(command: Command, _: Checkout) -> None:
-    with ends_well():
-        asked = plan.parse(command.arguments)
-        assert parse_gpus(asked.gpus).per_node
-        load_config(asked.config_name, [f"actor_rollout_ref.model.path={asked.model}", *asked.overrides])
-
-
-def composes_format_training(command: Command, _: Checkout) -> None:
-    with ends_well():
-        check_supported(with_format_reward(load_config_from_argv(command.arguments)))
-
-
-def composes_warm_start(command: Command, _: Checkout) -> None:
-    with ends_well():
-        load_from_argv(SftConfig, load_sft_config, command.arguments, "sft")
+def composes_plan(arguments: list[str]) -> None:
+    asked = plan.parse(arguments)
+    assert parse_gpus(asked.gpus).per_node
+    load_config(asked.config_name, [f"actor_rollout_ref.model.path={asked.model}", *asked.overrides])
 
 
 def starts_several(command: Command, checkout: Checkout) -> None:
@@ -185,40 +203,11 @@ def starts_several(command: Command, checkout: Checkout) -> None:
     try_command(replace(command, words=words), checkout)
 
 
-def composes_answering(command: Command, _: Checkout) -> None:
-    make_run(command)
-    with ends_well():
-        agent_config(infer.parse_arguments(command.arguments))
-
-
-def make_run(command: Command) -> None:
-    """The folder of `--run`, as training leaves it: that it is the reader's is for the command to know."""
-    if "--run" not in command.words:
-        return
-    folder = Path(command.words[command.words.index("--run") + 1])
-    Tracker([], "p", "e", folder, asdict(load_config("tinywiki"))).finish()
-    model = folder / "actor" / "global_step_60"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text("{}")
-
-
-def composes_serving(command: Command, _: Checkout) -> None:
-    make_run(command)
-    with ends_well():
-        checked_config(parse_arguments(command.arguments))
-
-
 def asks_the_endpoint(command: Command, _: Checkout) -> None:
     """The request is understood; who answers it runs in tests/search_r1/llm_agent."""
     words = command.words
     assert words[-1].startswith("{") and any(word.endswith(ROUTE) for word in words)
     assert parse_chat(words[-1].encode()).question
-
-
-def composes_an_evaluation(command: Command, _: Checkout) -> None:
-    make_run(command)
-    with ends_well():
-        method_config(evaluation_arguments("", command.arguments))
 
 
 def writes_a_page(command: Command, _: Checkout) -> None:
@@ -232,14 +221,18 @@ def runs(*more: str) -> Rule:
     return lambda command, _: run_python(command, *more)
 
 
-def runs_apart(*more: str) -> Rule:
-    """The same in a process of its own, which starts a Ray of its own."""
-
-    def run(command: Command, _: Checkout) -> None:
-        done = subprocess.run([sys.executable, *command.words[1:], *more], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-    return run
+def runs_on_ray(command: Command, _: Checkout) -> None:
+    """Runs it with little to do, on this process's Ray. Its workers do not find data_plane.py: they are sent it."""
+    folder = str((ROOT / command.words[1]).parent)
+    with patch.object(sys, "path", [folder, *sys.path]):
+        data_plane = importlib.import_module("data_plane")
+    register_pickle_by_value(data_plane)
+    try:
+        with patch.object(cluster, "init_patiently") as started:
+            run_python(command, "--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1")
+    finally:
+        unregister_pickle_by_value(data_plane)
+    started.assert_called_once()
 
 
 def accepts_options(command: Command, _: Checkout) -> None:
@@ -263,11 +256,19 @@ class OptionsAccepted(Exception):
 
 
 def serves(command: Command, checkout: Checkout) -> None:
-    with server(command, checkout) as url:
-        corpus = checkout.folder / command.words[command.words.index("--corpus_path") + 1]
-        first = json.loads(corpus.read_text().splitlines()[0])
-        found = post(url, {"queries": [first["contents"]]})["result"][0]
-        assert found and found[0] == first, f"{first} is not found but {found}"
+    """It loads and listens; what it would serve is asked in this process."""
+    corpus = checkout.folder / command.words[command.words.index("--corpus_path") + 1]
+    first = json.loads(corpus.read_text().splitlines()[0])
+    answers = []
+
+    def ask(app: FastAPI, listener: socket.socket) -> None:
+        with closing(listener), TestClient(app) as client:
+            answers.append(client.post("/retrieve", json={"queries": [first["contents"]]}).json()["result"][0])
+
+    with patch.object(process, "serve", ask), ends_well():
+        assert retrieval_server.main([*command.arguments, "--port", "0"]) == 0, f"{command.line} does not start"
+    [found] = answers
+    assert found and found[0] == first, f"{first} is not found but {found}"
 
 
 def accepts_stages(command: Command, _: Checkout) -> None:
@@ -323,91 +324,73 @@ def server(command: Command, checkout: Checkout) -> Iterator[str]:
     port = free_port()
     arguments = [sys.executable, *command.words[1:], "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(arguments, cwd=checkout.folder, env=environment)
+    started = subprocess.Popen(arguments, cwd=checkout.folder, env=environment)
     try:
-        wait_until_up(process, f"http://127.0.0.1:{port}/healthz")
+        wait_until_up(started, f"http://127.0.0.1:{port}/healthz")
         yield f"http://127.0.0.1:{port}/retrieve"
     finally:
-        process.terminate()
-        process.wait(timeout=120)
-
-
-def post(url: str, request: object) -> dict:
-    with urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=60) as reply:
-        return json.load(reply)
+        started.terminate()
+        started.wait(timeout=120)
 
 
 SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "--num_sft_rows", "8")
 
+OPTIONS_ONLY = (
+    r"-m verl\.(trainer\.(plan\.calibrate|last_checkpoint)|tracking\.report)",
+    r"-m search_r1\.doctor",  # tests/search_r1/test_doctor.py runs it
+    r"-m search_r1\.(evaluation\.example_question|viewer \S+|replay (score|log_probs|export))",
+    r"-m search_r1\.search\.(index_builder .*--retrieval_method|retrieval_server .*--retriever_name) (?!bm25)\S+",
+    r"-m search_r1\.search\.(rerank_server|retrieval_rerank_server|google_search_server|serp_search_server|mcp_tool)",
+    r"-m search_r1\.search\.corpus_tool .*--url",
+    r"scripts/data_process/(qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))|nq_rag\.py)",
+    r"scripts/(download|experiments/collect)\.py",
+    r"scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
+    r"scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
+    r"scripts/bench/(rollouts|async_rollout|collect|step_growth|sampling_growth)\.py",
+)
 RULES: list[tuple[str, Rule]] = [
+    *((rf"python {program}", accepts_options) for program in OPTIONS_ONLY),
     (r"bash (?!scripts/(run_with_restart|security|cluster/ssh)\.sh)\S+\.sh", rehearses),
     (r"bash scripts/cluster/ssh\.sh", reaches_machines),
     (r"bash scripts/run_with_restart\.sh", supervises),
     (r"bash scripts/security\.sh", fetches_tools),
-    (r"python -m verl\.trainer\.main_ppo", composes_training),
-    (r"python -m verl\.trainer\.main_ppo_format", composes_format_training),
-    (r"python -m verl\.trainer\.run_folder", composes_training),
-    (r"python -m verl\.trainer\.preflight", composes_preflight),
-    (r"python -m verl\.trainer\.dry_run", composes_dry_run),
-    (r"python -m verl\.trainer\.plan", composes_plan),
-    (r"python -m verl\.trainer\.plan\.calibrate", accepts_options),
+    (r"python -m verl\.trainer\.(main_ppo|run_folder)", understood_by(composes_training)),
+    (
+        r"python -m verl\.trainer\.main_ppo_format",
+        understood_by(lambda arguments: check_supported(with_format_reward(load_config_from_argv(arguments)))),
+    ),
+    (r"python -m verl\.trainer\.preflight", understood_by(preflight.parse)),
+    (r"python -m verl\.trainer\.dry_run", understood_by(dry_run.parse)),
+    (r"python -m verl\.trainer\.plan", understood_by(composes_plan)),
+    (
+        r"python -m verl\.trainer\.sft",
+        understood_by(lambda arguments: load_from_argv(SftConfig, load_sft_config, arguments, "sft")),
+    ),
     (r"python -m first_run", accepts_stages),
-    (r"python -m verl\.trainer\.sft", composes_warm_start),
     (r"python -m torch\.distributed\.run", starts_several),
     (r"python -m verl\.config\.docs", writes_a_page),
-    (r"python -m verl\.tracking\.report", accepts_options),
-    (r"python -m verl\.trainer\.last_checkpoint", accepts_options),
-    (r"python (infer\.py|-m infer)", composes_answering),
-    (r"python -m search_r1\.serve", composes_serving),
+    (
+        r"python (infer\.py|-m infer)",
+        understood_by(lambda arguments: agent_config(infer.parse_arguments(arguments))),
+    ),
+    (r"python -m search_r1\.serve", understood_by(lambda arguments: checked_config(parse_arguments(arguments)))),
+    (
+        r"python -m search_r1\.evaluation",
+        understood_by(lambda arguments: method_config(evaluation_arguments("", arguments))),
+    ),
     (r"python -m search_r1\.data\.tinywiki", runs(*SMALL_WIKI)),
     (r"python -m search_r1\.data\.tinywiki\.difficulty", runs()),
     (r"python scripts/experiments/topk_kl_bias\.py", runs("--vocabulary", "64", "--k", "4", "--draws", "1")),
-    (r"python scripts/experiments/grid\.py", runs("--dry_run")),
-    (r"python scripts/experiments/collect\.py", accepts_options),
+    (r"python scripts/experiments/grid\.py", runs("--dry_run", "--seeds", "3")),
     (r"python scripts/bench/memory_tiers\.py", runs()),
-    (r"python -m search_r1\.evaluation", composes_an_evaluation),
     (r"python scripts/data_process/(nq|nq_search|qa_search_\w+_merge)\.py(?=.*--input_dir)", runs("--limit", "1")),
     (r"python scripts/data_process/qa_search_\w+_merge\.py(?=.*=(example|mine)/)", runs()),
-    (r"python scripts/data_process/qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))", accepts_options),
-    (r"python scripts/data_process/nq_rag\.py", accepts_options),
-    (r"python scripts/download\.py", accepts_options),
-    (r"python -m search_r1\.evaluation\.example_question", accepts_options),
-    (r"python -m search_r1\.doctor", runs()),
-    (r"python -m search_r1\.viewer$", runs("--help")),
-    (r"python -m search_r1\.viewer \S+", accepts_options),
-    (r"python -m search_r1\.replay$", runs("--help")),
-    (r"python -m search_r1\.replay (score|log_probs|export)", accepts_options),
+    (r"python -m search_r1\.(viewer|replay|search\.retrieval_server)$", runs("--help")),
     (r"python -m search_r1\.search\.index_builder .*--retrieval_method bm25", runs()),
-    (r"python -m search_r1\.search\.index_builder .*--retrieval_method (?!bm25)\S+", accepts_options),
     (r"python -m search_r1\.search\.retrieval_server .*--retriever_name bm25", serves),
-    (r"python -m search_r1\.search\.retrieval_server .*--retriever_name (?!bm25)\S+", accepts_options),
-    (r"python -m search_r1\.search\.retrieval_server$", runs("--help")),
-    (r"python -m search_r1\.search\.(rerank_server|retrieval_rerank_server)", accepts_options),
-    (r"python -m search_r1\.search\.(google|serp)_search_server", accepts_options),
-    (r"python -m search_r1\.search\.mcp_tool", accepts_options),
     (r"python -m search_r1\.search\.corpus_tool(?!.*--url)", runs()),
-    (r"python -m search_r1\.search\.corpus_tool .*--url", accepts_options),
-    (
-        r"python scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
-        accepts_options,
-    ),
-    (
-        r"python scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
-        accepts_options,
-    ),
-    (
-        r"python scripts/bench/(rollouts|async_rollout|collect)\.py",
-        accepts_options,
-    ),
-    (
-        r"python scripts/bench/(step|sampling)_growth\.py",
-        accepts_options,
-    ),
-    (
-        r"python scripts/bench/(driver_step|data_plane)\.py",
-        runs_apart("--trajectories", "10", "--tokens", "300", "--ranks", "2", "--rounds", "1"),
-    ),
-    (r"python scripts/bench/linear\.py", runs_apart("--tokens", "16", "--rounds", "1")),
+    (r"python scripts/bench/(driver_step|data_plane)\.py", runs_on_ray),
+    (r"python scripts/bench/linear\.py", runs("--tokens", "16", "--rounds", "1")),
     (r"python -m pytest", selects_tests),
     (r"curl -N http://127\.0\.0\.1:8001/\S+", asks_the_endpoint),
     (r"python (-|-c|-V|-m venv|-m pip|-m mypy)", part_of_set_up),
