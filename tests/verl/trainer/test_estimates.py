@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -28,6 +29,7 @@ def make_batch() -> TrainBatch:
     return TrainBatch(torch.tensor(LENGTHS), tokens, rows)
 
 
+@cache
 def make_config(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = ["actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.use_rollout_log_probs=true"]

@@ -27,7 +27,7 @@ def test_files_that_were_handed_over_are_written_first(tmp_path: Path, error: Ba
     writer = BackgroundWriter()
 
     def slow() -> None:
-        time.sleep(0.5)
+        time.sleep(0.1)
         (tmp_path / "file").touch()
 
     with pytest.raises(type(error)) as caught, last_words(tmp_path, no_state(tmp_path), writer):
