@@ -119,6 +119,7 @@ def require_same_peaks(roles: list[Role], real: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sizes", "num_ranks", "overrides"),
     [
@@ -378,6 +379,7 @@ def test_advice_is_about_the_gpu_that_is_full(tmp_path: Path) -> None:
     """The critic's micro-batches are far too large: settings of the actor gain nothing on its GPUs."""
     large = [f"{CRITIC}.ppo_max_token_len_per_gpu=163840", "data.train_batch_size=64", "data.max_prompt_length=8192"]
     large += [f"{ACTOR}.ppo_mini_batch_size=64", "actor_rollout_ref.rollout.enforce_eager=true"]
+    large += [f"{ACTOR}.use_kl_loss=false"]
     config = load_config("tinywiki", own_critic(tmp_path, *large))
     place = parse_gpus("8x4")
     found = dry_run(config, place, advise=False)
@@ -395,10 +397,7 @@ def test_a_critic_of_its_own_on_cpu_by_hand(tmp_path: Path) -> None:
     rollout = config.actor_rollout_ref.rollout
     rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 1, 0.5, "bfloat16"
     values = Pass(Phase.SCORE, "values", Peak(700, 0), Work(), 1.0, by_tokens=True)
-    roles = [
-        Role("actor", GIB // 4, Peak(300, 0), [], Groups(1)),
-        Role("critic", 1, Peak(200, 0), [values], Groups(1)),
-    ]
+    roles = [Role("actor", GIB // 4, Peak(300, 0), [], Groups(1)), Role("critic", 1, Peak(200, 0), [values], Groups(1))]
     *of_actor, score, update = device_phases(config, roles, Place(2, 8 * GIB))
     both = {"engines": 0.5 * GIB, "processes": GIB / 2 + 0.5 * 1.25 * GIB}
     assert [phase.parts for phase in of_actor] == [{"actor at rest": 300, "freed blocks": 0, **both}] * 3
@@ -544,10 +543,7 @@ def test_gpus_that_are_not_understood(text: str) -> None:
 @pytest.mark.parametrize(("gpus", "status"), [("8x80", 0), ("8x1", 1)])
 def test_the_command(gpus: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In 1 GB the processes leave next to nothing: three settings are named."""
-    overrides = [
-        *overrides_of(save_model(tmp_path, SMALL)),
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
-    ]
+    overrides = [*overrides_of(save_model(tmp_path, SMALL)), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"]
     assert main(["--config-name", "tinywiki", "--gpus", gpus, *overrides, "data.train_batch_size=64",
                  f"{ACTOR}.ppo_mini_batch_size=64"]) == status  # fmt: skip
     printed = capsys.readouterr().out.splitlines()

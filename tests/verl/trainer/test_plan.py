@@ -142,6 +142,7 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rates that no core of any CPU is far from, and the slower number format is not the faster one by much."""
     assert calibrate.main(["--output", str(tmp_path / "machine.json"), "--device", "cpu"]) == 0

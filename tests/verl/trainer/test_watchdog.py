@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 
 from verl.trainer.watchdog import Watchdog
 
@@ -36,6 +37,7 @@ def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
     assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.timeout(60)
 def test_a_stopped_watchdog_is_no_more() -> None:
     Watchdog(1e6, lambda seconds: None).stop()
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
