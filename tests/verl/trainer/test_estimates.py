@@ -37,14 +37,19 @@ def make_config(*overrides: str) -> Config:
 
 
 class Anchor:
-    """Stands for the actor's workers: the anchor's log-probs are those of the sampler less `below` nats."""
+    """Stands for the actor's workers: the anchor's log-probs are those of the sampler less `below` nats.
+
+    Those of tokens that the policy did not write are lower by 7, which must not be seen.
+    """
 
     def __init__(self, below: float) -> None:
         self.below = below
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
         assert of == "anchor" and not top_k
-        return {"log_prob": batch.tokens["rollout_log_probs"] - self.below}
+        below_T = torch.full((len(batch.tokens["ids"]),), 7.0)
+        below_T[batch.tokens["loss_mask"]] = self.below
+        return {"log_prob": batch.tokens["rollout_log_probs"] - below_T}
 
 
 def prepare(estimator: Estimator, batch: TrainBatch, below: float = 0.5) -> dict[str, float]:

@@ -17,7 +17,7 @@ from verl.trainer.sampling_state import SamplingState
 from verl.trainer.staleness import staleness_metrics
 
 # Each takes milliseconds; where one hangs for ever, the others are not to add their five minutes.
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture
