@@ -33,6 +33,20 @@ def run_tracker(loggers: list[str], run_dir: Path, config: dict[str, Any] | None
         tracker.log({"critic/score/mean": torch.tensor(0.5)}, step=2)
 
 
+def mlflow_runs(folder: Path) -> Any:
+    """The runs of the project, the newest first."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("project")
+    return client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+
+
+def plain(file: io.StringIO) -> str:
+    """What was printed, without the control sequences of a terminal."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+
+
 def test_jsonl_is_always_on_and_flushed(tmp_path: Path) -> None:
     tracker = Tracker([], "project", "experiment", tmp_path / "new" / "run", {})
     tracker.log({"critic/score/mean": 0.25, "actor/pg_loss": float("nan")}, step=7)
@@ -105,11 +119,9 @@ def test_mlflow_has_the_same_names_and_the_settings(tmp_path: Path, monkeypatch:
     config = {"trainer": {"seed": 3, "many": {f"key{i}": "x" * 7000 for i in range(120)}}, "api_key": "very-secret"}
     run_tracker(["mlflow"], tmp_path, config)
     run_tracker(["mlflow"], tmp_path)  # the experiment is there already
-    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("project")
-    assert experiment is not None
-    newest, run = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    newest, run = mlflow_runs(tmp_path)
     assert run.info.run_name == "experiment" and run.info.status == newest.info.status == "FINISHED"
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     history = client.get_metric_history(run.info.run_id, "critic/score/mean")
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5)]
     assert run.data.params["trainer.seed"] == "3" and len(run.data.params) == 122
@@ -126,16 +138,13 @@ def test_mlflow_goes_where_its_variable_says(tmp_path: Path, monkeypatch: pytest
 
 def test_mlflow_takes_the_names_of_a_validation_and_odd_data_sources(tmp_path: Path) -> None:
     """Its file store has no place for `val/num_questions` beside `val/num_questions/nq`."""
-    from mlflow import MlflowClient
-
     questions = [Trajectory("g", Prompt((1,), "a+b", {}), status=Status.ANSWERED, reward=0.5)]
     metrics = validation_metrics(questions, "val")
     assert {"val/num_questions", "val/num_questions/a+b"} <= metrics.keys()
     with Tracker(["mlflow"], "project", "experiment", tmp_path, {}) as tracker:
         tracker.log(metrics, step=0)
         tracker.log(metrics, step=10)
-    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
-    [run] = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    [run] = mlflow_runs(tmp_path)
     assert run.data.metrics["val/num_questions/all"] == run.data.metrics["val/num_questions/a_b"] == 1
     assert len(run.data.metrics) == len(metrics)
 
@@ -157,12 +166,9 @@ def test_a_server_of_mlflow_that_goes_away_is_a_warning_and_one_that_is_not_ther
 
 
 def test_mlflow_says_of_a_run_that_an_error_ended_that_it_failed(tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
     with pytest.raises(ZeroDivisionError), Tracker(["mlflow"], "project", "experiment", tmp_path, {}):
         raise ZeroDivisionError
-    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
-    [run] = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    [run] = mlflow_runs(tmp_path)
     assert run.info.status == "FAILED"
 
 
@@ -269,12 +275,13 @@ def test_the_bar_has_phase_reward_exact_match_and_the_time_left(tmp_path: Path) 
     timer = Timer(console_backend.now_in)
     console_backend.log({"val/test_score/mean": 0.125}, step=0)
     console_backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 100.0}, step=1)
+    deadline = time.monotonic() + 60
     with timer("step"), timer("update_actor"):
-        time.sleep(1.5)  # the bar is drawn several times a second
+        while "update_actor" not in plain(file) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the bar is drawn several times a second
     console_backend.finish()
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
-    assert re.search(r"1 of 4 steps, .* left, reward 0.500, em 0.250, val 0.125, update_actor", plain)
-    assert re.search(r"step 1/4 \| reward 0.500 \| em 0.250 \| s 100.0 \| .*left", plain)
+    assert re.search(r"1 of 4 steps, .* left, reward 0.500, em 0.250, val 0.125, update_actor", plain(file))
+    assert re.search(r"step 1/4 \| reward 0.500 \| em 0.250 \| s 100.0 \| .*left", plain(file))
 
 
 def test_a_narrow_terminal_has_room_for_steps_time_left_and_reward(tmp_path: Path) -> None:
@@ -284,8 +291,7 @@ def test_a_narrow_terminal_has_room_for_steps_time_left_and_reward(tmp_path: Pat
     backend = ConsoleBackend(Run("project", "nq-search-r1-grpo-qwen2.5-7b-em", tmp_path, {}, total_steps=1005), console)
     backend.log({"critic/score/mean": 0.5, "reward/exact_match": 0.25, "timing_s/step": 71.0}, step=1)
     backend.finish()
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
-    [*_, bar] = re.split(r"[\r\n]+", plain.rstrip())
+    [*_, bar] = re.split(r"[\r\n]+", plain(file).rstrip())
     assert len(bar) == 78 and re.match(r"nq-search-r1-grpo-q\u2026 \u2501+ 1 of 1005 steps, 19 h 48 min left, ", bar)
     assert "left, reward 0.500" in bar
 

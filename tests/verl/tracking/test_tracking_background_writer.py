@@ -45,7 +45,7 @@ def held_up(writer: BackgroundWriter) -> Iterator[threading.Event]:
         go_on.wait()
 
     writer.hand_over(job)
-    assert begun.wait(10)
+    assert begun.wait(60)
     try:
         yield go_on
     finally:
@@ -83,7 +83,7 @@ def test_a_slow_disk_makes_the_hand_over_wait_and_is_told(
         third.join(0.5)
         assert third.is_alive()  # two are kept at most
         go_on.set()
-        third.join(10)
+        third.join(60)
     writer.drain()
     assert done == ["waiting", "third"]
     [message] = caplog.messages

@@ -19,7 +19,7 @@ def test_spans_are_on_the_clock_of_the_day() -> None:
     inner, outer = recorder.take()
     assert (inner.name, outer.name) == ("forward", "update")
     assert outer.start <= inner.start <= inner.end <= outer.end <= now()
-    assert outer.start == pytest.approx(time.time(), abs=5)
+    assert outer.start == pytest.approx(time.time(), abs=60)
     assert recorder.take() == []
 
 

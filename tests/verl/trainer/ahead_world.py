@@ -16,6 +16,35 @@ from verl.trainer.rollouts_ahead import RolloutsAhead
 from verl.trainer.staleness import staleness_metrics
 
 DEADLINE_S = 60.0
+LOOK_S = 1.0
+
+
+class Changed(threading.Condition):
+    """That of `RolloutsAhead`. Where nothing will change any more, the loop gets an error, and the test does not hang.
+
+    Nobody but the loop and the thread that samples says that something has changed: each is the only hope of the other.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        super().__init__()
+        self.thread, self.num_waiting, self.num_changes, self.is_dead = thread, 0, 0, False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        seen = self.num_changes
+        self.num_waiting += 1
+        if self.num_waiting == 2:
+            self.is_dead = True
+            super().notify_all()
+        while self.num_changes == seen and not self.is_dead:
+            super().wait(LOOK_S)
+            self.is_dead |= self.num_changes == seen and not self.thread.is_alive()
+        assert not self.is_dead, "the loop and the thread that samples wait for one another"
+        return True
+
+    def notify_all(self) -> None:
+        self.num_changes += 1
+        self.num_waiting = 0
+        super().notify_all()
 
 
 class Prompts:
@@ -131,6 +160,7 @@ class World:
             max_staleness,
             last_step,
         )
+        self.source._changed = Changed(self.source._thread)
         self.source.load(first)
 
     def take(self, step: int) -> list[int]:

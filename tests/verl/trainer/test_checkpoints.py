@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.config import load_config
 from verl.config.collapse_guard import CollapseGuardConfig
+from verl.config.trainer import TrainerConfig
 from verl.errors import CheckpointError
 from verl.single_controller import ResourcePool
 from verl.single_controller.waiting import Call
@@ -69,8 +70,7 @@ def harmed(run_dir: Path, tmp_path: Path) -> Path:
 
 
 def chosen(folder: Path) -> Path | None:
-    config = load_config("ppo_trainer", [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"])
-    return state_to_resume(config.trainer)
+    return state_to_resume(TrainerConfig(default_local_dir=str(folder), resume_mode="auto"))
 
 
 def test_a_state_is_these_files_and_can_be_loaded(run_dir: Path, roles: Roles) -> None:
@@ -99,18 +99,24 @@ def flip(file: Path, position: int, bit: int = 0) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_harmed_file_is_named_and_the_state_before_is_taken(
-    harmed: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
+    harmed: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = saved_state.state_path(harmed, 2)
-    HARMS[harm](state / name)
-    assert chosen(harmed) == saved_state.state_path(harmed, 1)
-    if name == "manifest.json":  # where it can still be read it is at odds with the files
-        assert f"skipped a checkpoint that cannot be used: {state}/" in caplog.text and "manifest.json" in caplog.text
-    else:
-        assert f"skipped a checkpoint that cannot be used: {state / name} " in caplog.text
+    file, content = state / name, (state / name).read_bytes()
+    for kind, harm in HARMS.items():
+        caplog.clear()
+        harm(file)
+        assert chosen(harmed) == saved_state.state_path(harmed, 1), kind
+        if name == "manifest.json":  # where it can still be read it is at odds with the files
+            assert f"skipped a checkpoint that cannot be used: {state}/" in caplog.text and name in caplog.text, kind
+        else:
+            assert f"skipped a checkpoint that cannot be used: {file} " in caplog.text, kind
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(content)
+    assert chosen(harmed) == state
 
 
 @pytest.mark.parametrize("name", ["extra", "actor/__1_0.distcp", "critic/.hidden", "ref/new/file"])

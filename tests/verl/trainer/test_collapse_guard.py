@@ -54,7 +54,7 @@ def test_each_threshold_watches_its_metric(
     watcher = guard(**{setting: threshold})
     assert alarms(watcher, metric, [good] * 9) == {}
     [(step, alarm)] = alarms(watcher, metric, [bad] * 3).items()
-    assert step == 3
+    assert (step, alarm.action) == (3, "stop")
     assert (alarm.name, alarm.metric, alarm.value, alarm.threshold) == (setting, metric, bad, threshold)
     assert alarm.steps == 3
     assert setting in alarm.message and metric in alarm.message and "What to do: " in alarm.message
@@ -65,16 +65,18 @@ def test_every_threshold_of_the_config_is_tested() -> None:
     assert thresholds == {setting for setting, *_ in CASES} | {"max_score_drop", "max_rollbacks"}
 
 
-def test_an_alarm_needs_patience_and_comes_again() -> None:
-    assert list(alarms(guard(max_kl=0.2), KL, [0.3] * 30)) == [3, 6, 12, 24], "ever more rarely: twice as many steps"
-
-
-def test_recovery_starts_the_count_anew() -> None:
-    assert list(alarms(guard(max_kl=0.2), KL, [0.3, 0.3, 0.1, 0.3, 0.3, 0.3])) == [6]
-
-
-def test_a_step_without_the_metric_neither_counts_nor_resets() -> None:
-    assert list(alarms(guard(max_kl=0.2), KL, [0.3, None, 0.3, None, 0.3])) == [5]
+@pytest.mark.parametrize(
+    ("settings", "values", "steps"),
+    [
+        ({"max_kl": 0.2}, [0.3] * 30, [3, 6, 12, 24]),  # after its patience; again ever more rarely
+        ({"max_kl": 0.2}, [0.3, 0.3, 0.1, 0.3, 0.3, 0.3], [6]),  # a good step starts the count anew
+        ({"max_kl": 0.2}, [0.3, None, 0.3, None, 0.3], [5]),  # one without the metric neither counts nor resets
+        ({"max_kl": None}, [math.nan, 1e9] * 9, []),  # what is not watched may be anything
+        ({"action": "off", "max_kl": 0.2}, [math.nan] * 9, []),
+    ],
+)
+def test_the_steps_of_alarms(settings: dict[str, object], values: list[float | None], steps: list[int]) -> None:
+    assert list(alarms(guard(**settings), KL, values)) == steps
 
 
 def test_the_sampled_entropy_is_preferred_to_the_updates() -> None:
@@ -93,10 +95,6 @@ def test_not_a_finite_number_is_an_alarm_at_once(setting: str, threshold: float,
 def test_a_gradient_of_nan_is_an_alarm_with_the_defaults() -> None:
     alarm = CollapseGuard(CollapseGuardConfig(action="stop")).observe({ZERO_VARIANCE: 1.0, GRAD: math.nan}, 4)
     assert alarm is not None and alarm.metric == GRAD
-
-
-def test_a_metric_that_is_not_watched_may_be_anything() -> None:
-    assert alarms(guard(max_kl=None), KL, [math.nan, 1e9] * 9) == {}
 
 
 @pytest.mark.parametrize(
@@ -187,22 +185,12 @@ def test_of_several_alarms_the_oldest_is_given_and_the_others_named() -> None:
     assert alarm is not None and alarm.name == "max_kl" and "Also: max_grad_norm, dead_run_steps." in alarm.message
 
 
-def test_off_is_silent() -> None:
-    assert alarms(guard(action="off", max_kl=0.2), KL, [math.nan] * 9) == {}
-
-
 def test_the_defaults_watch_a_useful_few() -> None:
     watcher = CollapseGuard(CollapseGuardConfig(action="warn"))
     assert list(alarms(watcher, "health/invalid_action_ratio", [1.0] * 5)) == [5]
     assert list(alarms(watcher, "health/repetition", [0.95] * 5)) == [5]
     assert list(alarms(watcher, ZERO_VARIANCE, [1.0] * 20)) == [20]
     assert alarms(watcher, KL, [1e9] * 20) == {}
-
-
-@pytest.mark.parametrize("action", ["warn", "stop"])
-def test_an_alarm_says_what_the_trainer_does(action: str) -> None:
-    [alarm] = alarms(guard(action=action, max_kl=0.2), KL, [0.3] * 3).values()
-    assert alarm.action == action
 
 
 def test_a_rollback_forgets_the_past_and_the_last_one_is_followed_by_a_stop() -> None:

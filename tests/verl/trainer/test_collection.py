@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from verl.trainer.collection import Collector
 from verl.trainer.scoring import Scorer as RealScorer
 
 
+@cache
 def make_config(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=2"]

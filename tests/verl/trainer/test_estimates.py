@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -28,6 +29,7 @@ def make_batch() -> TrainBatch:
     return TrainBatch(torch.tensor(LENGTHS), tokens, rows)
 
 
+@cache
 def make_config(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = ["actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.use_rollout_log_probs=true"]
@@ -35,14 +37,19 @@ def make_config(*overrides: str) -> Config:
 
 
 class Anchor:
-    """Stands for the actor's workers: the anchor's log-probs are those of the sampler less `below` nats."""
+    """Stands for the actor's workers: the anchor's log-probs are those of the sampler less `below` nats.
+
+    Those of tokens that the policy did not write are lower by 7, which must not be seen.
+    """
 
     def __init__(self, below: float) -> None:
         self.below = below
 
     def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
         assert of == "anchor" and not top_k
-        return {"log_prob": batch.tokens["rollout_log_probs"] - self.below}
+        below_T = torch.full((len(batch.tokens["ids"]),), 7.0)
+        below_T[batch.tokens["loss_mask"]] = self.below
+        return {"log_prob": batch.tokens["rollout_log_probs"] - below_T}
 
 
 def prepare(estimator: Estimator, batch: TrainBatch, below: float = 0.5) -> dict[str, float]:

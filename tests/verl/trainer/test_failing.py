@@ -27,7 +27,7 @@ def test_files_that_were_handed_over_are_written_first(tmp_path: Path, error: Ba
     writer = BackgroundWriter()
 
     def slow() -> None:
-        time.sleep(0.5)
+        time.sleep(0.1)
         (tmp_path / "file").touch()
 
     with pytest.raises(type(error)) as caught, last_words(tmp_path, no_state(tmp_path), writer):
@@ -42,11 +42,7 @@ def test_an_error_of_the_writer_is_told_beside_that_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = BackgroundWriter()
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(KeyError),
-        last_words(tmp_path, no_state(tmp_path), writer),
-    ):
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyError), last_words(tmp_path, no_state(tmp_path), writer):
         writer.hand_over(lambda: int("no number"))
         raise KeyError
     assert any(
@@ -64,7 +60,7 @@ def test_an_interrupted_run_does_not_wait_for_a_disk_that_hangs(
     with pytest.raises(KeyboardInterrupt), last_words(tmp_path, no_state(tmp_path), writer):
         writer.hand_over(answers.wait)
         raise KeyboardInterrupt
-    assert 0.3 <= time.monotonic() - start < 10
+    assert 0.3 <= time.monotonic() - start < 60
     assert any("could not be saved: 1 files were not written within" in line for line in caplog.messages)
     answers.set()
     writer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from verl.trainer.staleness import staleness_metrics
 BATCH, PER_PROMPT, STEPS = 4, 2, 20
 
 
+@cache
 def config_of(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = [f"data.train_batch_size={BATCH}", f"actor_rollout_ref.rollout.n_agent={PER_PROMPT}"]

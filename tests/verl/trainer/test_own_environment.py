@@ -125,6 +125,7 @@ def done_in(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
 def test_training_and_inference_find_them(folder: Path, prompt_file: Path, tiny_model_dir: Path) -> None:
     """Ray's workers too; the policy knows nothing, so it is told again and again how to add."""
     settings = small_run(

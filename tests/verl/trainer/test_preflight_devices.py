@@ -38,7 +38,7 @@ def test_a_cluster_is_joined_and_left(ray_session: Any) -> None:
     address = ray_session.get_runtime_context().gcs_address
     joined = [sys.executable, "-c", JOIN, address]
     ran = subprocess.run(
-        joined, env=ENV | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True, timeout=300, check=False
+        joined, env=ENV | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True, timeout=280, check=False
     )
     assert ran.stdout.splitlines()[-1:] == ["[8]"], ran.stderr
 

@@ -71,7 +71,7 @@ def test_no_training_starts_without_room(prompt_file: Path, tmp_path: Path, tiny
     settings = small_run(prompt_file, tmp_path, tiny_model_dir, "retriever.url=http://127.0.0.1:1/retrieve")
     done = subprocess.run(
         [*NAMESPACE, "bash", "-ec", DISKS, "-", tmp_path, sys.executable, "-c", RUNS, tmp_path, *settings],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=False,
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["small 2", "full 2", "read_only 2"], done.stderr
     small, full, read_only = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 from verl.config import Config, load_config
 from verl.engine.model import CausalLm
@@ -124,12 +125,14 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_the_command(
-    place: list[str], status: int, level: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    place: list[str], status: int, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--estimate_only` is the dry run; `--devices` and `--device_memory_gib` say what `--gpus` says."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
+    Qwen2Config(**sizes, num_attention_heads=3, num_key_value_heads=1).save_pretrained(tmp_path)
     given = [
         "--estimate_only", *place, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
-        f"actor_rollout_ref.model.path={tiny_model_dir}", "data.train_files=gone", "data.val_files=gone",
+        f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=gone", "data.val_files=gone",
         "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40",
         "actor_rollout_ref.actor.ppo_micro_batch_size=16", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]  # fmt: skip

@@ -16,6 +16,9 @@ from verl.trainer.collection import Collected
 from verl.trainer.sampling_state import SamplingState
 from verl.trainer.staleness import staleness_metrics
 
+# Each takes milliseconds; where one hangs for ever, the others are not to add their five minutes.
+pytestmark = pytest.mark.timeout(30)
+
 
 @pytest.fixture
 def world() -> Iterator[Callable[..., World]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,15 @@ MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet
 RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"
 
 
+@cache
+def loaded(*overrides: str) -> Config:
+    return load_config("ppo_trainer", list(overrides))
+
+
 def settings(run_dir: Path, *overrides: str) -> Config:
-    return load_config("ppo_trainer", [f"trainer.default_local_dir={run_dir}", *overrides])
+    config = copy.deepcopy(loaded(*overrides))
+    config.trainer.default_local_dir = str(run_dir)
+    return config
 
 
 def leave_run(run_dir: Path, *steps: int, states: bool = True, overrides: tuple[str, ...] = ()) -> None:
@@ -185,12 +194,12 @@ def test_resuming_and_archiving_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_settings_that_a_resumed_run_changes_are_told_apart(tmp_path: Path) -> None:
-    before = ("reward.kwargs={a: 1}", "trainer.save_freq=10", "retriever.url=http://name:12345678@host/retrieve")
-    leave_run(tmp_path, 2, overrides=before)
+    before = ("reward.kwargs={a: 1}", "trainer.save_freq=10", "data.train_files=c")
+    leave_run(tmp_path, 2, overrides=(*before, "retriever.url=http://name:12345678@host/retrieve"))
     now = ("reward.kwargs={b: 2}", "trainer.save_freq=20", "data.train_files=[a, b]")
     changes = settings_since(settings(tmp_path, RESUME, *now))
     assert [str(change) for change in changes if change.key != "retriever.url"] == [
-        "data.train_files: /root/data/rlhf/gsm8k/train.parquet -> ['a', 'b'] (may change what is learned)",
+        "data.train_files: c -> ['a', 'b'] (may change what is learned)",
         "reward.kwargs.b: not set -> 2 (may change what is learned)",
         "reward.kwargs.a: 1 -> not set (may change what is learned)",
         "trainer.save_freq: 10 -> 20 (does not change what is learned)",

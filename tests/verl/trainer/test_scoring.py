@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from verl.agent.text import encode_text
-from verl.config import load_config
+from verl.config import Config, load_config
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.trainer.scoring import Scorer
@@ -43,8 +44,13 @@ class Configured(Length):
         return cls(factor * config.max_turns)
 
 
-def scorer(rule: type, *overrides: str) -> Scorer:
-    return Scorer(load_config("ppo_trainer", [f"reward.function={__name__}.{rule.__name__}", *overrides]), None)
+@cache
+def config_of(rule: Any, *overrides: str) -> Config:
+    return load_config("ppo_trainer", [f"reward.function={__name__}.{rule.__name__}", *overrides])
+
+
+def scorer(rule: Any, *overrides: str) -> Scorer:
+    return Scorer(config_of(rule, *overrides), None)
 
 
 def episodes(*turns: int) -> list[Trajectory]:
@@ -204,10 +210,9 @@ def said(tokenizer, *texts: str, index: int = 0) -> Trajectory:
 
 
 def test_a_function_as_users_of_verl_write_it(byte_tokenizer):
-    config = load_config("ppo_trainer", [f"reward.function={__name__}.compute_score", "reward.kwargs={right: 2.0}"])
     right, wrong = said(byte_tokenizer, "nq Lune<|endoftext|>"), said(byte_tokenizer, "nq", "Osk")
     down = said(byte_tokenizer, "nq Lune", index=3)
-    found = Scorer(config, byte_tokenizer)
+    found = Scorer(config_of(compute_score, "reward.kwargs={right: 2.0}"), byte_tokenizer)
     assert found.score([right, wrong, right]) == [right, wrong, right]
     assert (right.reward, right.reward_components, wrong.reward) == (2.0, {"index": 0.0}, 0.0)
     with pytest.raises(RolloutError, match="all 1 trajectories failed: down"):
