@@ -1,28 +1,54 @@
-"""Several processes that do one task, forked from a server that has already imported what they need.
+"""Processes that begin at once: forked from a server that has imported what they need, and has done nothing else.
 
-A process that starts on its own imports torch, transformers and this project for several seconds; a forked one begins
-at once. It is as new: the server has imported modules and done nothing else.
+A process that starts on its own imports torch, transformers and this project for several seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing as mp
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
 
-# Of this repository, each with all that it imports.
-IMPORTED = ["verl.engine.policy_engine", "verl.engine.value_engine", "verl.workers.critic", "engine_state"]
+# Each with all that it imports.
+IMPORTED = [
+    *("pytest", "torch.distributed.tensor", "transformers", "engine_state"),
+    *("verl.engine.policy_engine", "verl.engine.value_engine", "verl.workers.critic", "verl.rollout.weight_sync"),
+]
+
+
+def forked() -> ForkServerContext:
+    """In the place of `multiprocessing.get_context("spawn")`."""
+    _start_server()
+    return mp.get_context("forkserver")
 
 
 def run_forked(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """Call `function(rank, *arguments)` in `count` processes. The first error of one ends all and is raised here."""
     _start_server()
     torch.multiprocessing.start_processes(function, arguments, count, start_method="forkserver")
+
+
+@contextlib.contextmanager
+def ranks(number: int, target: Callable[..., None], *args: object) -> Iterator[list[ForkServerProcess]]:
+    """So many processes, each of which calls `target` with its rank and `args`. They are killed in the end."""
+    processes = [forked().Process(target=target, args=(rank, *args), daemon=True) for rank in range(number)]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            if process.pid:
+                process.kill()
+                process.join()
 
 
 def _start_server() -> None:

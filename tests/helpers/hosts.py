@@ -6,18 +6,25 @@ They are joined by a bridge, and share the disk as the nodes of a cluster share 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from e2e_world import ENV, ROOT
+from time_limits import uncounted
 
 NETWORK = "10.77.0."
 # As Debian and Ubuntu have it: a host's own name is not the address by which others reach it.
 HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
+# Held by whoever has hosts up: two networks with a Ray cluster each have not enough memory on a small machine.
+LOCK = Path(tempfile.gettempdir()) / f"verl-tests-hosts-of-{os.geteuid()}.lock"
+LOCK_S = 7200.0
 # Reaps what loses its parent, as the first process of a host has to.
 INIT = "sleep infinity & wait"
 UNSHARED = ("--mount", "--net", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -55,12 +62,13 @@ class Host:
             pytest.skip(f"no namespaces here: {self._process.stderr.read().strip()}")
         [self.pid] = _children_of(self._process.pid)  # the first process in it, as seen from outside
 
-    def start(self, *command: str, log: Path | None = None, **variables: str) -> Command:
+    def start(self, *command: str, log: Path | None = None, stdin: int | None = None, **variables: str) -> Command:
         """Run a command on this host, in the project's folder. What it says is added to `log`, or is for the caller."""
         with log.open("ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
             return Command(
                 ["nsenter", f"--target={self.pid}", *ENTERED, "env", "-C", str(ROOT), *command],
                 env=ENV | variables,
+                stdin=stdin,
                 stdout=output,
                 stderr=output,
                 text=True,
@@ -93,7 +101,7 @@ class Host:
 
 
 class Network(contextlib.ExitStack):
-    """`hosts`, each of which reaches every other."""
+    """`hosts`, each of which reaches every other. While it is up, any other on this machine waits."""
 
     def __init__(self, number: int, folder: Path, shared_memory_mib: int = 1024) -> None:
         super().__init__()
@@ -103,6 +111,7 @@ class Network(contextlib.ExitStack):
         self.hosts: list[Host] = []
         self.address = ""  # of the Ray cluster on them, if there is one
         try:
+            self.enter_context(alone())
             self._bridge = Host(0, folder, 1)
             self.callback(self._bridge.power_off)
             self._bridge.run("ip", "link", "add", "bridge", "type", "bridge")
@@ -139,6 +148,26 @@ class Network(contextlib.ExitStack):
         """None of these reaches another of these any more; they and the others do reach each other."""
         for host in hosts:
             self._bridge.run("bridge", "link", "set", "dev", _port_of(host), "isolated", "on")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Hold `LOCK`, which the kernel lets go when this process ends. The wait for it is not part of a test's time."""
+    with LOCK.open("a") as file:
+        with uncounted():
+            end = time.monotonic() + LOCK_S
+            while not _locked(file.fileno()):
+                assert time.monotonic() < end, f"{LOCK} was held by another process for {LOCK_S:.0f} s"
+                time.sleep(0.2)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _children_of(pid: int) -> list[int]:

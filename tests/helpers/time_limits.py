@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,17 +43,38 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
         pytest.fail(f"not done after its time limit of {settings.timeout:.0f} s\n{stacks()}")
 
     signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
-    # A main thread in native code hears no signal. pytest-xdist then reports a crashed worker and starts another.
-    faulthandler.dump_traceback_later(settings.timeout + GRACE_S, exit=True, file=sys.__stderr__)
+    _begin(settings.timeout)
     return True
+
+
+def _begin(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # A main thread in native code hears no signal. pytest-xdist then reports a crashed worker and starts another.
+    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.hookimpl
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    _end()
+    return True
+
+
+def _end() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.cancel_dump_traceback_later()
-    return True
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What is done in here, such as waiting for another test session, is not part of the running test's time."""
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left:
+        _end()
+    try:
+        yield
+    finally:
+        if left:
+            _begin(left)
 
 
 def stacks() -> str:

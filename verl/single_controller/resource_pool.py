@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -138,6 +137,8 @@ def device_of_cluster(name: str) -> str:
 
     Raises ConfigError when GPUs are asked for and Ray has none, or PyTorch is a build without CUDA.
     """
+    import torch  # takes seconds and 200 MiB, and the processes that look after a node do not need it
+
     offered, built = ray.cluster_resources().get("GPU", 0), torch.backends.cuda.is_built()
     if name == "cpu" or (name == "auto" and not (offered and built)):
         return "cpu"

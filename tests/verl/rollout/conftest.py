@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -13,6 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch.multiprocessing as mp
 from memory_by_name import share_by_name
+
+from verl.agent.environment import Generation, Sampling
+from verl.rollout.weight_stream import WeightStream
 
 T = TypeVar("T")
 
@@ -35,6 +38,22 @@ class EngineSession:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(call)
+
+    def generate(self, ids: Sequence[int], **how: Any) -> Generation:
+        return self.run(self.engine.generate(ids, Sampling(**how)))
+
+    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[Generation]:
+        """All at once."""
+
+        async def sample() -> list[Generation]:
+            calls = [self.engine.generate(ids, how) for ids, how in zip(prompts, sampling, strict=True)]
+            return await asyncio.gather(*calls)
+
+        return self.run(sample())
+
+    def load(self, stream: WeightStream) -> None:
+        for bucket in stream.buckets:
+            self.run(self.engine.load_weights(bucket))
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -40,32 +40,28 @@ def test_it_serves_from_the_run_s_folder_until_the_run_ends(
         urllib.request.urlopen(address, timeout=10)
 
 
-def test_a_command_that_ends_is_an_error_with_its_last_words(ray_session: Any) -> None:
-    retrievers = NodeRetrievers(config_of(free_port(), "echo there is no index; exit 3"))
-    with pytest.raises(EnvironmentUnavailable, match=r"ended with status 3; .*\nthere is no index$"):
-        wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
-    retrievers.close()
-
-
-def test_an_engine_that_waits_for_it_fails_with_the_same_error(ray_session: Any) -> None:
-    """As a method does that is given the reference."""
+def test_a_command_that_ends_is_an_error_with_its_last_words_to_whoever_waits(ray_session: Any) -> None:
+    """To an engine too, as a method has it that is given the reference."""
 
     @ray_session.remote
     def engine(retriever: object) -> object:
         return retriever
 
-    retrievers = NodeRetrievers(config_of(free_port(), "exit 4"))
-    with pytest.raises(EnvironmentUnavailable, match="status 4"):
-        wait_for([engine.remote(retrievers.ready_at(POOL, 0))], "starting", 60)
+    retrievers = NodeRetrievers(config_of(free_port(), "echo there is no index; exit 3"))
+    ready = retrievers.ready_at(POOL, 0)
+    for waiting in (ready, engine.remote(ready)):
+        with pytest.raises(EnvironmentUnavailable, match=r"ended with status 3; .*\nthere is no index$"):
+            wait_for([waiting], "waiting", 60)
     retrievers.close()
 
 
-def test_a_server_that_is_there_already_is_not_taken_for_its_own(ray_session: Any, tinywiki_url: str) -> None:
-    port = int(re.findall(r":(\d+)/", tinywiki_url)[0])
-    retrievers = NodeRetrievers(config_of(port, "exit 5"))
-    with pytest.raises(EnvironmentUnavailable, match=f"something listens at 127.0.0.1:{port} already"):
-        wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
-    retrievers.close()
+def test_a_server_that_is_there_already_is_not_taken_for_its_own(ray_session: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        retrievers = NodeRetrievers(config_of(port, "exit 5"))
+        with pytest.raises(EnvironmentUnavailable, match=f"something listens at 127.0.0.1:{port} already"):
+            wait_for([retrievers.ready_at(POOL, 0)], "waiting", 60)
+        retrievers.close()
 
 
 def test_none_is_started_where_none_is_asked_for() -> None:

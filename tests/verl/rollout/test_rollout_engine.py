@@ -1,4 +1,4 @@
-"""The sampler against a Hugging Face forward pass, and its promises about ids, stops and seeds."""
+"""The sampler against a Hugging Face forward pass, also with adapters; its promises about ids, stops and seeds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
 from verl.agent.environment import INTERRUPTED, Generation, Sampling, join_pieces
+from verl.engine.lora import Lora, adapted_layers, add_adapters, begin_adapters
+from verl.engine.merging import merged_tensors
+from verl.engine.model import CausalModel
+from verl.engine.reference_policy import ReferencePolicy
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.rollout.weight_stream import WeightStream
+from verl.rollout.weights.adapters import adapters_of, with_adapters
 
 MAX_ERROR = 2e-5
 MEAN_ERROR = 2e-6
@@ -28,20 +32,20 @@ def reference(tiny_model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def changed(reference: Any) -> Any:
+    """A model whose log-probs differ clearly from those of `reference`."""
+    model = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(1)
+    weights = reference.state_dict().items()
+    model.load_state_dict({name: value + 0.02 * torch.randn(value.shape, generator=draw) for name, value in weights})
+    return model
+
+
 @pytest.fixture
 def prompts(byte_tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     source = random.Random(3)
     return [[source.randrange(2, len(byte_tokenizer)) for _ in range(source.randrange(3, 90))] for _ in range(24)]
-
-
-async def sample_all(engine: Any, prompts: list[list[int]], sampling: list[Sampling]) -> list[Generation]:
-    calls = [engine.generate(ids, how) for ids, how in zip(prompts, sampling, strict=True)]
-    return await asyncio.gather(*calls)
-
-
-async def load(engine: Any, stream: WeightStream) -> None:
-    for bucket in stream.buckets:
-        await engine.load_weights(bucket)
 
 
 def seeded(prompts: list[list[int]], **changes: Any) -> list[Sampling]:
@@ -69,7 +73,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(
     session: Any, reference: Any, prompts: list[list[int]], temperature: float
 ) -> None:
     how = seeded(prompts, temperature=temperature)
-    generations = session.run(sample_all(session.engine, prompts, how))
+    generations = session.sample(prompts, how)
     error_T = errors(reference, prompts, generations, temperature)
     assert len(error_T) > 300
     assert error_T.max() < MAX_ERROR
@@ -79,7 +83,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(
 def test_greedy_takes_the_most_likely_and_reports_log_probs_at_temperature_one(
     session: Any, reference: Any, prompts: list[list[int]]
 ) -> None:
-    generations = session.run(sample_all(session.engine, prompts, seeded(prompts, temperature=0.0)))
+    generations = session.sample(prompts, seeded(prompts, temperature=0.0))
     assert errors(reference, prompts, generations, 1.0).max() < MAX_ERROR
     with torch.no_grad():
         logits_TV = reference(torch.tensor([prompts[0] + list(generations[0].ids)])).logits[0, len(prompts[0]) - 1 : -1]
@@ -88,28 +92,21 @@ def test_greedy_takes_the_most_likely_and_reports_log_probs_at_temperature_one(
 
 @pytest.mark.parametrize("bucket_mib", [512, 0.05])
 def test_after_a_sync_the_engine_samples_from_the_new_weights(
-    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path, bucket_mib: float
+    session: Any, reference: Any, changed: Any, prompts: list[list[int]], weight_dir: Path, bucket_mib: float
 ) -> None:
     """In one bucket, and in many of 51 KiB, which cut apart what the engine fuses."""
-    changed = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
-    changed.load_state_dict(reference.state_dict())
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
     how = seeded(prompts)
-    before = session.run(sample_all(session.engine, prompts, how))
+    before = session.sample(prompts, how)
     try:
-        session.run(load(session.engine, stream_of(changed.named_parameters(), 7, weight_dir, bucket_mib=bucket_mib)))
+        session.load(stream_of(changed.named_parameters(), 7, weight_dir, bucket_mib=bucket_mib))
         assert session.engine.weight_version == 7
-        after = session.run(sample_all(session.engine, prompts, how))
+        after = session.sample(prompts, how)
     finally:
-        session.run(load(session.engine, stream_of(reference.named_parameters(), 8, weight_dir)))
-    error_T = errors(changed, prompts, after, 1.0)
-    assert error_T.max() < MAX_ERROR
-    assert error_T.mean() < MEAN_ERROR
+        session.load(stream_of(reference.named_parameters(), 8, weight_dir))
+    assert errors(changed, prompts, after, 1.0).max() < MAX_ERROR
+    assert errors(changed, prompts, after, 1.0).mean() < MEAN_ERROR
     assert errors(reference, prompts, after, 1.0).mean() > 0.01
-    assert session.run(sample_all(session.engine, prompts, how)) == before
+    assert session.sample(prompts, how) == before
 
 
 async def interrupted(engine: Any, prompts: list[list[int]], sampling: list[Sampling]) -> list[Generation]:
@@ -124,12 +121,9 @@ async def interrupted(engine: Any, prompts: list[list[int]], sampling: list[Samp
 
 
 def test_an_interrupted_turn_goes_on_under_other_weights_and_not_with_the_cache_of_the_old_ones(
-    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
+    session: Any, reference: Any, changed: Any, prompts: list[list[int]], weight_dir: Path
 ) -> None:
     """Each piece has the log-probs of its weights, the second after a context that the first weights have sampled."""
-    changed = AutoModelForCausalLM.from_config(reference.config, dtype=torch.float32).eval()
-    torch.manual_seed(1)
-    changed.load_state_dict({name: w + 0.02 * torch.randn_like(w) for name, w in reference.state_dict().items()})
     how = [Sampling(max_tokens=300, seed=100 + index, ignore_eos=True) for index in range(len(prompts))]
     first = session.run(interrupted(session.engine, prompts, how))
     version = session.engine.weight_version
@@ -138,13 +132,13 @@ def test_an_interrupted_turn_goes_on_under_other_weights_and_not_with_the_cache_
     assert errors(reference, prompts, first, 1.0).max() < MAX_ERROR
     contexts = [[*ids, *piece.ids] for ids, piece in zip(prompts, first, strict=True)]
     # The engine has the keys and values of all that in its cache.
-    session.run(sample_all(session.engine, contexts, seeded(contexts)))
+    session.sample(contexts, seeded(contexts))
     try:
-        session.run(load(session.engine, stream_of(changed.named_parameters(), version + 1, weight_dir)))
+        session.load(stream_of(changed.named_parameters(), version + 1, weight_dir))
         rest = [replace(one, max_tokens=30, num_begun=len(p.ids)) for one, p in zip(how, first, strict=True)]
-        second = session.run(sample_all(session.engine, contexts, rest))
+        second = session.sample(contexts, rest)
     finally:
-        session.run(load(session.engine, stream_of(reference.named_parameters(), version + 2, weight_dir)))
+        session.load(stream_of(reference.named_parameters(), version + 2, weight_dir))
     assert errors(changed, contexts, second, 1.0).max() < MAX_ERROR
     assert errors(reference, contexts, second, 1.0).mean() > 0.01
     assert {piece.weight_version for piece in first} == {version}
@@ -152,9 +146,9 @@ def test_an_interrupted_turn_goes_on_under_other_weights_and_not_with_the_cache_
 
 
 def test_an_engine_that_was_interrupted_samples_as_before(session: Any, prompts: list[list[int]]) -> None:
-    before = session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4])))
+    before = session.sample(prompts[:4], seeded(prompts[:4]))
     session.run(session.engine.interrupt())
-    assert session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4]))) == before
+    assert session.sample(prompts[:4], seeded(prompts[:4])) == before
     assert session.engine.num_running == 0
 
 
@@ -176,36 +170,22 @@ def test_a_stop_string_may_begin_in_the_piece_before(
     assert tried
 
 
-def test_wrong_checksum_is_refused_and_the_old_weights_stay(
-    session: Any, reference: Any, prompts: list[list[int]], weight_dir: Path
-) -> None:
-    version = session.engine.weight_version
-    doubled = ((name, 2 * value) for name, value in reference.named_parameters())
-    [exported] = stream_of(doubled, 99, weight_dir).buckets
-    exported.sums["model.norm.weight float32 [96]"] += 1
-    with pytest.raises(WeightSyncError, match=r"version 99: .* rank 0 found other values in model.norm.weight float32"):
-        session.run(session.engine.load_weights(exported))
-    assert session.engine.weight_version == version
-    generations = session.run(sample_all(session.engine, prompts[:4], seeded(prompts[:4])))
-    assert errors(reference, prompts[:4], generations, 1.0).max() < MAX_ERROR
-
-
 def test_same_seed_gives_the_same_bits_alone_and_among_others(session: Any, prompts: list[list[int]]) -> None:
     how = seeded(prompts)
-    together = session.run(sample_all(session.engine, prompts, how))
+    together = session.sample(prompts, how)
     for index in (0, 5, 23):
         assert session.run(session.engine.generate(prompts[index], how[index])) == together[index]
-    other = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=7)))
+    other = session.generate(prompts[0], max_tokens=24, seed=7)
     assert other.ids != together[0].ids
 
 
 def test_stop_string_ends_the_turn_and_is_part_of_it(
     session: Any, prompts: list[list[int]], byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    free = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=5, ignore_eos=True)))
+    free = session.generate(prompts[0], max_tokens=24, seed=5, ignore_eos=True)
     text = byte_tokenizer.decode(free.ids)
     stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isascii())
-    stopped = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=24, seed=5, stop=(stop,))))
+    stopped = session.generate(prompts[0], max_tokens=24, seed=5, stop=(stop,))
     assert stopped.finish_reason == "stop"
     assert len(stopped.ids) < len(free.ids)
     # As sampled: the first ids and bits of the run without a stop, the last one completing the stop string.
@@ -220,13 +200,13 @@ def test_token_that_reaches_past_a_stop_string_is_kept_whole(
 ) -> None:
     long_tokens = {i for i in range(len(byte_tokenizer)) if len(byte_tokenizer.decode([i])) > 2 and i > 1}
     for seed in range(400):
-        free = session.run(session.engine.generate(prompts[1], Sampling(max_tokens=24, seed=seed, ignore_eos=True)))
+        free = session.generate(prompts[1], max_tokens=24, seed=seed, ignore_eos=True)
         found = next((i for i, token in enumerate(free.ids) if token in long_tokens), None)
         if found is not None:
             break
     assert found is not None, "no token of several characters was sampled"
     stop = byte_tokenizer.decode([free.ids[found]])[:-1]
-    stopped = session.run(session.engine.generate(prompts[1], Sampling(max_tokens=24, seed=seed, stop=(stop,))))
+    stopped = session.generate(prompts[1], max_tokens=24, seed=seed, stop=(stop,))
     assert stopped.ids == free.ids[: len(stopped.ids)]
     assert len(stopped.ids) <= found + 1
 
@@ -244,7 +224,7 @@ def test_a_turn_comes_in_one_message(session: Any, prompts: list[list[int]], mon
 
     monkeypatch.setattr(OutputProcessor, "process_outputs", counted)
     how = [*seeded(prompts[:12]), *seeded(prompts[12:], stop=(" ", "e"))]
-    turns = session.run(sample_all(session.engine, prompts, how))
+    turns = session.sample(prompts, how)
     assert {turn.finish_reason for turn in turns} == {"stop", "length"}
     assert list(received.values()) == [1] * len(prompts)
     received.clear()
@@ -272,13 +252,13 @@ def test_end_of_sequence_is_part_of_the_turn(
 
 
 def test_max_tokens_ends_the_turn_by_length(session: Any, prompts: list[list[int]]) -> None:
-    generation = session.run(session.engine.generate(prompts[0], Sampling(max_tokens=5, seed=0, ignore_eos=True)))
+    generation = session.generate(prompts[0], max_tokens=5, seed=0, ignore_eos=True)
     assert (generation.finish_reason, len(generation.ids)) == ("length", 5)
 
 
 def test_context_longer_than_the_model_is_an_error_that_says_so(session: Any) -> None:
     with pytest.raises(RolloutError, match="context of 600 tokens failed"):
-        session.run(session.engine.generate([5] * 600, Sampling(max_tokens=5)))
+        session.generate([5] * 600, max_tokens=5)
 
 
 def test_device_that_the_installed_engine_was_not_built_for(tiny_model_dir: Path) -> None:
@@ -301,7 +281,7 @@ def test_pieces_of_a_stream_are_the_turn(session: Any, prompts: list[list[int]])
     async def stream_all() -> list[list[Generation]]:
         return await asyncio.gather(*(pieces_of(ids, sampling) for ids, sampling in zip(prompts, how, strict=False)))
 
-    whole = session.run(sample_all(session.engine, prompts[:6], how))
+    whole = session.sample(prompts[:6], how)
     for _ in range(30):
         streamed = session.run(stream_all())
         assert [join_pieces(pieces) for pieces in streamed] == whole
@@ -348,3 +328,66 @@ def test_what_the_engine_puts_into_the_temporary_folder_is_in_a_folder_of_its_ow
     """It goes with the engine, as the session's end asserts."""
     (own,) = session.temporary.iterdir()
     assert any(path.is_socket() for path in own.iterdir())
+
+
+def test_an_engine_holds_as_many_episodes_as_its_cache(session: Any) -> None:
+    """0.125 GiB of float32 keys and values, 3 layers of one head of 32, for sequences of 512 tokens."""
+    tokens = 0.125 * 2**30 / (2 * 3 * 32 * 4)
+    assert session.engine.whole_sequences == pytest.approx(tokens / 512, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_model_dir: Path) -> CausalModel:
+    """With adapters, not sharded."""
+    hf = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    add_adapters(hf, Lora(4, 6.0, "all-linear"), torch.float32)
+    begin_adapters(hf, seed=0)
+    return CausalModel(hf, None)
+
+
+@torch.no_grad()
+def train(model: CausalModel, seed: int) -> None:
+    """Give B values that change the model clearly."""
+    draw = torch.Generator().manual_seed(seed)
+    for _, layer in adapted_layers(model):
+        layer.lora_B.copy_(0.1 * torch.randn(layer.lora_B.shape, generator=draw))
+
+
+def test_an_engine_samples_from_weights_with_adapters_whatever_was_merged_before(
+    session: Any, adapted: CausalModel, prompts: list[list[int]], tiny_model_dir: Path, weight_dir: Path
+) -> None:
+    def sampled() -> list[Generation]:
+        return session.sample(prompts, seeded(prompts))
+
+    def give(named: Any, version: int, bucket_mib: float = 512) -> None:
+        session.load(stream_of(named, version, weight_dir, bucket_mib=bucket_mib))
+
+    before = sampled()
+    for version in (1, 2, 3):  # each from the base: the last is no sum of the three
+        train(adapted, seed=version)
+        give(adapters_of(adapted).items(), version, 0.02 if version == 2 else 512)
+    found = sampled()
+    assert [one.ids for one in found] != [one.ids for one in before]
+    assert errors(adapted.model.eval(), prompts, found, 1.0).max() < MAX_ERROR
+    give(merged_tensors(adapted), 4)
+    assert sampled() == found, "to the bit what the merged weights themselves give"
+    give(adapters_of(ReferencePolicy(adapted)).items(), 5)
+    assert sampled() == before, "to the bit the base, which was never changed"
+
+
+def test_adapters_alone_travel(adapted: CausalModel, weight_dir: Path) -> None:
+    [bucket] = stream_of(adapters_of(adapted).items(), 1, weight_dir).buckets
+    layers = [layer for _, layer in adapted_layers(adapted)]
+    assert len(bucket.sums) == 2 * len(layers) and all(".lora_" in name for name in bucket.sums)
+    sent = sum(4 * tensor.numel() for tensor in adapters_of(adapted).values())
+    assert sent == sum(4 * 4 * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def test_merging_by_hand_and_a_weight_that_is_not_there() -> None:
+    """[1 2] + [10] [3 4], where 10 is alpha / r times B."""
+    adapters = {"a.weight.lora_A": torch.tensor([[3.0, 4.0]]), "a.weight.lora_B": torch.tensor([[10.0]])}
+    base = [("a.weight", torch.tensor([[1.0, 2.0]]).bfloat16()), ("b.weight", torch.ones(1))]
+    merged = dict(with_adapters(base, adapters))
+    assert merged["a.weight"].tolist() == [[31.0, 42.0]] and torch.equal(merged["b.weight"], base[1][1])
+    with pytest.raises(WeightSyncError, match="1 weights with adapters are not in the files .* is a.weight"):
+        list(with_adapters(base[1:], adapters))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +19,18 @@ from verl.rollout.fleet import Engine
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.stream import Stream
 
+SEAT: Any = SimpleNamespace(address="", rank=0)
+
 
 class LateWorker:
     """Its `play` begins `late` seconds after it was called, and then holds its episodes until they are abandoned."""
 
-    def __init__(self, late: float) -> None:
-        self.late, self.playing, self.calls = late, asyncio.Event(), 0
-        self.is_called = asyncio.Event()
+    def __init__(self) -> None:
+        self.late, self.calls = 1.5, 0
+        self.playing, self.is_called = asyncio.Event(), asyncio.Event()
+
+    async def delay(self, late: float) -> None:
+        self.late = late
 
     async def play(self, new: list[Any]) -> list[Any]:
         self.is_called.set()
@@ -46,9 +51,15 @@ class LateWorker:
         return self.calls, self.playing.is_set()
 
 
-def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any) -> None:
-    worker = ray_session.remote(LateWorker).options(max_concurrency=8).remote(1.5)
-    engine = Engine(worker, SimpleNamespace(address="", rank=0), None, at_once=2)
+@pytest.fixture(scope="module")
+def worker(ray_session: Any) -> Iterator[Any]:
+    worker = ray_session.remote(LateWorker).options(max_concurrency=8).remote()
+    yield worker
+    ray_session.kill(worker)
+
+
+def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any, worker: Any) -> None:
+    engine = Engine(worker, SEAT, None, at_once=2)
     config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
     draws = Draws(config, groups_of([Prompt((1, 2), "test", {})], ["train"] * 2, 1), 1)
     abandoned = threading.Event()
@@ -73,11 +84,11 @@ def test_a_call_that_begins_after_it_was_abandoned_is_ended_too(ray_session: Any
     assert len(raised) == 1 and time.monotonic() - begun < 8
 
 
-def test_nothing_is_waited_for_for_long(ray_session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_waited_for_for_long(ray_session: Any, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that begins nothing within the time is left to those who end it."""
     monkeypatch.setattr("verl.rollout.stream.SHUTDOWN_S", 1.0)
-    worker = ray_session.remote(LateWorker).options(max_concurrency=8).remote(60.0)
-    engine = Engine(worker, SimpleNamespace(address="", rank=0), None, at_once=2)
+    ray_session.get(worker.delay.remote(60.0))
+    engine = Engine(worker, SEAT, None, at_once=2)
     stream = Stream(SimpleNamespace(engines=[engine]), SimpleNamespace(), 60.0, threading.Event())
     stream._calls[worker.play.remote([])] = (stream.places[0], 0.0)
     begun = time.monotonic()
@@ -93,6 +104,8 @@ class OneShort:
         self.interrupted = asyncio.Event()
 
     async def play(self, new: list[Any]) -> list[Any]:
+        if new and not self.held:
+            self.interrupted.clear()
         self.held += new
         short = [request for request in self.held if request.prompt.ids == (1,)]
         self.held = [request for request in self.held if request not in short]
@@ -110,9 +123,15 @@ def ended(request: Any, status: Status | None) -> Trajectory:
     return Trajectory(request.group_id, request.prompt, [Segment(Source.PROMPT, request.prompt.ids)], status)
 
 
-def fed(ray_session: Any, prompts: Sequence[int], answers: int) -> tuple[list[tuple[int, bool]], list[Group]]:
+@pytest.fixture(scope="module")
+def one_short(ray_session: Any) -> Iterator[Engine]:
+    engine = Engine(ray_session.remote(OneShort).remote(), SEAT, None, at_once=8)
+    yield engine
+    ray_session.kill(engine.worker)
+
+
+def fed(engine: Engine, prompts: Sequence[int], answers: int) -> tuple[list[tuple[int, bool]], list[Group]]:
     """What `feed` was told from the first complete group on, if it has enough after so many `answers`; the groups."""
-    engine = Engine(ray_session.remote(OneShort).remote(), SimpleNamespace(address="", rank=0), None, at_once=8)
     config = load_config("ppo_trainer", ["data.train_files=a", "data.val_files=b"])
     told: list[tuple[int, bool]] = []
 
@@ -126,12 +145,12 @@ def fed(ray_session: Any, prompts: Sequence[int], answers: int) -> tuple[list[tu
     return told, groups
 
 
-def test_a_decision_that_takes_time_is_heard_of_while_another_group_is_sampled(ray_session: Any) -> None:
-    told, [first, second] = fed(ray_session, (1, 2), answers=4)
+def test_a_decision_that_takes_time_is_heard_of_while_another_group_is_sampled(one_short: Engine) -> None:
+    told, [first, second] = fed(one_short, (1, 2), answers=4)
     assert told == [(1, False), (0, False), (0, False), (0, False)]
     assert len(first.results) == 2 and not second.results
 
 
-def test_a_decision_is_waited_for_when_nothing_is_sampled(ray_session: Any) -> None:
-    told, _ = fed(ray_session, (1,), answers=4)
+def test_a_decision_is_waited_for_when_nothing_is_sampled(one_short: Engine) -> None:
+    told, _ = fed(one_short, (1,), answers=4)
     assert told == [(1, True)], "it has to decide, and wants no other group"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from e2e_world import free_port
+from forked import forked
 
 from verl.errors import WeightSyncError
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
@@ -68,11 +68,11 @@ class Receivers:
     """Two processes, which are the ranks 1 and 2 of a group."""
 
     def __init__(self) -> None:
-        spawn = mp.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(2)]
+        context = forked()
+        pipes = [context.Pipe() for _ in range(2)]
         self.ends = [own for own, _ in pipes]
         self.processes = [
-            spawn.Process(target=_receive, args=(number + 1, theirs), daemon=True)
+            context.Process(target=_receive, args=(number + 1, theirs), daemon=True)
             for number, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -82,6 +82,10 @@ class Receivers:
     def begin(self, *order: Any) -> None:
         for end in self.ends:
             end.send(order)
+
+    def told(self, *order: Any) -> list[Any]:
+        self.begin(*order)
+        return self.answers()
 
     def answers(self) -> list[Any]:
         return [self.answer(number) for number in range(2)]
@@ -119,12 +123,9 @@ def test_all_have_the_bucket_that_was_sent_and_give_it_to_whoever_has_its_ticket
     for number, bucket in enumerate((first, second, first)):
         ticket = str(number).encode()
         source.send(bucket.exports)
-        receivers.begin("receive", next(iter(bucket.exports.values())), ticket)
-        assert receivers.answers() == ["", ""]
-        receivers.begin("check", ticket, dict(bucket.sums))
-        assert receivers.answers() == [[], []]
-    receivers.begin("check", ticket, {})
-    assert all("was not received here" in told for told in receivers.answers())
+        assert receivers.told("receive", next(iter(bucket.exports.values())), ticket) == ["", ""]
+        assert receivers.told("check", ticket, dict(bucket.sums)) == [[], []]
+    assert all("was not received here" in told for told in receivers.told("check", ticket, {}))
     source.leave()
 
 
@@ -137,15 +138,12 @@ def test_a_group_that_is_left_is_no_longer_there_and_another_can_be_formed(
     source.leave()
     with pytest.raises(WeightSyncError, match="is in no group"):
         source.send(bucket.exports)
-    receivers.begin("receive", packed, b"")
-    for told in receivers.answers():
+    for told in receivers.told("receive", packed, b""):
         assert "the broadcast of weights failed" in told and NOT_TOLD not in told
-    receivers.begin("leave")
-    receivers.answers()
+    receivers.told("leave")
     source = joined(receivers)
     source.send(bucket.exports)
-    receivers.begin("receive", packed, b"")
-    assert receivers.answers() == ["", ""]
+    assert receivers.told("receive", packed, b"") == ["", ""]
     source.leave()
 
 
@@ -300,9 +298,3 @@ def send_all(source: WeightSource, bucket: ExportedWeights) -> None:
     """The second begins when the first is sent."""
     source.send(bucket.exports)
     source.send(bucket.exports)
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind((HOST, 0))
-        return int(held.getsockname()[1])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import forked
 from memory_by_name import PATIENT, TOO_SLOW, patient, share_by_name
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from weight_source import some_weights
 
 from verl.errors import NumericalError
 from verl.rollout.weight_sync import open_weights
@@ -19,15 +20,6 @@ from verl.rollout.weights.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExpor
 pytestmark = pytest.mark.usefixtures("memory_by_name")
 
 CPU = torch.device("cpu")
-
-
-def some_weights() -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return {
-        "embed.weight": torch.randn(7, 5, generator=draw),
-        "norm.weight": torch.randn(5, generator=draw),
-        "steps": torch.tensor(12),
-    }
 
 
 def _read(exports: dict[str, bytes]) -> tuple[dict[str, int], dict[str, Any]]:
@@ -56,7 +48,7 @@ def test_another_process_reads_the_same_weights() -> None:
     memory = DeviceBuckets(CPU)
     exported = memory.export(Version(weights, [["norm.weight"], ["embed.weight", "steps"]], torch.bfloat16, 3), 1)
     assert (exported.version, exported.index, exported.count, exported.next_fits) == (3, 1, 2, False)
-    with mp.get_context("spawn").Pool(1) as reader:
+    with forked().Pool(1) as reader:
         found, values = reader.apply(_read, (dict(exported.exports),))
     assert found == exported.sums
     assert values == {"embed.weight": weights["embed.weight"].bfloat16().tolist(), "steps": 12}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked, ranks
 from memory_by_name import share_by_name
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
-from weight_source import stream_of
+from weight_source import some_weights, stream_of
 
 from verl.config import Config, load_config
 from verl.engine.device import device_mesh, init_process_group
@@ -37,18 +37,6 @@ pytestmark = pytest.mark.usefixtures("memory_by_name")
 
 CPU = torch.device("cpu")
 SMALL_MIB = 2**16  # whole tiny models have less than a real one
-
-
-def some_weights() -> dict[str, torch.Tensor]:
-    """Rows that two or three ranks cannot share evenly, or at all."""
-    draw = torch.Generator().manual_seed(0)
-    return {
-        "embed.weight": torch.randn(7, 5, generator=draw),
-        "norm.weight": torch.randn(5, generator=draw),
-        "wide.weight": torch.randn(1, 3000, generator=draw),
-        "proj.weight": torch.randn(100, 300, generator=draw),
-        "steps": torch.tensor(12),
-    }
 
 
 def expected_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,8 +66,8 @@ def _write_as_rank(
         ((0, 0), -1, True),
         ((0, 0, 1), -1, False),
         pytest.param((0, 0, 1, 1), 2, True, id="a copy on each host"),
-        pytest.param((0, 1, 0, 1), 2, False, id="copies over both hosts", marks=pytest.mark.slow),
-        pytest.param((0, 0, 0, 0), 2, True, id="two copies on one host", marks=pytest.mark.slow),
+        pytest.param((0, 1, 0, 1), 2, False, id="copies over both hosts"),
+        pytest.param((0, 0, 0, 0), 2, True, id="two copies on one host"),
     ],
 )
 def test_every_rank_writes_its_rows_and_every_host_has_them_all(
@@ -93,15 +81,12 @@ def test_every_rank_writes_its_rows_and_every_host_has_them_all(
     """A second host has another memory: here another file system. The driver's folder is on the first one."""
     kinds = [weight_dir.parent, tmp_path]
     assert kinds[0].stat().st_dev != kinds[1].stat().st_dev
-    context = mp.get_context("spawn")
+    context = forked()
     answers, read = context.Queue(), context.Barrier(len(hosts) + 1)
     homes = [kinds[host] for host in hosts]
     args = (str(tmp_path / "store"), weight_dir, homes, fsdp_size, alone, answers, read)
-    ranks = [context.Process(target=_write_as_rank, args=(rank, *args)) for rank in range(len(hosts))]
-    try:
-        for process in ranks:
-            process.start()
-        parts = dict(answers.get(timeout=100) for _ in ranks)
+    with ranks(len(hosts), _write_as_rank, *args) as processes:
+        parts = dict(answers.get(timeout=100) for _ in processes)
         merged = merge_exports([parts[rank] for rank in range(len(hosts))])
         assert len(merged.exports) == len(set(hosts))
         expected = expected_of(some_weights())
@@ -111,13 +96,9 @@ def test_every_rank_writes_its_rows_and_every_host_has_them_all(
             assert differing(sums_of(opened.items()), merged.sums) == []
             assert all(torch.equal(opened[name], tensor) for name, tensor in expected.items())
         read.wait(100)
-        for process in ranks:
+        for process in processes:
             process.join(100)
         assert not list(tmp_path.glob("verl-weights-*")), "a host without the driver is left as it was"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
 def config_of(model_dir: Path, lora_rank: int = 0) -> Config:
@@ -131,7 +112,7 @@ def config_of(model_dir: Path, lora_rank: int = 0) -> Config:
     return load_config("ppo_trainer", settings)
 
 
-def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, orders: Any, answers: Any) -> None:
+def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, orders: list[Any], answers: Any) -> None:
     """One of two actor ranks."""
     torch.set_num_threads(1)
     share_by_name()
@@ -141,7 +122,7 @@ def _export_as_rank(rank: int, on_device: bool, config: Config, folder: Path, or
     if on_device:  # the CPU stands for a GPU that both processes see
         worker.exporter = WeightExporter(config, CPU, folder)
         worker.exporter.buckets = DeviceBuckets(CPU)
-    while (index := orders.get()) is not None:
+    while (index := orders[rank].get()) is not None:
         answers.put((rank, worker.export_weights(4, "policy", index, str(folder))))
     memory = worker.exporter.buckets
     worker.release_weights()
@@ -154,15 +135,14 @@ def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_for
 ) -> None:
     """Through memory of the host, and through that of a device, of which every rank has one. Of adapters these alone,
     in float32."""
-    context = mp.get_context("spawn")
+    context = forked()
     answers, orders = context.Queue(), [context.Queue(), context.Queue()]
-    args = (on_device, config_of(tiny_model_dir, lora_rank), weight_dir)
-    ranks = [context.Process(target=_export_as_rank, args=(i, *args, orders[i], answers)) for i in range(2)]
+    config = config_of(tiny_model_dir, lora_rank)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
     expected, found = dict(model.named_parameters()), list[str]()
     if lora_rank:
         add_adapters(model, Lora(lora_rank, 16, "all-linear"), torch.bfloat16)
-        begin_adapters(model, seed=args[1].trainer.seed)
+        begin_adapters(model, seed=config.trainer.seed)
         expected = adapters_of(Decoder(model))
 
     def export(index: int) -> list[ExportedWeights]:
@@ -171,9 +151,7 @@ def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_for
         parts = dict(answers.get(timeout=100) for _ in range(2))
         return [parts[0], parts[1]]
 
-    try:
-        for process in ranks:
-            process.start()
+    with ranks(2, _export_as_rank, on_device, config, weight_dir, orders, answers):
         index, count = 0, 1
         while index < count:
             parts = export(index)
@@ -191,10 +169,6 @@ def test_a_sharded_actor_exports_the_model_bucket_by_bucket_in_the_sampler_s_for
             queue.put(None)
         for _, left in (answers.get(timeout=100) for _ in range(2)):
             assert left == 0 if on_device else SMALL_MIB < left <= 2 * SMALL_MIB
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
 def test_what_is_read_stays_until_the_next_but_one_is_written(weight_dir: Path) -> None:

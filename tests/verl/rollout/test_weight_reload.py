@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from tiny_models import qwen2_config
 from transformers import Qwen2ForCausalLM
@@ -17,6 +16,7 @@ from weight_source import stream_of
 
 FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 CASES = [(tied, dtype) for tied in (True, False) for dtype in ("float32", "bfloat16")]
+BUCKETS_MIB = (0.05, 512)
 
 
 def save_model(path: Path, tied: bool, seed: int) -> None:
@@ -29,22 +29,23 @@ def save_model(path: Path, tied: bool, seed: int) -> None:
     model.save_pretrained(path)
 
 
-@pytest.mark.parametrize("bucket_mib", [0.05, pytest.param(512, marks=pytest.mark.slow)])
-def test_buckets_leave_the_engine_s_model_as_loading_its_files_does(
-    bucket_mib: float, tmp_path: Path, weight_dir: Path
-) -> None:
+def test_buckets_leave_the_engine_s_model_as_loading_its_files_does(tmp_path: Path, weight_dir: Path) -> None:
     """Embeddings tied and untied, in both formats; in one bucket, and in those that cut apart what vLLM fuses."""
     for tied in (True, False):
         save_model(tmp_path / f"old {tied}", tied, seed=1)
         save_model(tmp_path / f"new {tied}", tied, seed=2)
     with mp.get_context("spawn").Pool(1) as process:  # vLLM keeps state of its models for the life of a process
-        answers = process.apply(compare_all, (tmp_path, weight_dir, bucket_mib))
-    for case, (num_buckets, num_changed, differing) in zip(CASES, answers, strict=True):
-        assert differing == [], case
-        assert num_changed > 15 and (num_buckets > 5) == (bucket_mib < 1), (case, num_changed, num_buckets)
+        answers = process.apply(compare_all, (tmp_path, weight_dir))
+    for case, by_size in zip(CASES, answers, strict=True):
+        for bucket_mib, (num_buckets, num_changed, differing) in zip(BUCKETS_MIB, by_size, strict=True):
+            assert differing == [], (case, bucket_mib)
+            assert num_changed > 15 and (num_buckets > 5) == (bucket_mib < 1), (case, num_changed, num_buckets)
 
 
-def compare_all(folder: Path, weight_dir: Path, bucket_mib: float) -> list[tuple[int, int, list[str]]]:
+Compared = tuple[int, int, list[str]]
+
+
+def compare_all(folder: Path, weight_dir: Path) -> list[list[Compared]]:
     """Number of buckets, of values that a sync has to change, and what is other than expected, for each case."""
     from verl.startup import quiet_libraries
 
@@ -57,19 +58,21 @@ def compare_all(folder: Path, weight_dir: Path, bucket_mib: float) -> list[tuple
     with set_current_vllm_config(config_of(folder / "old True", "float32")):
         init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-    return [compare(folder, tied, dtype, weight_dir, bucket_mib) for tied, dtype in CASES]
+    return [list(compare(folder, tied, dtype, weight_dir)) for tied, dtype in CASES]
 
 
-def compare(folder: Path, tied: bool, dtype: str, weight_dir: Path, bucket_mib: float) -> tuple[int, int, list[str]]:
+def compare(folder: Path, tied: bool, dtype: str, weight_dir: Path) -> Iterator[Compared]:
     old, new = folder / f"old {tied}", folder / f"new {tied}"
-    model, expected = model_of(old, dtype), dict(values_of(model_of(new, dtype)))
-    before = dict(values_of(model))
-    count = load(model, new, dtype, weight_dir, bucket_mib)
-    found = dict(values_of(model))
-    assert found.keys() == expected.keys() == before.keys()
-    changed = {name for name in found if not torch.equal(before[name], expected[name])}
-    assert changed >= {f"model.layers.{i}.{part}()" for i in range(2) for part in FUSED} | {"lm_head()"}
-    return count, len(changed), [name for name in found if not torch.equal(found[name], expected[name])]
+    expected = dict(values_of(model_of(new, dtype)))
+    for bucket_mib in BUCKETS_MIB:
+        model = model_of(old, dtype)
+        before = dict(values_of(model))
+        count = load(model, new, dtype, weight_dir, bucket_mib)
+        found = dict(values_of(model))
+        assert found.keys() == expected.keys() == before.keys()
+        changed = {name for name in found if not torch.equal(before[name], expected[name])}
+        assert changed >= {f"model.layers.{i}.{part}()" for i in range(2) for part in FUSED} | {"lm_head()"}
+        yield count, len(changed), [name for name in found if not torch.equal(found[name], expected[name])]
 
 
 def load(model: Any, source: Path, dtype: str, weight_dir: Path, bucket_mib: float) -> int:

@@ -29,3 +29,15 @@ def stream_of(
         return lambda: [exported]
 
     return WeightStream(stream_buckets(export), memory.release)
+
+
+def some_weights() -> dict[str, torch.Tensor]:
+    """Rows that two or three ranks cannot share evenly, or at all."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(7, 5, generator=draw),
+        "norm.weight": torch.randn(5, generator=draw),
+        "wide.weight": torch.randn(1, 3000, generator=draw),
+        "proj.weight": torch.randn(100, 300, generator=draw),
+        "steps": torch.tensor(12),
+    }

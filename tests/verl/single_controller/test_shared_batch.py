@@ -37,7 +37,7 @@ class Rank:
         return SharedValues.of(RankValues(rows, {"value": torch.tensor(values)}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rank(ray_session: Any) -> Iterator[Any]:
     actor = ray_session.remote(Rank).options(num_cpus=0).remote()
     yield actor
