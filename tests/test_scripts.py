@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_script_parses_and_stops_at_the_first_error(path: Path) -> None:
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh"
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash scripts/test.sh --ci"
     assert "bash scripts/test.sh" in (ROOT / "README.md").read_text()
 
 
@@ -305,6 +306,7 @@ case "$*" in
   *"import vllm"*) [ -z "$VLLM_ERROR" ] || { printf 'Traceback\\n%s\\n' "$VLLM_ERROR" >&2; exit 1; } ;;
   *is_available*) echo "$CUDA" ;;
   -V) echo Python 3.12.3 ;;
+  *"-m slow"*) exit "${SLOW_TESTS:-0}" ;;
   *"-r .venv/.pins/part.${UNINSTALLABLE:-none}"*) echo "ERROR: No matching distribution"; exit 1 ;;
 esac
 """
@@ -423,6 +425,34 @@ def test_the_tests_run_in_a_gpu_environment(gpu_clone: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = calls(gpu_clone)[-1]
     assert last.startswith("-m pytest") and last.endswith("tests/verl/algorithms") and "--gpu" not in last
+
+
+def pytest_calls(clone: Path) -> list[str]:
+    return [call.removeprefix("-m pytest ") for call in calls(clone) if call.startswith("-m pytest")]
+
+
+def test_all_tests_run_with_more_random_examples(gpu_clone: Path) -> None:
+    assert in_clone(gpu_clone, "test.sh", "--gpu", "--all", "-x").returncode == 0
+    [call] = pytest_calls(gpu_clone)
+    assert call.endswith(" --hypothesis-profile large -x") and "slow" not in call
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_slow_tests_run_in_ci_and_those_that_fail_once_more(
+    gpu_clone: Path, monkeypatch: pytest.MonkeyPatch, failing: bool
+) -> None:
+    browser = gpu_clone.parent / "tools" / "chromium"
+    browser.write_text("#!/bin/sh\n")
+    browser.chmod(0o755)
+    monkeypatch.setenv("SLOW_TESTS", str(int(failing)))
+    began = int(time.time())
+    done = in_clone(gpu_clone, "test.sh", "--gpu", "--ci")
+    assert done.returncode == failing and ("== FAILED: tests: slow" in done.stderr) == failing
+    default, slow, *again = pytest_calls(gpu_clone)
+    assert "-m not slow" in default and "-m slow" in slow
+    day, until = (int(found) for found in re.findall(r"--day (\d+) --until (\d+)", slow)[0])
+    assert day == began // 86400 and until == pytest.approx(began + 75 * 60, abs=60)
+    assert again == ["-m slow --last-failed --last-failed-no-failures none"] * failing
 
 
 def test_the_quickstart_runs_in_a_gpu_environment(gpu_clone: Path) -> None:
