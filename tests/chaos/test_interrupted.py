@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from e2e_world import small_run
+from phases import TRAINER
 from training_process import TrainingProcess
 
 from verl.trainer import saved_state
@@ -23,7 +24,7 @@ SETTINGS = (
     *("trainer.logger=[]", "trainer.resume_mode=auto"),
 )
 LOST = "the latest checkpoint could not be saved"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Interrupted:
@@ -34,7 +35,7 @@ class Interrupted:
         self.process = TrainingProcess(command, log)
         while True:
             self.process.wait_until(lambda: any(self.states.glob(".*.writing/actor/__0_0.distcp")))
-            (self.worker,) = self.process.processes("ray::ActorWorker")
+            (self.worker,) = self.process.processes(TRAINER)
             self.worker.suspend()
             time.sleep(2)  # for the driver to go on
             if written := [path.name for path in self.states.glob(".*.writing")]:

@@ -93,6 +93,7 @@ def evaluated(folder: Path, *arguments: str) -> tuple[list[dict], list[dict], di
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_three_ways_give_the_same_answers_question_by_question(
     validated: list[dict[str, Any]],
     taught: Path,

@@ -9,7 +9,7 @@ import torch
 from e2e_world import metrics_by_step, run_and_listen, small_run
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow  # two runs, a minute of a core or two
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 MODEL, CRITIC = "actor_rollout_ref.model", "critic.model"
 LORA = (
     *(f"{MODEL}.lora_rank=8", f"{CRITIC}.lora_rank=4", f"{CRITIC}.target_modules=[q_proj,v_proj]"),

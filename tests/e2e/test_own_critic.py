@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from verl.tracking.trajectory_store import read_trajectories
 
-pytestmark = pytest.mark.slow  # three runs, some two minutes of a core
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 STEPS = 3
 # Log-probs of policy and anchor are computed while the critic computes its values.
 PPO = (

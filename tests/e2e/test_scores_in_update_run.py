@@ -8,7 +8,7 @@ import pytest
 from e2e_world import metrics_by_step, run, small_run
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow  # three runs, some two minutes of a core
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 SETTINGS = (
     *("actor_rollout_ref.actor.use_rollout_log_probs=false", "actor_rollout_ref.actor.kl_topk_tokens=8"),
     *("actor_rollout_ref.actor.optim.eps=1e-3", "trainer.n_gpus_per_node=2", "trainer.logger=[]"),
