@@ -13,10 +13,18 @@ import uvicorn
 from chaos_world import PASSAGES
 from e2e_world import free_port
 from killed_runs import Runs
+from training_process import TrainingProcess
 
 from search_r1.http.metrics import Metrics
 from search_r1.search.retrieval_app import create_app
 from search_r1.search.retrieval_server import load_service, parse_arguments
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    yield
+    while TrainingProcess.started:
+        TrainingProcess.started.pop().kill()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,11 +59,9 @@ class Interrupted:
 
 
 @pytest.fixture
-def interrupted(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> Iterator[Interrupted]:
+def interrupted(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> Interrupted:
     command = small_run(tinywiki, policy, tinywiki_url, tmp_path / "run", *SETTINGS, "trainer.total_training_steps=50")
-    found = Interrupted(command, tmp_path / "run", tmp_path / "log")
-    yield found
-    found.process.kill()
+    return Interrupted(command, tmp_path / "run", tmp_path / "log")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 from e2e_world import ENV, ROOT
@@ -21,6 +22,8 @@ MARK = "TRAINING_PROCESS"  # in the environment of the run and of all that it st
 
 class TrainingProcess(WatchedRun):
     """`arguments` of Python; `supervised` starts it through run_with_restart.sh."""
+
+    started: ClassVar[list[TrainingProcess]] = []  # for the end of a test, which may fail before the run's
 
     def __init__(self, arguments: Sequence[str], log: Path, supervised: bool = False) -> None:
         super().__init__(log)
@@ -35,6 +38,7 @@ class TrainingProcess(WatchedRun):
                 start_new_session=True,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
             )
+        self.started.append(self)
         self._started_at = psutil.Process(self.process.pid).create_time()
 
     def end(self, timeout_s: float = 600, others_s: float = 60) -> int:

@@ -86,10 +86,12 @@ def resume(workers: Iterable[psutil.Process]) -> None:
 def standing_still(workers: Sequence[psutil.Process]) -> Iterator[Sequence[psutil.Process]]:
     """Workers that were stopped: what happens meanwhile happens in their phase."""
     phases = [title_of(worker) for worker in workers]
-    yield workers
-    left = [title_of(worker) for worker in workers]
-    assert all(now in ("", phase) for now, phase in zip(left, phases, strict=True)), (phases, left)
-    resume(workers)
+    try:
+        yield workers
+        left = [title_of(worker) for worker in workers]
+        assert all(now in ("", phase) for now, phase in zip(left, phases, strict=True)), (phases, left)
+    finally:
+        resume(workers)
 
 
 def kill(process: psutil.Process) -> None:
