@@ -17,6 +17,7 @@ STEPS = 6
 SETTINGS = (
     *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", f"trainer.test_freq={STEPS}"),
     *("+trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.deterministic=true", "trainer.logger=[]"),
+    "actor_rollout_ref.rollout.kv_cache_gib=0.25",  # a run has several engines
 )
 NOT_LEARNED = ("timing", "perf", "memory_gib", "time", "rollout/num_engines")  # of the clock, the machine, the layout
 
