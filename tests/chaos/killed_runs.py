@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from e2e_world import metrics_by_step
 from phases import TRAINER, Phase, kill, resume, standing_still, title_of
-from safetensors.torch import load_file
+from same_runs import assert_same_trajectories, assert_same_weights, learned
 from training_process import TrainingProcess
 
-from verl.tracking.trajectory_store import read_trajectories
 from verl.trainer import saved_state
 
 STEPS = 6
@@ -76,13 +73,6 @@ class KilledRun:
         assert f"the run resumes from {state}" in self.running.said
         return state
 
-    def metrics(self) -> dict[int, dict[str, Any]]:
-        """All but times, by step; the later line counts."""
-        return {
-            step: {name: row[name] for name in row if not name.startswith(("time", "timing", "memory", "perf"))}
-            for step, row in metrics_by_step(self.folder).items()
-        }
-
     def _writing(self) -> list[Path]:
         return list((self.folder / "state").glob(".*.writing"))
 
@@ -100,17 +90,11 @@ class KilledRun:
 
 def assert_same_runs(one: KilledRun, other: KilledRun) -> None:
     """Metrics, trajectories, models, optimizers, anchors, counters and random states, to the last bit."""
-    assert one.metrics() == other.metrics() and sorted(one.metrics()) == list(range(1, STEPS + 1))
-    for step in range(1, STEPS + 1):
-        paths = [run.folder / "trajectories" / f"train_step_{step}.parquet" for run in (one, other)]
-        columns = ["ids", "loss_mask", "log_probs", "reward"]
-        assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
-    models = sorted(one.folder.glob(f"*/global_step_{STEPS}/model.safetensors"))
-    for path in models:
-        tensors, others = load_file(path), load_file(other.folder / path.relative_to(one.folder))
-        assert tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    assert learned(one.folder) == learned(other.folder) and sorted(learned(one.folder)) == list(range(1, STEPS + 1))
+    assert_same_trajectories(one.folder, other.folder, range(1, STEPS + 1))
+    assert_same_weights(one.folder, other.folder, STEPS, {"actor"})
     states = [saved_tensors(run.state(STEPS)) for run in (one, other)]
-    assert models and states[0] == states[1]
+    assert states[0] == states[1]
     progress = [json.loads((run.state(STEPS) / "trainer.json").read_text()) for run in (one, other)]
     assert progress[0] == progress[1]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e_world import small_run
+from e2e_world import metrics_by_step, small_run
 from hosts import Host, Network, ray_cluster, ray_node
 from phases import EXPORT, ROLLOUT, SAMPLER, SAVE, TRAINER, UPDATE, Phase, standing_still, stop_in, title_of
-from runs_on_hosts import SETTINGS, STEPS, HostRun, OneHost, assert_same, metrics_of, retriever_on
+from runs_on_hosts import SETTINGS, STEPS, HostRun, OneHost, assert_same, retriever_on
 from training_process import the_error
 
 from verl.trainer import saved_state
@@ -94,7 +94,7 @@ def test_a_run_whose_host_is_cut_off_ends_and_goes_on(
         alone = start(folder, address, "trainer.min_nnodes=1")
         alone.finish()
     assert "training on 1 (trainer.min_nnodes=1)" in alone.said
-    assert sorted(metrics_of(folder, STEPS)) == list(range(1, STEPS + 1))
+    assert sorted(metrics_by_step(folder)) == list(range(1, STEPS + 1))
 
 
 def wait_until_no_worker_is_left(host: Host, since: float) -> None:

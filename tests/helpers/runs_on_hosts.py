@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e_world import ROOT, metrics_by_step, run, small_run
 from hosts import Host, wait_for_port
-from safetensors.torch import load_file
+from same_runs import OF_THE_LAYOUT, assert_same_weights, learned
 from watched_run import WatchedRun
 
 PYTHON = str(ROOT / ".venv/bin/python")
@@ -19,7 +19,6 @@ SETTINGS = (
     *("+trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.deterministic=true", "trainer.logger=[]"),
     "actor_rollout_ref.rollout.kv_cache_gib=0.25",  # a run has several engines
 )
-NOT_LEARNED = ("timing", "perf", "memory_gib", "time", "rollout/num_engines")  # of the clock, the machine, the layout
 
 
 @contextlib.contextmanager
@@ -77,23 +76,10 @@ class OneHost:
         return self.built_once(f"one_host_{name}_{num_ranks}", train) / "run"
 
 
-def metrics_of(folder: Path, last: int) -> dict[int, dict[str, float]]:
-    """By step, to the last one, those that tell what was learned."""
-    steps = {step: row for step, row in metrics_by_step(folder).items() if step <= last}
-    return {step: {name: row[name] for name in row if not name.startswith(NOT_LEARNED)} for step, row in steps.items()}
-
-
 def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
-    """Of two run folders: every metric until `step` but those of the clock and the machine, and every weight after it,
+    """Of two run folders: every metric until `step` but those of the machine and the layout, and every weight after it,
     to the last bit.
     """
-    metrics = metrics_of(one, step)
-    assert (
-        metrics_of(other, step) == metrics and sorted(metrics) == list(range(1, step + 1)) and len(metrics[step]) > 50
-    )
-    models = sorted(one.glob(f"*/global_step_{step}/model.safetensors"))
-    assert {path.parts[-3] for path in models} >= {"actor", "ref"}
-    for path in models:
-        weights, others = load_file(path), load_file(other / path.relative_to(one))
-        assert weights.keys() == others.keys()
-        assert all(weights[name].equal(others[name]) for name in weights), path
+    metrics, others = ({n: row for n, row in learned(f, OF_THE_LAYOUT).items() if n <= step} for f in (one, other))
+    assert metrics == others and sorted(metrics) == list(range(1, step + 1)) and len(metrics[step]) > 50
+    assert_same_weights(one, other, step, {"actor", "ref"})
