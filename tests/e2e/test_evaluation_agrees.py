@@ -19,7 +19,7 @@ from verl.tracking.trajectory_store import read_trajectories
 
 NUM_QUESTIONS = 24
 RIGHT = slice(0, None, 2)
-"""Questions to which the policy has learned the gold answer; to the others it gives those of its neighbours."""
+"""Questions to which the policy has learned the gold answer; to the others it gives those of one another."""
 
 LESSONS = 60
 
@@ -52,7 +52,7 @@ def answering(questions: Path, tinywiki: Path, policy: Path, tmp_path_factory: p
         title.strip('"'): f"(Title: {title}) {text}" for title, _, text in (c.partition("\n") for c in contents)
     }
     answers = [row["reward_model"]["ground_truth"]["target"][0] for row in rows]
-    taught = [*answers[1:], answers[0]]
+    taught = [*answers[2:], *answers[:2]]
     taught[RIGHT] = answers[RIGHT]
     lessons = [demonstration(row, passages, answer) for row, answer in zip(rows, taught, strict=True)]
     pq.write_table(pa.Table.from_pylist(lessons), folder / "lessons.parquet")
