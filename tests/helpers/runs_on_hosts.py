@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e_world import ROOT, metrics_by_step, run, small_run
 from hosts import Host, wait_for_port
-from same_runs import OF_THE_LAYOUT, assert_same_weights, learned
+from same_runs import assert_same_weights, learned
 from watched_run import WatchedRun
 
 PYTHON = str(ROOT / ".venv/bin/python")
@@ -77,9 +77,10 @@ class OneHost:
 
 
 def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
-    """Of two run folders: every metric until `step` but those of the machine and the layout, and every weight after it,
-    to the last bit.
+    """Of two run folders: every metric until `step` but those of the machine and the number of engines, and every
+    weight after it, to the last bit.
     """
-    metrics, others = ({n: row for n, row in learned(f, OF_THE_LAYOUT).items() if n <= step} for f in (one, other))
+    besides = ("rollout/num_engines",)
+    metrics, others = ({n: row for n, row in learned(f, besides).items() if n <= step} for f in (one, other))
     assert metrics == others and sorted(metrics) == list(range(1, step + 1)) and len(metrics[step]) > 50
     assert_same_weights(one, other, step, {"actor", "ref"})

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from verl.tracking.trajectory_store import read_trajectories
 
 OF_THE_MACHINE = ("time", "timing", "memory", "perf")  # beginnings of metrics of the clock and of what is used
-OF_THE_LAYOUT = ("rollout/num_engines", "global_seqlen")
+OF_THE_LAYOUT = ("global_seqlen",)  # how the tokens of a step are spread over the ranks
 
 
 def learned(folder: Path, besides: tuple[str, ...] = ()) -> dict[int, dict[str, float]]:
