@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,12 +41,19 @@ def library_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
+    while not (server.started and is_ready(port)):  # its first query takes longer than some deadlines
         assert thread.is_alive()
         time.sleep(0.01)
     yield f"http://127.0.0.1:{port}/retrieve"
     server.should_exit = True
     thread.join(30)
+
+
+def is_ready(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=60).close()
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")

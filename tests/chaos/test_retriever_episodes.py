@@ -91,8 +91,8 @@ def world(library_url: str, byte_tokenizer: Any) -> World:
 
 
 @pytest.fixture(scope="module")
-def played(world: World) -> Callable[..., Any]:
-    """What has become of an episode."""
+def played(world: World, undisturbed: Trajectory) -> Callable[..., Any]:
+    """What has become of an episode. An undisturbed one has come before: the first one takes longer."""
     plays: dict[Any, Awaitable[Any]] = {"too long": world.too_long_an_outage(), "death": world.death()}
     for kind in (*PASSING, "silence"):
         plays["passes", kind] = world.play(scripted(kind, kind), timeout_s=1.0 if kind == "silence" else 30.0)
