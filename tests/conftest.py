@@ -162,3 +162,13 @@ def async_command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Command:
         return small_run(tinywiki, policy, tinywiki_url, folder, f"trainer.total_training_steps={STEPS}", *overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def one_host(
+    tinywiki: Path, policy: Path, tinywiki_url: str, built_once: Callable[[str, Callable[[Path], None]], Path]
+) -> Any:
+    """A `runs_on_hosts.OneHost`."""
+    from runs_on_hosts import OneHost
+
+    return OneHost(tinywiki, policy, tinywiki_url, built_once)

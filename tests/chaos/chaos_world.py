@@ -55,21 +55,21 @@ def make_prompt(tokenizer: Any, gold: str = "x") -> Prompt:
 
 def play(environment: SearchEnvironment, tokenizer: Any, scripts: Sequence[Sequence[str]]) -> list[Trajectory]:
     """All scripts at the same time, each an episode of its own."""
+    return asyncio.run(playing(environment, tokenizer, scripts))
 
-    async def episodes() -> list[Trajectory]:
-        runs = (
-            run_episode(
-                *(make_prompt(tokenizer), str(number), Script(tokenizer, lines)),
-                *(environment, tokenizer, Sampling(), LIMITS, number),
-            )
-            for number, lines in enumerate(scripts)
+
+async def playing(environment: SearchEnvironment, tokenizer: Any, scripts: Sequence[Sequence[str]]) -> list[Trajectory]:
+    runs = (
+        run_episode(
+            *(make_prompt(tokenizer), str(number), Script(tokenizer, lines)),
+            *(environment, tokenizer, Sampling(), LIMITS, number),
         )
-        try:
-            return await asyncio.gather(*runs)
-        finally:
-            await environment.close()
-
-    return asyncio.run(episodes())
+        for number, lines in enumerate(scripts)
+    )
+    try:
+        return await asyncio.gather(*runs)
+    finally:
+        await environment.close()
 
 
 def assert_no_error_text(trajectory: Trajectory, tokenizer: Any) -> None:

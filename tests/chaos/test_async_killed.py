@@ -1,4 +1,4 @@
-"""A run that samples ahead of training is killed or interrupted: each prompt is trained once, no process is left."""
+"""A run that samples ahead of training is killed and interrupted: each prompt is trained once, no process is left."""
 
 from __future__ import annotations
 
@@ -8,45 +8,33 @@ from pathlib import Path
 import pytest
 from async_runs import BOUNDED, PLAIN, STEPS, Command, assert_each_prompt_once, prompts_of
 from e2e_world import metrics_by_step, run
+from killed_runs import EMA_PG, Runs
+from phases import UPDATE, standing_still
 from training_process import TrainingProcess
 
-pytestmark = pytest.mark.slow  # six runs of a few steps
+from verl.trainer import saved_state
 
 
-def test_killed_and_resumed_it_uses_each_prompt_once(async_command: Command, tmp_path: Path) -> None:
-    """Killed in an update, while two further steps are sampled or ready. The steps' prompts are those of a run that
-    samples in turn, too.
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_interrupted_and_resumed_it_uses_each_prompt_once(
+    async_command: Command, runs: Runs, tmp_path: Path
+) -> None:
+    """In an update, while two further steps are sampled or ready. An interrupted run ends at once, with the status of
+    an interruption. The steps' prompts are those of a run that samples in turn, too.
     """
-    saved = (*PLAIN, "trainer.save_freq=1", "trainer.resume_mode=auto")
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    run(*async_command(straight, *PLAIN))
-    for after in (2, 4):
-        kill_in_an_update(
-            TrainingProcess(async_command(killed, *BOUNDED, *saved), tmp_path / f"log_{after}"), killed, after
-        )
-    run(*async_command(killed, *BOUNDED, *saved))
-    assert prompts_of(killed) == prompts_of(straight)
-    assert_each_prompt_once(killed)
-    metrics = metrics_by_step(killed)
+    folder = tmp_path / "run"
+    command = async_command(folder, *BOUNDED, *PLAIN, "trainer.save_freq=1", "trainer.resume_mode=auto")
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)):
+        process = TrainingProcess(command, tmp_path / f"log_{number}")
+        process.wait_until(saved_state.state_path(folder, 2).is_dir)
+        with standing_still(process.stop_in(UPDATE)):
+            process.process.send_signal(number)
+        assert process.end(timeout_s=90) == status, process.said[-4000:]
+        assert "Traceback" not in process.said, process.said[-4000:]
+    run(*command)
+    assert prompts_of(folder) == prompts_of(runs.straight(EMA_PG).folder)
+    assert_each_prompt_once(folder)
+    metrics = metrics_by_step(folder)
     assert sorted(metrics) == list(range(1, STEPS + 1))
     assert max(metrics[step]["rollout/staleness/max"] for step in metrics) <= 2
-
-
-def kill_in_an_update(process: TrainingProcess, folder: Path, after_step: int) -> None:
-    state = folder / "state" / f"global_step_{after_step}"
-    process.wait_until(lambda: state.is_dir() and process.processes("ActorWorker.update"))
-    process.process.send_signal(signal.SIGKILL)
-    assert process.end(timeout_s=60) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
-def test_an_interrupted_run_ends_though_it_samples(
-    async_command: Command, tmp_path: Path, number: signal.Signals
-) -> None:
-    """At once, with the status of an interruption, and no process left (`end` looks for them)."""
-    process = TrainingProcess(async_command(tmp_path / "run", *BOUNDED, *PLAIN), tmp_path / "log")
-    process.wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file())
-    process.wait_until(lambda: process.processes("ActorWorker.update"))
-    process.process.send_signal(number)
-    assert process.end(timeout_s=90) == 130, process.said[-4000:]
-    assert "Traceback" not in process.said, process.said[-4000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from e2e_world import metrics_by_step, run, small_run
+from phases import SAMPLER, TRAINER
 from small_disk import SmallDisk, small_disk
 from training_process import TrainingProcess, the_error
 
@@ -42,6 +43,7 @@ def folders(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_disk_that_fills_up_again_and_again(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
     """After each fault the run goes on, into the next one; in the end it is, bit by bit, one that had none."""
     straight = tmp_path / "straight"
@@ -131,7 +133,7 @@ def test_a_run_folder_that_is_read_only_from_the_start(
         command = small_run(tinywiki, policy, tinywiki_url, disk.path / "run", *TWO_STEPS)
         process, loading, started = TrainingProcess(command, tmp_path / "log"), [], time.monotonic()
         while process.process.poll() is None:
-            loading += process.processes("ray::ActorWorker") + process.processes("ray::RolloutWorker")
+            loading += process.processes(TRAINER) + process.processes(SAMPLER)
             time.sleep(0.2)
         status = process.end()
         print(f"ended with {status} after {time.monotonic() - started:.1f} s")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e_world import small_run
+from phases import TRAINER
 from training_process import TrainingProcess
 
 from verl.trainer import saved_state
@@ -23,7 +23,7 @@ SETTINGS = (
     *("trainer.logger=[]", "trainer.resume_mode=auto"),
 )
 LOST = "the latest checkpoint could not be saved"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Interrupted:
@@ -34,7 +34,7 @@ class Interrupted:
         self.process = TrainingProcess(command, log)
         while True:
             self.process.wait_until(lambda: any(self.states.glob(".*.writing/actor/__0_0.distcp")))
-            (self.worker,) = self.process.processes("ray::ActorWorker")
+            (self.worker,) = self.process.processes(TRAINER)
             self.worker.suspend()
             time.sleep(2)  # for the driver to go on
             if written := [path.name for path in self.states.glob(".*.writing")]:
@@ -59,11 +59,9 @@ class Interrupted:
 
 
 @pytest.fixture
-def interrupted(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> Iterator[Interrupted]:
+def interrupted(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> Interrupted:
     command = small_run(tinywiki, policy, tinywiki_url, tmp_path / "run", *SETTINGS, "trainer.total_training_steps=50")
-    found = Interrupted(command, tmp_path / "run", tmp_path / "log")
-    yield found
-    found.process.kill()
+    return Interrupted(command, tmp_path / "run", tmp_path / "log")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])

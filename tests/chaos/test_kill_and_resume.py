@@ -9,61 +9,45 @@ import time
 from pathlib import Path
 
 import pytest
-from killed_runs import ROLLOUT, UPDATE, KilledRun, assert_same_runs, settings_of
+from killed_runs import EMA_PG, PPO_TWO_WORKERS, WRITING, Runs, assert_same_runs
+from phases import LOAD_WEIGHTS, ROLLOUT, UPDATE
 
-STEPS = 6
-PHASES = {
-    "rollout": ROLLOUT,
-    "update": UPDATE,
-    "weight sync": "ray::RolloutWorker.load_weights",
-    "checkpoint write": ".writing",  # the temporary folder of a state
-}
-PPO = (
-    "algorithm.adv_estimator=gae",
-    "data.train_batch_size=24",
-    "actor_rollout_ref.rollout.n_agent=1",
-    "actor_rollout_ref.actor.use_kl_loss=false",
-    "algorithm.kl_ctrl.kl_coef=0.001",
-    "algorithm.ref_policy_ema_tau=1.0",
-    "critic.model.path=${actor_rollout_ref.model.path}",
-    "critic.optim.lr=1.0e-3",
-    "critic.ppo_max_token_len_per_gpu=4096",
-)
+PHASES = (LOAD_WEIGHTS, ROLLOUT, UPDATE, WRITING)  # the shortest first, while most steps are left
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "workers"),
-    [((), 1), (PPO, 1), ((), 2), (PPO, 2)],
-    ids=["ema_pg", "ppo", "ema_pg_two_workers", "ppo_two_workers"],
-)
-def test_four_kills_leave_no_trace(
-    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path, overrides: tuple[str, ...], workers: int
-) -> None:
-    settings = settings_of(tinywiki, policy, tinywiki_url, STEPS, workers) + overrides
-    straight, killed = KilledRun(tmp_path / "straight", settings), KilledRun(tmp_path / "killed", settings)
-    straight.finish()
-    for step, (name, phase) in enumerate(PHASES.items(), start=1):
+@pytest.mark.timeout(1800)
+def test_four_kills_leave_no_trace(runs: Runs, tmp_path: Path) -> None:
+    straight, killed = runs.straight(PPO_TWO_WORKERS), runs.make(tmp_path / "killed", PPO_TWO_WORKERS)
+    for step, phase in enumerate(PHASES, start=1):
         killed.start()
-        killed.wait_until(phase, after_step=step)
-        print(f"killed in {name}: the last process ended after {killed.kill_driver():.1f} s")
+        killed.kill_driver_in(phase, after_step=step)
+        assert killed.running.end(60) == -signal.SIGKILL
     killed.finish()
-    assert_same_runs(straight, killed, STEPS)
+    assert_same_runs(straight, killed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "workers"), [((), 1), (PPO, 2)], ids=["ema_pg", "ppo_two_workers"])
-def test_random_processes_killed_at_random_moments_leave_no_trace(
-    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path, overrides: tuple[str, ...], workers: int
-) -> None:
-    """Any process of the run, Ray's own too, until eight kills are done or the run has ended in spite of them."""
-    settings = settings_of(tinywiki, policy, tinywiki_url, STEPS, workers) + overrides + ("trainer.step_timeout_s=120",)
-    straight, killed = KilledRun(tmp_path / "straight", settings), KilledRun(tmp_path / "killed", settings)
-    straight.finish()
+@pytest.mark.timeout(1800)
+def test_a_supervisor_goes_on_after_four_kills_which_leave_no_trace(runs: Runs, tmp_path: Path) -> None:
+    straight, killed = runs.straight(EMA_PG), runs.make(tmp_path / "killed", EMA_PG)
+    process = killed.start(supervised=True)
+    for step, phase in enumerate(PHASES, start=1):
+        killed.kill_driver_in(phase, after_step=step)
+    assert process.end(900) == 0, process.said[-6000:]
+    said = [line for line in process.said.splitlines() if line.startswith("run_with_restart: ")]
+    assert len(said) == len(PHASES) and all("exit status 137; restart" in line for line in said), said
+    assert_same_runs(straight, killed)
+
+
+@pytest.mark.timeout(1800)
+def test_random_processes_killed_at_random_moments_leave_no_trace(runs: Runs, tmp_path: Path) -> None:
+    """Any process of the run, Ray's own too, until five kills are done or the run has ended in spite of them."""
+    straight = runs.straight(PPO_TWO_WORKERS)
+    killed = runs.make(tmp_path / "killed", PPO_TWO_WORKERS, "trainer.step_timeout_s=120")
     kills, status = 0, 1
-    while kills < 8 and status != 0:
+    while kills < 5 and status != 0:
         running, start = killed.start(), time.monotonic()
-        while kills < 8 and not has_ended(running.process, within_s=random.uniform(0, 45)):
+        while kills < 5 and not has_ended(running.process, within_s=random.uniform(0, 45)):
             by_title = {" ".join(process.cmdline()): process for process in running.processes()}  # idle ones count once
             title, victim = random.choice(list(by_title.items()))
             states = sorted(path.name for path in (killed.folder / "state").glob("*"))
@@ -73,8 +57,9 @@ def test_random_processes_killed_at_random_moments_leave_no_trace(
         status = running.end(600, others_s=60)
         print(f"ended with {status} after {time.monotonic() - start:.1f} s")
         assert status in (0, 1, -signal.SIGKILL), running.said[-6000:]  # 2 is not restarted
-    killed.finish()
-    assert_same_runs(straight, killed, STEPS)
+    if status != 0:
+        killed.finish()
+    assert_same_runs(straight, killed)
 
 
 def has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:

@@ -18,6 +18,7 @@ from fault_proxy import FINAL, PASSING, FaultProxy, Kind, Request, seeded
 from transformers import AutoTokenizer
 
 from search_r1.llm_agent.environment import SearchEnvironment
+from verl.agent.text import encode_text
 from verl.config import load_config
 from verl.protocol import Source, Status, Trajectory
 from verl.tracking.trajectory_store import load_trajectories
@@ -32,7 +33,7 @@ STEPS = (
     "trainer.logger=[]",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def stored(folder: Path, step: int) -> Path:
@@ -81,7 +82,8 @@ def assert_as_without_faults(trajectories: list[Trajectory], tokenizer: Any, com
             assert (trajectory.failure is not None) == (trajectory.status is Status.FAILED)
             observations = [s.ids for s in trajectory.segments if s.source is Source.ENVIRONMENT]
             for ids, event in zip(observations, trajectory.events, strict=False):  # the last turn has no answer
-                assert (await environment.step(trajectory.prompt, event["text"], True)).ids == ids
+                outcome = await environment.step(trajectory.prompt, event["text"], True)
+                assert encode_text(tokenizer, outcome.reply) == ids
         await environment.close()
 
     assert any(t.num_searches for t in trajectories)

@@ -8,7 +8,7 @@ import pytest
 from async_runs import BOUNDED, ONE_STEP_OFF, PLAIN, STEPS, Command, assert_each_prompt_once, versions_of
 from e2e_world import metrics_by_step, run, run_and_listen
 
-pytestmark = pytest.mark.slow  # two runs of six steps
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_one_step_off(async_command: Command, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from e2e_world import metrics_by_step, run_and_listen, small_run
 from safetensors.torch import load_file
+from same_runs import assert_same_weights
 
-pytestmark = pytest.mark.slow  # two runs, a minute of a core or two
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 MODEL, CRITIC = "actor_rollout_ref.model", "critic.model"
 LORA = (
     *(f"{MODEL}.lora_rank=8", f"{CRITIC}.lora_rank=4", f"{CRITIC}.target_modules=[q_proj,v_proj]"),
@@ -43,8 +43,4 @@ def test_a_run_with_adapters(tinywiki: Path, policy: Path, tinywiki_url: str, tm
 
     train(tmp_path / "broken", "trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.total_training_steps=3")
     train(tmp_path / "broken", "trainer.resume_mode=auto")
-    for role in ("actor", "critic"):
-        straight, resumed = (
-            load_file(tmp_path / name / role / "global_step_3" / "model.safetensors") for name in ("straight", "broken")
-        )
-        assert all(torch.equal(straight[name], resumed[name]) for name in straight), role
+    assert_same_weights(tmp_path / "straight", tmp_path / "broken", 3, {"actor", "critic"})

@@ -32,6 +32,7 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path = NOTEBOOKS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_demo_and_the_analysis_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "clone" / "runs" / "demo"
     printed = execute("search_r1_demo.ipynb", monkeypatch, DEMO_SIZE="small", DEMO_FOLDER=str(run_dir))

@@ -11,7 +11,7 @@ from terminal import CTRL_C, Screen, TerminalRun
 
 from verl.trainer import saved_state
 
-pytestmark = pytest.mark.slow  # two runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = (
     *("trainer.test_freq=-1", "+trainer.val_before_train=false", "data.val_data_num=4", "trainer.logger=[console]"),

@@ -13,7 +13,7 @@ import pytest
 from async_runs import CORRECTED, PLAIN, prompts_of, stored
 from e2e_world import ROOT, free_port, metrics_by_step, run, small_run, wait_until_up
 
-pytestmark = pytest.mark.slow  # two runs of four steps
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two runs each
 LAST = 4
 
 

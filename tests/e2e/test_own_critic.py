@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from e2e_world import metrics_by_step, run_and_listen, small_run
-from safetensors.torch import load_file
+from same_runs import OF_THE_LAYOUT, assert_same_trajectories, assert_same_weights, learned
 
-from verl.tracking.trajectory_store import read_trajectories
-
-pytestmark = pytest.mark.slow  # three runs, some two minutes of a core
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 STEPS = 3
 # Log-probs of policy and anchor are computed while the critic computes its values.
 PPO = (
@@ -33,22 +31,11 @@ class World:
         """Returns what it wrote to standard error."""
         return run_and_listen(*small_run(*self._given, self.folder / name, *self._own, *overrides)).stderr
 
-    def metrics(self, name: str) -> dict[int, dict[str, float]]:
-        """By step, without those of the clock and the machine."""
-        steps = metrics_by_step(self.folder / name)
-        others = ("timing", "memory_gib", "perf", "time", "global_seqlen")
-        return {step: {key: row[key] for key in row if not key.startswith(others)} for step, row in steps.items()}
-
     def assert_same(self, one: str, other: str) -> None:
         """The trajectories of the last step, and the weights of all roles after it, to the last bit."""
-        columns = ["ids", "loss_mask", "log_probs", "reward"]
-        paths = [self.folder / name / "trajectories" / f"train_step_{STEPS}.parquet" for name in (one, other)]
-        assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
-        for role in ("actor", "critic", "ref"):
-            file = f"{role}/global_step_{STEPS}/model.safetensors"
-            weights, others = (load_file(self.folder / name / file) for name in (one, other))
-            assert weights.keys() == others.keys()
-            assert all(weights[name].equal(others[name]) for name in weights), role
+        folders = (self.folder / one, self.folder / other)
+        assert_same_trajectories(*folders, [STEPS])
+        assert_same_weights(*folders, STEPS, {"actor", "critic", "ref"})
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +50,7 @@ def test_a_critic_of_its_own_learns_the_same(world: World) -> None:
     """All metrics of all steps, and all weights."""
     said = world.train("apart", *APART)
     assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in said
-    turns, apart = world.metrics("turns"), world.metrics("apart")
+    turns, apart = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "apart"))
     assert sorted(apart) == [1, 2, 3] and len(apart[2]) > 60 and {"critic/vf_loss", "critic/kl"} <= apart[2].keys()
     assert apart == turns
     world.assert_same("turns", "apart")
@@ -78,5 +65,6 @@ def test_a_state_is_of_either_layout(world: World) -> None:
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
     said = world.train("on", *APART, *resume)
     assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in said
-    assert world.metrics("on") == {STEPS: world.metrics("turns")[STEPS]}
+    turns, on = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "on"))
+    assert on == {STEPS: turns[STEPS]}
     world.assert_same("turns", "on")

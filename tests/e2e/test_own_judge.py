@@ -10,7 +10,7 @@ from e2e_world import ROOT, metrics_by_step, small_run
 from hosts import Network, ray_node
 from runs_on_hosts import HostRun, retriever_on
 
-pytestmark = pytest.mark.slow  # one run of two steps, on two hosts
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 REWARD = (
     "reward.function=search_r1.rewards.composite.CompositeReward",
     "reward.kwargs={weights: {judge: 1, exact_match: 0}, "

@@ -16,6 +16,7 @@ from verl.tracking.trajectory_store import read_trajectories
 DATA = ROOT.parent / "shared" / "data"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real questions and passages is absent"),
 ]
 

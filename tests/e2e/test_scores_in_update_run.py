@@ -6,20 +6,14 @@ from pathlib import Path
 
 import pytest
 from e2e_world import metrics_by_step, run, small_run
-from safetensors.torch import load_file
+from same_runs import OF_THE_LAYOUT, assert_same_weights, learned
 
-pytestmark = pytest.mark.slow  # three runs, some two minutes of a core
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
 SETTINGS = (
     *("actor_rollout_ref.actor.use_rollout_log_probs=false", "actor_rollout_ref.actor.kl_topk_tokens=8"),
     *("actor_rollout_ref.actor.optim.eps=1e-3", "trainer.n_gpus_per_node=2", "trainer.logger=[]"),
     *("trainer.total_training_steps=2", "trainer.deterministic=true", "+trainer.val_before_train=false"),
 )
-
-
-def of_learning(folder: Path, step: int) -> dict[str, float]:
-    """Metrics without those of the clock and the machine."""
-    others = ("timing", "memory_gib", "perf", "time", "global_seqlen")
-    return {name: value for name, value in metrics_by_step(folder)[step].items() if not name.startswith(others)}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +29,7 @@ def folders(
 
 
 def test_the_same_metrics_and_weights(folders: dict[str, Path]) -> None:
-    before, update = (of_learning(folders[name], 1) for name in ("score", "update"))
+    before, update = (learned(folders[name], OF_THE_LAYOUT)[1] for name in ("score", "update"))
     assert {"health/entropy", "health/mismatch/mean_abs", "health/mismatch_turn_0/k3", "actor/kl_loss"} <= before.keys()
     assert update == pytest.approx(before, rel=1e-4, abs=1e-6)
     timed = [metrics_by_step(folders[name])[1].keys() for name in ("score", "update")]
@@ -43,9 +37,6 @@ def test_the_same_metrics_and_weights(folders: dict[str, Path]) -> None:
 
 
 def test_the_same_bits_when_run_again(folders: dict[str, Path]) -> None:
-    for step in (1, 2):
-        assert of_learning(folders["update"], step) == of_learning(folders["again"], step)
-    weights, others = (
-        load_file(folders[name] / "actor/global_step_2/model.safetensors") for name in ("update", "again")
-    )
-    assert all(weights[name].equal(others[name]) for name in weights)
+    update, again = learned(folders["update"], OF_THE_LAYOUT), learned(folders["again"], OF_THE_LAYOUT)
+    assert update == again and sorted(update) == [1, 2]
+    assert_same_weights(folders["update"], folders["again"], 2, {"actor"})

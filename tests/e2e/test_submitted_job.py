@@ -10,7 +10,7 @@ from e2e_world import metrics_by_step, small_run
 from hosts import Network, ray_node, wait_for_port
 from runs_on_hosts import retriever_on
 
-pytestmark = pytest.mark.slow  # one run of two steps, on two hosts
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = "example/multinode/train_grpo_multinode_32b.sh"
 CPU = (
     *("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.logger=[]"),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from e2e_world import ROOT, metrics_by_step
+from e2e_world import ROOT, metrics_by_step, run, small_run
 from hosts import Host, wait_for_port
-from safetensors.torch import load_file
+from same_runs import assert_same_weights, learned
 from watched_run import WatchedRun
 
 PYTHON = str(ROOT / ".venv/bin/python")
-NOT_LEARNED = ("timing", "perf", "memory_gib", "time", "rollout/num_engines")  # of the clock, the machine, the layout
+STEPS = 6
+SETTINGS = (
+    *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", f"trainer.test_freq={STEPS}"),
+    *("+trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.deterministic=true", "trainer.logger=[]"),
+    "actor_rollout_ref.rollout.kv_cache_gib=0.25",  # a run has several engines
+)
 
 
 @contextlib.contextmanager
@@ -50,20 +56,31 @@ class HostRun(WatchedRun):
     def finish(self) -> None:
         assert self.end() == 0, self.said[-6000:]
 
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """By step, those that tell what was learned."""
-        steps = metrics_by_step(self.folder)
-        return {
-            step: {name: row[name] for name in row if not name.startswith(NOT_LEARNED)} for step, row in steps.items()
-        }
+
+@dataclass(frozen=True)
+class OneHost:
+    """What runs on several hosts are compared with: runs on this machine alone, with one engine."""
+
+    tinywiki: Path
+    policy: Path
+    url: str
+    built_once: Callable[[str, Callable[[Path], None]], Path]
+
+    def run_with(self, num_ranks: int, *overrides: str, name: str = "grpo") -> Path:
+        """The folder of a run with so many ranks, the same for all tests that name it."""
+
+        def train(folder: Path) -> None:
+            layout = (*SETTINGS, f"trainer.n_gpus_per_node={num_ranks}", *overrides)
+            run(*small_run(self.tinywiki, self.policy, self.url, folder / "run", *layout))
+
+        return self.built_once(f"one_host_{name}_{num_ranks}", train) / "run"
 
 
-def assert_same(one: HostRun, other: HostRun, step: int) -> None:
-    """Every metric but those of the clock and the machine, and every weight after `step`, to the last bit."""
-    assert one.metrics() == other.metrics() and len(one.metrics()[step]) > 50
-    models = sorted(one.folder.glob(f"*/global_step_{step}/model.safetensors"))
-    assert {path.parts[-3] for path in models} >= {"actor", "ref"}
-    for path in models:
-        weights, others = load_file(path), load_file(other.folder / path.relative_to(one.folder))
-        assert weights.keys() == others.keys()
-        assert all(weights[name].equal(others[name]) for name in weights), path
+def assert_same(one: Path, other: Path, step: int = STEPS) -> None:
+    """Of two run folders: every metric until `step` but those of the machine and the number of engines, and every
+    weight after it, to the last bit.
+    """
+    besides = ("rollout/num_engines",)
+    metrics, others = ({n: row for n, row in learned(f, besides).items() if n <= step} for f in (one, other))
+    assert metrics == others and sorted(metrics) == list(range(1, step + 1)) and len(metrics[step]) > 50
+    assert_same_weights(one, other, step, {"actor", "ref"})
