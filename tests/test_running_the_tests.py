@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 HANGS = '''\
@@ -86,3 +87,8 @@ def test_what_the_time_did_not_suffice_for_is_named(folder: Path) -> None:
     done = pytest_in(folder, "-m", "slow", "--until", str(time.time() - 1))
     assert done.returncode == 0 and "3 skipped" in done.stdout
     assert all(f"test_{name}.py::test_{name}" in done.stdout.split("not reached")[1] for name in "abc")
+
+
+def test_the_files_that_begin_early_are_there() -> None:
+    assert all((ROOT / file).is_file() for file in LONGEST_FIRST)
+    assert len(set(LONGEST_FIRST)) == len(LONGEST_FIRST)

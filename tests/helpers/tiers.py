@@ -11,8 +11,33 @@ import pytest
 
 DAYS = 3  # within which every slow test gets to run
 NOT_REACHED = "not reached before the end of the time for slow tests"
-# The longest first, so that no process is left with a long file when the other has nothing more to do.
-LONGEST_FIRST: tuple[str, ...] = ()
+# The longest first, so that no process is left with a long file when the other has nothing more to do. The first two
+# begin together: one of them waits for the quickstart's rehearsal, the other does not need it.
+LONGEST_FIRST = (
+    "tests/e2e/test_whole_loop.py",
+    "tests/verl/rollout/test_rollout_manager.py",
+    "tests/e2e/test_train_scripts.py",
+    "tests/e2e/test_several_nodes.py",
+    "tests/e2e/test_new_users_hour.py",
+    "tests/e2e/test_bad_input.py",
+    "tests/e2e/test_quickstart.py",
+    "tests/e2e/test_sampler_matches_trainer.py",
+    "tests/test_documented_commands.py",
+    "tests/verl/trainer/test_dry_run.py",
+    "tests/search_r1/viewer/test_viewer_page.py",
+    "tests/search_r1/llm_agent/test_serve_engine.py",
+    "tests/search_r1/llm_agent/test_llm_agent_infer_engine.py",
+    "tests/verl/single_controller/test_nodes.py",
+    "tests/verl/single_controller/test_placement.py",
+    "tests/test_scripts.py",
+    "tests/verl/trainer/test_plan.py",
+    "tests/verl/rollout/test_engine_settings.py",
+    "tests/verl/rollout/test_node_retriever.py",
+    "tests/search_r1/search/test_search_index_builder.py",
+    "tests/search_r1/search/test_search_launch.py",
+    "tests/test_experiments.py",
+    "tests/test_running_the_tests.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
