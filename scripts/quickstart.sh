@@ -3,7 +3,7 @@
 # GRPO with an EMA anchor against a real retrieval server, and ask it a question.
 #   bash scripts/quickstart.sh [--long | --small] [--seed N] [--output_dir DIR] [-- key=value ...]
 #   --long            3-hop questions too, and longer training
-#   --small           a rehearsal of all of it in two minutes, too short to learn anything
+#   --small           a rehearsal of all of it, much shorter, in which nothing is learned
 #   --seed N          other worlds, other draws (0)
 #   --gpu             on one NVIDIA GPU, in bfloat16 (never run by the tests)
 #   --output_dir DIR  where everything goes (runs/tinywiki_default_seedN, or _long_ or _small_ instead of _default_)

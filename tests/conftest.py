@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from async_runs import STEPS, Command
 from e2e_world import ENV, GRADIENT, ROOT, free_port, small_run, wait_until_up
@@ -21,14 +20,6 @@ from transformers import PreTrainedTokenizerFast
 pytest_plugins = ["tiers", "time_limits"]
 
 EOS = "<|endoftext|>"
-
-# An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
-UNTIMED = hypothesis.settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.register_profile("small", UNTIMED, max_examples=25)
-hypothesis.settings.register_profile("large", UNTIMED, max_examples=400, derandomize=False, print_blob=True)
-hypothesis.settings.load_profile("small")
 
 
 @pytest.fixture(scope="session")

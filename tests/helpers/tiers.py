@@ -1,4 +1,4 @@
-"""Which tests run, and in which order (a pytest plugin): CONTRIBUTING.md, "Tiers of tests", has the rules."""
+"""Which tests run, in which order, with how many examples (a pytest plugin): "Tiers of tests" in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
+import hypothesis
 import pytest
+
+# An example, or making one up, is slow on a busy machine. The same examples each time: a failure can be repeated.
+UNTIMED = hypothesis.settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("small", UNTIMED, max_examples=25)
+hypothesis.settings.register_profile("large", UNTIMED, max_examples=400, derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("small")
 
 DAYS = 3  # within which every slow test gets to run
 NOT_REACHED = "not reached before the end of the time for slow tests"
