@@ -293,7 +293,8 @@ def selects_tests(command: Command, _: Checkout) -> None:
 @cache
 def run_pytest(*arguments: str) -> None:
     program = [sys.executable, "-m", "pytest", "--noconftest", "-p", "tiers", "-p", "no:cacheprovider"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/helpers")}  # of tiers.py, which has options of its own
+    paths = os.pathsep.join([str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths}  # for tiers.py, which has options of its own
     done = subprocess.run([*program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"pytest {arguments} ended with {done.returncode}: {done.stdout}{done.stderr}"
 
