@@ -19,12 +19,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false MPLBAC
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0
 
-setup=() tier=default which=(-m "not slow")
+setup=() ci="" which=(-m "not slow")
 while [[ $# -gt 0 ]]; do
   case $1 in
     --gpu) setup=(--gpu) ;;
-    --all) tier=all which=(--hypothesis-profile large) ;;
-    --ci) tier=ci ;;
+    --all) which=(--hypothesis-profile large) ;;
+    --ci) ci=yes ;;
     *) break ;;
   esac
   shift
@@ -68,7 +68,7 @@ check "style: ruff format" "$bin/ruff" format --check .
 check "types: mypy" "$bin/python" -m mypy -n 2
 check "walls: import-linter" "$bin/lint-imports" --no-cache
 check "tests: pytest" in_two --durations=15 "${which[@]}" "$@"
-if [[ $tier == ci ]]; then
+if [[ $ci ]]; then
   check "Chromium is there" has_chromium
   check "tests: slow" slow_tests
 fi

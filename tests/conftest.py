@@ -101,9 +101,8 @@ def quickstart(built_once: Callable[[str, Callable[[Path], None]], Path]) -> Pat
         with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
             done = subprocess.run(
                 [*command, str(folder), "--", *more, "trainer.n_gpus_per_node=1"],
-                **{"cwd": ROOT, "env": ENV | {"VERL_WORKER_LOGS": "1"}, "stdout": stdout, "stderr": stderr},
-                **{"timeout": 1800, "check": False},
-            )
+                cwd=ROOT, env=ENV | {"VERL_WORKER_LOGS": "1"}, stdout=stdout, stderr=stderr, timeout=1800, check=False,
+            )  # fmt: skip
         said = [(folder / name).read_text()[-6000:] for name in ("stdout", "stderr")]
         assert done.returncode == 0, "\n".join(said)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from e2e_world import ENV, ROOT, metrics_by_step, run, small_run, train_here
-from safetensors.torch import load_file
+from same_runs import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.viewer.panels import PANELS, metrics_of
@@ -252,9 +252,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     paths = [path / "trajectories" / "train_step_3.parquet" for path in (folder, run_dir)]
     columns = ["group_id", "ids", "loss_mask", "log_probs", "reward", "weight_version"]
     assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)
-    for role in ("actor", "ref"):
-        one, two = (load_file(path / role / "global_step_3" / "model.safetensors") for path in (folder, run_dir))
-        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_weights(folder, run_dir, 3, {"actor", "ref"})
 
 
 GUARDED = (

@@ -80,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class LeftOut:
-    """Counts the slow tests that the options of this session leave out, in whichever process collects."""
+    """Counts the slow tests that the options leave out, in whichever process collects."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
