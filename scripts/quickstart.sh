@@ -28,8 +28,8 @@ while [[ $# -gt 0 ]]; do
     --long) mode=long; shift ;;
     --small)
       mode=small
-      data_size=(--num_passages 600 --num_train 120 --num_test 40 --num_sft_rows 6000)
-      sft_size=(trainer.total_training_steps=60 optim.lr=3e-3) # so short that it needs a higher rate
+      data_size=(--num_passages 600 --num_train 120 --num_test 40 --num_sft_rows 2000)
+      sft_size=(trainer.total_training_steps=60 data.train_batch_size=16 optim.lr=3e-3) # so short: a higher rate
       rl_size=(
         data.train_batch_size=6 actor_rollout_ref.rollout.n_agent=4 actor_rollout_ref.actor.ppo_mini_batch_size=24
         data.val_data_num=32 trainer.total_training_steps=3 trainer.test_freq=2 trainer.save_freq=2

@@ -156,7 +156,11 @@ def async_command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Command:
 
 @pytest.fixture(scope="session")
 def one_host(
-    tinywiki: Path, policy: Path, tinywiki_url: str, built_once: Callable[[str, Callable[[Path], None]], Path]
+    ray_session: Any,
+    tinywiki: Path,
+    policy: Path,
+    tinywiki_url: str,
+    built_once: Callable[[str, Callable[[Path], None]], Path],
 ) -> Any:
     """A `runs_on_hosts.OneHost`."""
     from runs_on_hosts import OneHost

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from e2e_world import ENV, ROOT, free_port
+from e2e_world import ENV, ROOT, free_port, metrics_by_step
 
 from verl.tracking.trajectory_store import read_trajectories
 
@@ -22,21 +22,21 @@ def hour(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     folder = tmp_path_factory.mktemp("hour") / "mine"
     shutil.copytree(FILES, folder)
     before = _sources()
-    settings = {
-        "CLONE": str(ROOT),
-        "MODEL": str(tiny_model_dir),
-        "PORT": str(free_port()),
-        "SERVE_PORT": str(free_port()),
-    }
+    said = _type("hour.sh", folder, MODEL=str(tiny_model_dir))
+    assert _sources() == before, "nothing of the clone is edited"
+    return folder, said
+
+
+def _type(script: str, folder: Path, **settings: str) -> str:
+    """What a script of the user's printed, itself and into its logs."""
     done = subprocess.run(
-        ["bash", "hour.sh"],
-        cwd=folder, env=ENV | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3000,
-        check=False,
+        ["bash", script],
+        cwd=folder, env=ENV | {"CLONE": str(ROOT), "PORT": str(free_port())} | settings,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3000, check=False,
     )  # fmt: skip
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert done.returncode == 0 and "== done" in done.stdout, done.stdout[-8000:] + logs[-4000:]
-    assert _sources() == before, "nothing of the clone is edited"
-    return folder, done.stdout + logs
+    return done.stdout + logs
 
 
 def _sources() -> dict[Path, int]:
@@ -80,13 +80,31 @@ def test_the_second_run_in_the_same_folder_is_refused(hour: tuple[Path, str]) ->
     assert sorted(set(steps)) == [1, 2, 3]
 
 
-def test_the_run_is_evaluated_asked_and_served_by_its_own_settings(hour: tuple[Path, str]) -> None:
-    folder, printed = hour
+def test_the_anchor_follows_and_its_validation_leaves_the_engines_with_the_policys_weights(
+    hour: tuple[Path, str],
+) -> None:
+    """`train_grpo_ema_pg.sh`: the policy is its own anchor before the first update, and not after it."""
+    run = hour[0] / "run"
+    metrics = metrics_by_step(run)
+    assert abs(metrics[1]["actor/kl_loss"]) < 1e-5 < metrics[2]["actor/kl_loss"]
+    assert metrics[2]["ref_policy/ema_tau"] == 0.9 and (run / "ref" / "global_step_3" / "model.safetensors").is_file()
+    assert [step for step in sorted(metrics) if "val_ref/test_score/mean" in metrics[step]] == [1, 2, 3]
+    assert metrics[3]["health/mismatch/mean_abs"] < 1e-4
+
+
+def test_the_run_is_evaluated_by_its_own_settings(hour: tuple[Path, str]) -> None:
+    folder, _ = hour
     report = (folder / "results" / "results.md").read_text()
     assert "| lighthouses | 20 |" in report and "wrong_answers.md" in report, report
     wrong = (folder / "results" / "wrong_answers.md").read_text()
     assert "question: Who built Skarn Light?" in wrong and "gold answers: Josse Aldine" in wrong
     assert "searches: Who built Skarn Light?" in wrong, "what the user's environment asked"
+
+
+@pytest.mark.slow  # the rehearsal of the quickstart asks a run, too, and test_serve_engine.py serves a model
+def test_the_run_is_asked_and_served_by_its_own_settings(hour: tuple[Path, str]) -> None:
+    printed = _type("ask_and_serve.sh", hour[0], SERVE_PORT=str(free_port()))
+    assert "Traceback" not in printed
     assert "<shelf>" in printed.split("== ask")[1].split("\n== ")[0]
     served = printed.split("== serve")[1]
     assert "model " in served and "reply " in served

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e_world import small_run
 from hosts import Network, ray_cluster
-from runs_on_hosts import SETTINGS, STEPS, HostRun, OneHost, assert_same, retriever_on
+from runs_on_hosts import SETTINGS, SHORT, SHORT_STEPS, HostRun, OneHost, assert_same, retriever_on
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,12 @@ def test_several_hosts_do_what_one_does(
     own = ("retriever.placement=per_node", f"retriever.launch='{launch}'")
     asked = (*own, f"retriever.url=http://127.0.0.1:{OWN_PORT}/retrieve") if has_critic else ()
     sizes = (f"trainer.nnodes={num_hosts}", f"actor_rollout_ref.rollout.num_engines={num_hosts}")
-    settings = (*SETTINGS, *ppo, *sizes, *asked, *apart)
+    settings = (*SETTINGS, *SHORT, *ppo, *sizes, *asked, *apart)
     with ray_cluster(network.hosts) as address:
         command = small_run(tinywiki, policy, url, tmp_path / "run", *settings)
         run = HostRun(network.hosts[0], tmp_path / "run", command, address)
         run.finish()
         assert not any(host.processes(f"--port {OWN_PORT}") for host in network.hosts), "they end with the run"
-    assert_same(one_host.run_with(num_hosts, *ppo, name="ppo" if has_critic else "grpo"), run.folder)
-    assert (run.folder / "critic" / f"global_step_{STEPS}").is_dir() == has_critic
+    alone = one_host.short_run_with(num_hosts, *ppo, name="ppo" if has_critic else "grpo")
+    assert_same(alone, run.folder, SHORT_STEPS)
+    assert (run.folder / "critic" / f"global_step_{SHORT_STEPS}").is_dir() == has_critic

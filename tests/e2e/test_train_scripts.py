@@ -1,18 +1,28 @@
-"""Each published command trains TinyWiki for two steps, and what is new in each shows in its metrics and files."""
+"""Published commands train TinyWiki for two steps, and what is new in each shows in its metrics and files.
+
+`train_grpo_ema_pg.sh` is what a new user trains by in test_new_users_hour.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
-from e2e_world import ENV, GRADIENT, ROOT, train_here
+from e2e_world import ENV, GRADIENT, ROOT, run_here
 from transformers import AutoModelForTokenClassification
 
 from verl.tracking.trajectory_store import read_trajectories
+from verl.trainer import saved_state
 from verl.trainer.main_ppo_format import with_format_reward
 
 WORLD = (
@@ -53,30 +63,25 @@ class Run:
         return read_trajectories(self.folder / "trajectories" / f"train_step_{step}.parquet")
 
 
-@pytest.fixture
-def script(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path):
-    """Runs a train script on TinyWiki as a user would: settings from the environment, overrides behind it."""
+@pytest.fixture(scope="module")
+def command(tinywiki: Path, policy: Path, tinywiki_url: str) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A train script on TinyWiki as a user starts it: settings from the environment, overrides behind it."""
+    experiment = f"e2e_{os.getpid()}"
+    environment = ENV | {"BASE_MODEL": str(policy), "EXPERIMENT_NAME": experiment, "DATA_DIR": str(tinywiki)}
 
-    def start(name: str, *overrides: str) -> Run:
-        experiment = f"e2e_{name.removesuffix('.sh')}_{os.getpid()}"
-        environment = ENV | {"BASE_MODEL": str(policy), "EXPERIMENT_NAME": experiment, "DATA_DIR": str(tinywiki)}
-        settings = (*WORLD, f"retriever.url={tinywiki_url}", f"trainer.default_local_dir={tmp_path / 'run'}")
-        try:
-            done = subprocess.run(
-                ["bash", name, *settings, *overrides],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False,
-            )  # fmt: skip
-        finally:
-            (ROOT / f"{experiment}.log").unlink(missing_ok=True)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-        return Run(tmp_path / "run")
+    def of(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
+        settings = (*WORLD, f"retriever.url={tinywiki_url}", f"trainer.default_local_dir={folder}")
+        return {"args": ["bash", name, *settings, *overrides], "cwd": ROOT, "env": environment, "text": True}
 
-    return start
+    yield of
+    (ROOT / f"{experiment}.log").unlink(missing_ok=True)
 
 
-@pytest.mark.slow  # what it shares with the next one, and with the whole loop, is seen there
-def test_grpo(script) -> None:
-    run = script("train_grpo.sh", *GROUPS)
+@pytest.mark.slow  # what it shares with the others, and with the whole loop, is seen there
+def test_grpo(command: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    done = subprocess.run(**command("train_grpo.sh", tmp_path, *GROUPS), capture_output=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    run = Run(tmp_path)
     assert len(run.trajectories(2)) == 24
     # The policy is its own anchor before the first update, and not after it.
     assert abs(run.metrics[1]["actor/kl_loss"]) < 1e-6 < run.metrics[2]["actor/kl_loss"]
@@ -84,27 +89,74 @@ def test_grpo(script) -> None:
     assert run.metrics[2]["health/mismatch/mean_abs"] < 1e-4
 
 
-def test_grpo_with_an_ema_anchor_and_the_top_k_kl(script) -> None:
-    settings = ("+algorithm.ref_policy_ema_update_period=1", "actor_rollout_ref.actor.kl_loss_coef=0.1")
-    run = script("train_grpo_ema_pg.sh", *GROUPS, *settings, "+trainer.eval_ref_policy_freq=1")
-    assert abs(run.metrics[1]["actor/kl_loss"]) < 1e-5 < run.metrics[2]["actor/kl_loss"]
-    assert run.metrics[2]["ref_policy/ema_tau"] == 0.9
-    assert (run.folder / "ref" / "global_step_2" / "model.safetensors").is_file()
-    # Validation with the anchor's weights, after which the engine samples with the policy's again.
-    assert [step for step in run.metrics if "val_ref/test_score/mean" in run.metrics[step]] == [1, 2]
-    assert run.metrics[2]["health/mismatch/mean_abs"] < 1e-4
+class Interrupted(NamedTuple):
+    """A PPO run after Ctrl-C, which came when two steps had been saved."""
+
+    run: Run
+    said: str
+    status: int
+    begun: list[str]  # its processes before, by their command lines
+    left: list[str]  # and after
 
 
-def test_ppo_with_a_critic(script, policy: Path) -> None:
+@pytest.fixture(scope="module")
+def ppo(command: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    folder = tmp_path_factory.mktemp("ppo")
     critic = ("critic.optim.lr=1e-3", "critic.optim.lr_warmup_steps_ratio=0", "critic.ppo_micro_batch_size=24")
-    run = script("train_ppo.sh", "data.train_batch_size=24", "trainer.critic_warmup=1", *critic)
-    first, second = run.metrics[1], run.metrics[2]
+    endless = ("trainer.total_training_steps=1000", "trainer.save_freq=1")
+    given = command(
+        "train_ppo.sh", folder / "run", "data.train_batch_size=24", "trainer.critic_warmup=1", *critic, *endless
+    )
+    given["env"] |= {MARK: str(folder)}
+    with (folder / "log").open("w+") as log:
+        trainer = subprocess.Popen(**given, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_heed_ctrl_c)
+        while trainer.poll() is None and not saved_state.state_path(folder / "run", 2).is_dir():
+            time.sleep(0.2)
+        begun = _marked(folder)
+        trainer.send_signal(signal.SIGINT)
+        status = trainer.wait(timeout=300)
+        deadline = time.monotonic() + 120
+        while (left := _marked(folder)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        said = Path(log.name).read_text()
+    assert status == 130, said[-6000:]
+    return Interrupted(Run(folder / "run"), said, status, begun, left)
+
+
+def test_ppo_with_a_critic(ppo: Interrupted) -> None:
+    first, second = ppo.run.metrics[1], ppo.run.metrics[2]
     assert first["critic/values/max"] == 0 and second["critic/values/mean"] != 0, "values start at zero, then learn"
     assert "actor/pg_loss" not in first and "actor/pg_loss" in second, "the first step trained the critic alone"
     assert second["critic/kl"] == pytest.approx(0, abs=1e-6) and second["critic/kl_coeff"] == 0.001
     assert first["critic/vf_loss"] > 0 and second["critic/lr"] == 1e-3
-    critic_model = AutoModelForTokenClassification.from_pretrained(run.folder / "critic" / "global_step_2")
+    critic_model = AutoModelForTokenClassification.from_pretrained(ppo.run.folder / "critic" / "global_step_2")
     assert critic_model.score.weight.any()
+
+
+def test_ctrl_c_stops_everything(ppo: Interrupted) -> None:
+    """The script is the trainer by then: it gets the signal."""
+    assert ppo.said.splitlines()[-1].startswith("interrupted") and "Traceback" not in ppo.said
+    assert (ppo.run.folder / "actor" / "global_step_2" / "model.safetensors").is_file()
+    assert len(ppo.begun) > 4, "the trainer, Ray, its workers and the engine carry the mark"
+    assert ppo.left == []
+
+
+def _heed_ctrl_c() -> None:
+    """A test run in the background of a shell passes on that Ctrl-C is to be ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+MARK = "VERL_TEST_FOLDER"
+
+
+def _marked(folder: Path) -> list[str]:
+    """Command lines of the processes that were started, however indirectly, with the mark in their environment."""
+    lines = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder):
+                lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 def test_format_reward_greedy_baseline_and_correction(
@@ -112,7 +164,7 @@ def test_format_reward_greedy_baseline_and_correction(
 ) -> None:
     """main_ppo_format, with everything that no script uses: remax, filtered groups, rejected tokens, LLDS, GSPO."""
     actor = "actor_rollout_ref.actor"
-    status = train_here(
+    status = run_here(
         *("-m", "verl.trainer.main_ppo_format", *WORLD, *GROUPS, f"retriever.url={tinywiki_url}"),
         "reward.kwargs={}",
         *(f"data.train_files={tinywiki / 'train.parquet'}", f"data.val_files={tinywiki / 'validation.parquet'}"),

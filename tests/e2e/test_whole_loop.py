@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from e2e_world import ENV, ROOT, metrics_by_step, run, small_run, train_here
+from e2e_world import ENV, ROOT, metrics_by_step, run_here, small_run
+from runs_on_hosts import OneHost
 from same_runs import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +37,7 @@ def train(ray_session: object, tinywiki: Path, policy: Path, tinywiki_url: str) 
     """Runs in a folder, with further overrides; returns the folder."""
 
     def to_its_end(folder: Path, *overrides: str) -> Path:
-        assert train_here(*small_run(tinywiki, policy, tinywiki_url, folder, "trainer.seed=1", *overrides)) == 0
+        assert run_here(*small_run(tinywiki, policy, tinywiki_url, folder, "trainer.seed=1", *overrides)) == 0
         return folder
 
     return to_its_end
@@ -167,23 +168,30 @@ def test_trajectories_are_what_was_sampled(run_dir: Path, policy: Path) -> None:
         assert row["weight_version"] == 1
 
 
-def test_stored_trajectories_can_be_replayed(run_dir: Path, policy: Path, tmp_path: Path) -> None:
+def test_stored_trajectories_can_be_replayed(
+    run_dir: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The checkpoint that sampled a step gives its log-probs again, the reward its scores; SFT takes the export."""
-    replay, step_1, step_3 = ("-m", "search_r1.replay"), *(stored(run_dir, step) for step in (1, 3))
+
+    def printed(*command: str) -> str:
+        assert run_here("-m", *command) == 0
+        return capsys.readouterr().out
+
+    replay, step_1, step_3 = "search_r1.replay.__main__", *(stored(run_dir, step) for step in (1, 3))
     for file, model in ((step_1, policy), (step_3, run_dir / "actor" / "global_step_2")):
         output = tmp_path / "log_probs.parquet"
-        printed = run(*replay, "log_probs", str(file), "--model", str(model), "--output", str(output))
-        assert float(printed.split("largest difference")[1].split()[0]) < 1e-4
+        said = printed(replay, "log_probs", str(file), "--model", str(model), "--output", str(output))
+        assert float(said.split("largest difference")[1].split()[0]) < 1e-4
     files, scored = (str(step_1), str(step_3)), tmp_path / "scored.parquet"
     rule = ("--reward", "search_r1.rewards.exact_match.ExactMatchReward", "--template", "tinywiki")
-    run(*replay, "score", *files, "--tokenizer", str(policy), *rule, "--output", str(scored))
+    printed(replay, "score", *files, "--tokenizer", str(policy), *rule, "--output", str(scored))
     columns = ["ids", "reward", "reward_components"]
     assert read_trajectories(scored, columns) == [row for file in files for row in read_trajectories(file, columns)]
     rows = tmp_path / "sft.parquet"
-    kept = run(*replay, "export", *files, "--min_reward", "0", "--per_prompt", "2", "--output", str(rows))
+    kept = printed(replay, "export", *files, "--min_reward", "0", "--per_prompt", "2", "--output", str(rows))
     assert 0 < int(kept.split()[1]) <= 24
-    run(
-        *("-m", "verl.trainer.sft", "--config-name", "tinywiki_sft", f"data.train_files={rows}"),
+    printed(
+        *("verl.trainer.sft", "--config-name", "tinywiki_sft", f"data.train_files={rows}"),
         *(f"model.path={policy}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=1"),
         "data.lm_fraction=0",
     )
@@ -210,11 +218,9 @@ def test_report_can_be_read(run_dir: Path) -> None:
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_workers_and_two_engines_do_the_same(run_dir: Path, train: Train, tmp_path: Path) -> None:
+def test_two_workers_and_two_engines_do_the_same(run_dir: Path, one_host: OneHost) -> None:
     """The first step of the same run on other plumbing: the same trajectories, token by token, the same gradient."""
-    plumbing = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2")
-    once = ("trainer.total_training_steps=1", "+trainer.val_before_train=false", "trainer.logger=[]")
-    other = train(tmp_path / "two", *plumbing, *once)
+    other = one_host.short_run_with(2)
     columns = ["ids", "loss_mask", "log_probs", "reward"]
     paths = [folder / "trajectories" / "train_step_1.parquet" for folder in (run_dir, other)]
     assert read_trajectories(paths[0], columns) == read_trajectories(paths[1], columns)

@@ -78,8 +78,8 @@ def signals_as_they_were() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def train_here(*command: str, **more: Any) -> int:
-    """The exit status of `-m MODULE ARGUMENTS`, a trainer, in this process; `more` is for its `main`.
+def run_here(*command: str, **more: Any) -> int:
+    """The exit status of `-m MODULE ARGUMENTS` in this process; `more` is for the module's `main`.
 
     It saves the time that a process of its own takes to import everything and, with `ray_session`, to start a Ray.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e_world import ROOT, metrics_by_step, run, small_run
+from e2e_world import ROOT, metrics_by_step, run_here, small_run
 from hosts import Host, wait_for_port
 from same_runs import assert_same_weights, learned
 from watched_run import WatchedRun
@@ -19,6 +19,8 @@ SETTINGS = (
     *("+trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.deterministic=true", "trainer.logger=[]"),
     "actor_rollout_ref.rollout.kv_cache_gib=0.25",  # a run has several engines
 )
+SHORT_STEPS = 2  # the second one samples with what the first has learned
+SHORT = (f"trainer.total_training_steps={SHORT_STEPS}", f"trainer.test_freq={SHORT_STEPS}", "trainer.seed=1")
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ class HostRun(WatchedRun):
 
 @dataclass(frozen=True)
 class OneHost:
-    """What runs on several hosts are compared with: runs on this machine alone, with one engine."""
+    """What runs on several hosts are compared with: runs on this machine alone, in this process, on its Ray."""
 
     tinywiki: Path
     policy: Path
@@ -71,9 +73,14 @@ class OneHost:
 
         def train(folder: Path) -> None:
             layout = (*SETTINGS, f"trainer.n_gpus_per_node={num_ranks}", *overrides)
-            run(*small_run(self.tinywiki, self.policy, self.url, folder / "run", *layout))
+            assert run_here(*small_run(self.tinywiki, self.policy, self.url, folder / "run", *layout)) == 0
 
         return self.built_once(f"one_host_{name}_{num_ranks}", train) / "run"
+
+    def short_run_with(self, num: int, *overrides: str, name: str = "grpo") -> Path:
+        """Of `SHORT_STEPS` steps, with so many ranks and engines."""
+        engines = f"actor_rollout_ref.rollout.num_engines={num}"
+        return self.run_with(num, *SHORT, engines, *overrides, name=f"short_{name}")
 
 
 def assert_same(one: Path, other: Path, step: int = STEPS) -> None:

@@ -30,7 +30,6 @@ LONGEST_FIRST = (
     "tests/e2e/test_new_users_hour.py",
     "tests/e2e/test_bad_input.py",
     "tests/e2e/test_quickstart.py",
-    "tests/e2e/test_sampler_matches_trainer.py",
     "tests/test_documented_commands.py",
     "tests/verl/trainer/test_dry_run.py",
     "tests/search_r1/viewer/test_viewer_page.py",

@@ -29,32 +29,20 @@ settings=(
   data.max_start_length=512 data.max_prompt_length=900 data.max_response_length=32 data.max_obs_length=200
   actor_rollout_ref.rollout.dtype=float32 trainer.logger='[console]' trainer.total_training_steps=3
   +trainer.val_before_train=false trainer.default_local_dir=run
+  # The anchor follows at once, and is validated as the policy is.
+  +algorithm.ref_policy_ema_update_period=1 actor_rollout_ref.actor.kl_loss_coef=0.1 +trainer.eval_ref_policy_freq=1
+  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0 actor_rollout_ref.actor.optim.lr=5e-4
 )
 export DATA_DIR=data BASE_MODEL=$MODEL N_GPUS=1
-TRAINER=verl.trainer.preflight bash "$CLONE/train_grpo.sh" "${settings[@]}"
+TRAINER=verl.trainer.preflight bash "$CLONE/train_grpo_ema_pg.sh" "${settings[@]}"
 
 say "train: 3 steps with my reward and my environment"
-bash "$CLONE/train_grpo.sh" "${settings[@]}"
+bash "$CLONE/train_grpo_ema_pg.sh" "${settings[@]}"
 
 say "train once more, by mistake"
-bash "$CLONE/train_grpo.sh" "${settings[@]}" && exit 1
+bash "$CLONE/train_grpo_ema_pg.sh" "${settings[@]}" && exit 1
 
 say "evaluate"
 "$python" -m search_r1.evaluation --run run --data lighthouses=questions.jsonl --output_dir results
 
-say "ask"
-"$python" "$CLONE/infer.py" --run run --question "Who built Skarn Light?"
-
-say "serve"
-"$python" -m search_r1.serve --run run --port "$SERVE_PORT" >serve.log 2>&1 &
-started+=($!)
-until_up "http://127.0.0.1:$SERVE_PORT/v1/models"
-"$python" - <<PY
-import openai
-client = openai.OpenAI(base_url="http://127.0.0.1:$SERVE_PORT/v1", api_key="none")
-name = client.models.list().data[0].id
-message = {"role": "user", "content": "Who built Skarn Light?"}
-print("model", client.models.retrieve(name).id)
-print("reply", repr(client.chat.completions.create(model=name, messages=[message]).choices[0].message.content))
-PY
 say "done"

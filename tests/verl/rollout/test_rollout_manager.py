@@ -21,7 +21,7 @@ from weight_source import stream_of
 
 from verl.config import Config, load_config
 from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned, WeightSyncError, WorkerDied
-from verl.protocol import Prompt, Source, Status, Trajectory
+from verl.protocol import Prompt, Source, Status, TrainBatch, Trajectory
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
@@ -79,8 +79,10 @@ def pair(ray_session: Any, tiny_model_dir: Path) -> Iterator[RolloutManager]:
 
 @pytest.fixture(scope="module")
 def actor(ray_session: Any, tiny_model_dir: Path) -> Iterator[ActorGroup]:
-    """A trainer of one rank, whose weights are two buckets."""
-    actor = ActorGroup(config_of(tiny_model_dir, f"{ROLLOUT}.weight_sync.bucket_mib=1"), POOL, 1, False)
+    """A trainer of one rank, whose weights are two buckets, and whose step is one update by 32 trajectories."""
+    learning = ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    config = config_of(tiny_model_dir, f"{ROLLOUT}.weight_sync.bucket_mib=1", *learning)
+    actor = ActorGroup(config, POOL, 10, False)
     yield actor
     actor.shutdown()
 
@@ -265,6 +267,47 @@ def test_sleep_does_nothing_on_cpu(manager: RolloutManager) -> None:
     assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(before)
 
 
+def test_log_probs_are_the_trainers_after_a_sync_and_a_sampler_without_it_would_be_noticed(
+    manager: RolloutManager, actor: ActorGroup, weights: Weights, weight_dir: Path
+) -> None:
+    prompts = prompts_of(8)
+
+    def differences(trajectories: list[Trajectory]) -> torch.Tensor:
+        """|sampler - trainer|, one per policy token."""
+        batch = batch_of(trajectories)
+        trained_T = actor.log_probs(batch)["log_prob"]
+        return (batch.tokens["rollout_log_probs"] - trained_T)[batch.tokens["loss_mask"]].abs()
+
+    def assert_the_trainers(difference_T: torch.Tensor) -> None:
+        assert len(difference_T) > 200
+        assert difference_T.max() < 2e-5 and difference_T.mean() < 2e-6
+
+    sampled = manager.collect(prompts, n=4, step=1)
+    assert_the_trainers(differences(sampled))
+    for version in range(1, 6):
+        learn(actor, sampled)
+        with pytest.raises(AssertionError):
+            assert_the_trainers(differences(sampled))
+        manager.load_weights(lambda version=version: actor.publish_weights(version))
+        sampled = manager.collect(prompts, n=4, step=version)
+        assert {trajectory.weight_version for trajectory in sampled} == {version}
+        assert_the_trainers(differences(sampled))
+    manager.load_weights(lambda: stream_of(weights.own, 0, weight_dir))
+
+
+def batch_of(trajectories: list[Trajectory]) -> TrainBatch:
+    return TrainBatch.from_trajectories([replace(trajectory, reward=0.0) for trajectory in trajectories])
+
+
+def learn(actor: ActorGroup, trajectories: list[Trajectory]) -> None:
+    """One update that makes every other trajectory likelier, and the rest less likely."""
+    batch = batch_of(trajectories)
+    batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
+    sign_T = (batch.row_of_token_T % 2 * 2 - 1).float()
+    batch.tokens["advantages"] = sign_T * batch.tokens["loss_mask"]
+    actor.update(batch)
+
+
 def test_what_failed_is_drawn_again_while_others_are_still_played(manager: RolloutManager, tmp_path: Path) -> None:
     """The first prompt waits for the second, which fails at first."""
     rows = [{"waits_for": 1}, {"failures": 1}, {}, {}, {}]
@@ -283,9 +326,10 @@ def test_two_engines_draw_what_one_draws_also_when_one_of_them_dies(
     # The first prompt lasts until six others have been played, which its own engine has no room for.
     rows = [{"folder": str(tmp_path), "waits_for": 6 * (i == 0)} for i in range(8)]
     assert len(pair.collect(prompts_of(*rows), n=1, step=3)) == 8
-    [(_, first), (_, second)] = processes_of(pair)
-    with killed_with_requests_open(first, first):
+    [(worker, first), (_, second)] = processes_of(pair)
+    with killed_with_requests_open(worker, first):
         assert sampled(pair.collect(prompts, n=2, step=2)) == sampled(expected)
+    assert_gone(first)  # it ends with its worker
     assert pair.num_engines == 1 and second.is_running(), "the other one goes on"
     deadline = time.monotonic() + 300
     while pair.num_engines < 2:  # what has started takes part from a sync on
@@ -313,8 +357,7 @@ def test_weights_that_are_broadcast_go_another_way_when_an_engine_dies_in_betwee
     assert not told_of_broadcasts(caplog), "those that are there are a new group"
     assert sampled(pair.collect(prompts, n=2, step=1)) == sampled(expected)
     assert [engine for _, engine in processes_of(pair)] == [second], "no restart is left"
-    second.kill()
-    with pytest.raises(EngineDied, match="has died"):
+    with killed_with_requests_open(second, second), pytest.raises(EngineDied, match="has died"):
         pair.collect(prompts, n=2, step=2)
     sender = actor.publish_weights(4).sender
     assert sender is not None
@@ -344,17 +387,30 @@ def told_of_broadcasts(caplog: pytest.LogCaptureFixture) -> str:
     return "".join(record.getMessage() for record in caplog.records if "not by broadcast" in record.getMessage())
 
 
-def test_an_engine_that_dies_is_started_anew_with_the_weights_that_it_had(
-    manager: RolloutManager, weights: Weights, weight_dir: Path
+def test_what_breaks_off_a_sync_leaves_no_half_new_engine_in_use(
+    manager: RolloutManager, actor: ActorGroup, weights: Weights, weight_dir: Path
 ) -> None:
-    """While it loads weights, and with its worker while it samples; the one that follows the worker dies as well."""
+    """A bucket that is changed on its way, an engine that dies, a trainer that dies. What follows the first engine dies
+    as it starts. `manager` and `actor` are of no use after it.
+    """
     prompts = prompts_of(4)
-    unchanged, streams = manager.collect(prompts, n=2, step=2), list[int]()
+    manager.load_weights(lambda: actor.publish_weights(5))
+    expected = manager.collect(prompts, n=2, step=1)
+    with pytest.raises(WeightSyncError, match="version 6, bucket 2 of 2: .* found other values in"):
+        manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        manager.collect(prompts, n=2, step=1)
+    with next_worker_killed_as_it_starts():
+        ray.kill(manager._fleet.engines[0].worker)
+        again = manager.collect(prompts, n=2, step=1)
+    assert sampled(again) == sampled(expected) and {one.weight_version for one in again} == {5}
+
     [(_, engine)] = processes_of(manager)
+    streams = list[int]()
 
     def publish() -> WeightStream:
         """Its first reader dies when it has some of the buckets."""
-        stream, first = stream_of(weights.changed, 3, weight_dir, bucket_mib=0.2), not streams
+        stream, first = stream_of(weights.changed, 7, weight_dir, bucket_mib=0.2), not streams
         streams.append(0)
 
         def buckets() -> Iterator[ExportedWeights]:
@@ -368,23 +424,9 @@ def test_an_engine_that_dies_is_started_anew_with_the_weights_that_it_had(
 
     manager.load_weights(publish)
     assert streams[0] == 3 < streams[1]
-    expected = manager.collect(prompts, n=2, step=2)
-    assert sampled(expected) != sampled(unchanged)
-    [(worker, engine)] = processes_of(manager)
-    with killed_with_requests_open(worker, engine), next_worker_killed_as_it_starts():
-        again = manager.collect(prompts, n=2, step=2)
-    assert sampled(again) == sampled(expected) and [t.weight_version for t in again] == [3] * 8
-    assert_gone(engine)  # it ends with its worker
-    manager.load_weights(lambda: stream_of(weights.own, 0, weight_dir))
+    changed = manager.collect(prompts, n=2, step=1)
+    assert sampled(changed) != sampled(expected) and {one.weight_version for one in changed} == {7}
 
-
-def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
-    manager: RolloutManager, actor: ActorGroup, weight_dir: Path
-) -> None:
-    """First a bucket that is changed on its way, then a trainer that dies. `manager` and `actor` are of no use after
-    it.
-    """
-    prompts = prompts_of(2)
     deaths = list[bool]()
     pids = [pid_of(worker) for worker in actor.group.workers]
 
@@ -394,25 +436,16 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
             for process in [psutil.Process(pid) for pid in pids]:
                 process.kill()
                 assert_gone(process)  # until then it would carry out another call
-        return actor.group.begin_all("export_weights", 6, "policy", index, str(weight_dir))
+        return actor.group.begin_all("export_weights", 8, "policy", index, str(weight_dir))
 
     def publish_and_die() -> WeightStream:
         return WeightStream(stream_buckets(export), lambda: actor.group.call_all("release_weights"))
 
-    expected = manager.collect(prompts, n=1, step=1)
-    manager.load_weights(lambda: actor.publish_weights(5))
-    assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(expected)
-    with pytest.raises(WeightSyncError, match="version 6, bucket 2 of 2: .* found other values in"):
-        manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
-    with pytest.raises(WeightSyncError, match="no complete weights"):
-        manager.collect(prompts, n=1, step=1)
-    ray.kill(manager._fleet.engines[0].worker)
-    assert sampled(manager.collect(prompts, n=1, step=1)) == sampled(expected)  # a new one, with version 5
     with pytest.raises(WorkerDied, match=r"ActorWorker\.export_weights: a worker process ended"):
         manager.load_weights(publish_and_die)
     assert deaths == [True], "the engines are not to blame, and not started anew"
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        manager.collect(prompts, n=1, step=1)
+        manager.collect(prompts, n=2, step=1)
 
 
 @contextlib.contextmanager
