@@ -15,6 +15,7 @@ import pytest
 from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 
 
+@pytest.mark.slow  # the rehearsal of the quickstart asks by infer.py, and the server gives the same transcript
 @pytest.mark.timeout(900)
 def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> None:
     """Two questions from the terminal, the second one without its question mark."""

@@ -23,12 +23,17 @@ def river_run(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> P
 
 @pytest.fixture(scope="session")
 def hostile_run(tmp_path_factory: pytest.TempPathFactory, episodes: Episodes) -> Path:
-    """Each of `hostile` is all that the two trajectories of a group in step 9 say and are about: rows 0 and 1, ..."""
+    """Each of `hostile` is all that the two trajectories of a group in step 9 say and are about: rows 0 and 1, ...;
+    those of the last group say and are about all of them.
+    """
     run, trajectories = write_run(tmp_path_factory.mktemp("hostile") / "run", episodes), []
     for number, payload in enumerate(hostile()):
         turns = [Searched(payload, payload, [(payload, "T", payload)]), f"<answer>{payload}</answer>"]
         given = {"components": {payload: 1.0}, "data_source": payload}
         trajectories += [episodes.played(f"g{number}", payload, [payload], turns, 0.0, **given)] * 2
+    everything = [Searched(payload, payload, [(payload, "T", payload)]) for payload in hostile()]
+    components, question = dict.fromkeys(hostile(), 1.0), " ".join(hostile())
+    trajectories += [episodes.played("all", question, hostile(), everything, 0.0, components)] * 2
     write_step(run, episodes, "train", 9, trajectories)
     return run
 

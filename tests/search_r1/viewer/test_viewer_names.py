@@ -51,8 +51,8 @@ def no_harm(page: Page) -> None:
 
 @pytest.mark.timeout(900)
 def test_names_stay_text(page: Page, harmless: Path) -> None:
-    """Each in the list and in one of two other views; on the dashboard they are all at once in the legends."""
-    views = {"list": NAMES, "trajectory&file=train_step_1&row=1": NAMES[::2], "compare": NAMES[1::2]}
+    """Each in one of three views; on the dashboard they are all at once in the legends."""
+    views = {"list": NAMES[::3], "trajectory&file=train_step_1&row=1": NAMES[1::3], "compare": NAMES[2::3]}
     with served(harmless) as url:
         for view, name in ((view, name) for view, names in views.items() for name in names):
             page.goto("about:blank")

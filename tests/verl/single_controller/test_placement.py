@@ -13,7 +13,7 @@ from e2e_world import ENV
 from placement_probe import devices_of_roles
 
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-FOUR, TWO = "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node=2"
+TWO, THREE, FOUR = (f"trainer.n_gpus_per_node={number}" for number in (2, 3, 4))
 CRITIC = "critic.n_gpus_per_node"
 SPLIT = f"{TP}=1 trainer.layout=split trainer.rollout_gpus_per_node"
 
@@ -34,13 +34,10 @@ def devices_where(visible: str, *cases: str) -> list[dict[str, Any]]:
 
 def test_roles_of_a_rank_share_its_gpu_and_an_engine_has_as_many_as_ranks() -> None:
     """Of the GPUs that the user made visible."""
-    shared, own, three = devices_where(
-        "2,4,5,7", f"{FOUR} {TP}=2", f"{FOUR} {TP}=2 {CRITIC}=2", f"{FOUR} {SPLIT}=2 {CRITIC}=1"
-    )
+    shared, own = devices_where("2,4,5,7", f"{FOUR} {TP}=2", f"{FOUR} {TP}=2 {CRITIC}=2")
     assert shared["actor"] == shared["critic"] == ["2", "4", "5", "7"]
     assert shared["engines"] == ["2,4", "5,7"]
     assert (own["actor"], own["critic"], own["engines"]) == (["2", "4"], ["5", "7"], ["2,4"])
-    assert (three["actor"], three["critic"], three["engines"]) == (["5"], ["7"], ["2", "4"])
 
 
 def test_where_the_user_made_no_choice_the_gpus_have_numbers(ray_session: Any) -> None:
@@ -54,5 +51,6 @@ def test_where_the_user_made_no_choice_the_gpus_have_numbers(ray_session: Any) -
 
 @pytest.mark.slow
 def test_gpus_that_the_user_calls_by_their_ids() -> None:
-    (found,) = devices_where("GPU-a,GPU-b", f"{TP}=1 {TWO}")
-    assert found["actor"] == found["critic"] == found["engines"] == ["GPU-a", "GPU-b"]
+    shared, apart = devices_where("GPU-a,GPU-b,GPU-c", f"{TP}=1 {TWO}", f"{THREE} {SPLIT}=1 {CRITIC}=1")
+    assert shared["actor"] == shared["critic"] == shared["engines"] == ["GPU-a", "GPU-b"]
+    assert (apart["engines"], apart["actor"], apart["critic"]) == (["GPU-a"], ["GPU-b"], ["GPU-c"])

@@ -94,8 +94,12 @@ SAMPLED_KL = f"{ACTOR}.kl_loss_type=low_var_kl"
     [
         (SCORE, {"log-probs", "update"}),
         ([f"{ACTOR}.kl_topk_tokens=8"], {"update"}),
-        ([*SCORE, SAMPLED_KL, "actor_rollout_ref.ref.log_probs=score"], {"log-probs", "anchor's log-probs", "update"}),
-        ([SAMPLED_KL], {"update"}),
+        pytest.param(
+            [*SCORE, SAMPLED_KL, "actor_rollout_ref.ref.log_probs=score"],
+            {"log-probs", "anchor's log-probs", "update"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([SAMPLED_KL], {"update"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_is_what_torch_allocates(settings: list[str], passes: set[str], tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def test_a_critic_of_its_own_works_beside_the_actor(model: Path) -> None:
     assert found.sent["in node"] == pytest.approx(max(sent))
 
 
+@pytest.mark.slow  # how such a layout is counted and set is seen above
 def test_a_plan_with_a_critic_of_its_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On nodes of another size than the settings' default, and with all GPUs in the price."""
     more = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1", "--no_scaling", "--steps", "3600")
@@ -244,6 +245,7 @@ def test_a_plan_with_a_critic_of_its_own(model: Path, capsys: pytest.CaptureFixt
     assert gpu_hours == pytest.approx(3 * hours, abs=0.7)
 
 
+@pytest.mark.slow  # that what the user has set stays is seen in the command above
 def test_the_user_s_layout_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*plan(model, "2x2xH100", *ONE_COPY), "--no_scaling")) == 0
     printed = capsys.readouterr().out

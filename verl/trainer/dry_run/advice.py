@@ -8,7 +8,6 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.keys import value_at
-from verl.config.predicates import has_critic
 from verl.phases import Phase
 from verl.trainer.dry_run.device import DeviceUse, device_phases
 from verl.trainer.dry_run.place import Place
@@ -41,6 +40,7 @@ OFFLOAD: list[Change] = [
     (f"{CRITIC}.model.fsdp_config.optimizer_offload", _on),
     (f"{CRITIC}.model.fsdp_config.param_offload", _on),
 ]
+TOKENS = "max_token_len_per_gpu"
 OF_ENGINES = (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.free_cache_engine")
 # Key, and its next more frugal value (None: there is none), by phase.
 CHANGES: dict[Phase, list[Change]] = {
@@ -51,6 +51,7 @@ CHANGES: dict[Phase, list[Change]] = {
         (f"{ROLLOUT}.log_prob_micro_batch_size", _half),
         (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", _half),
         (f"{CRITIC}.forward_micro_batch_size", _half),
+        (f"{CRITIC}.forward_max_token_len_per_gpu", _half),
         (f"{ROLLOUT}.free_cache_engine", _on),
         *OFFLOAD,
     ],
@@ -72,12 +73,17 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
     """Up to 3 pairs of `key=value` and the bytes that this change alone saves in the phase, largest gain first."""
     gains = []
     for key, frugal in CHANGES[worst.phase]:
+        if not _counts(key, config, worst):
+            continue
         changed = copy.deepcopy(config)
         value = frugal(value_at(changed, key))
-        if value is None or (key.startswith(CRITIC) and not has_critic(config)):
+        if value is None:
             continue
         _set(changed, key, value)
-        again = [_changed(role, key, changed, place, worst.phase) for role in roles]
+        again = [
+            run_role(role.name, changed, place.kind, [worst.phase]) if role.name == _holder(key) else role
+            for role in roles
+        ]
         phases = device_phases(changed, again, place)
         after = next(use for use in phases if (use.phase, use.device) == (worst.phase, worst.device))
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
@@ -85,10 +91,20 @@ def three_settings(config: Config, roles: list[Role], place: Place, worst: Devic
     return sorted((gain for gain in gains if gain[1] > 0), key=lambda gain: -gain[1])[:3]
 
 
-def _changed(role: Role, key: str, config: Config, place: Place, phase: Phase) -> Role:
-    """The role in that phase, run again if the key affects it."""
-    of = None if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
-    return run_role(role.name, config, place.kind, [phase]) if role.name == of else role
+def _counts(key: str, config: Config, worst: DeviceUse) -> bool:
+    """Whether what the key is about is on that device, and whether it matters: of two limits of a pass one does."""
+    if _holder(key) not in {part.partition(":")[0].split()[0] for part in worst.parts}:
+        return False
+    section, _, name = key.rpartition(".")
+    if not name.endswith(("micro_batch_size", TOKENS)):
+        return True
+    by_tokens = f"{ROLLOUT}.log_prob_use_dynamic_bsz" if section == ROLLOUT else f"{section}.use_dynamic_bsz"
+    return bool(value_at(config, by_tokens)) == name.endswith(TOKENS)
+
+
+def _holder(key: str) -> str:
+    """What takes the memory that the key is about, as `DeviceUse.parts` begins with it."""
+    return "engine" if key in OF_ENGINES else "critic" if key.startswith(CRITIC) else "actor"
 
 
 def _set(config: Config, key: str, value: Any) -> None:
