@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_world import metrics_by_step, run_and_listen, small_run
+from e2e_world import metrics_by_step, run_here, small_run
 from safetensors.torch import load_file
 from same_runs import assert_same_weights
 
@@ -20,10 +20,18 @@ LORA = (
 )
 
 
-def test_a_run_with_adapters(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path: Path) -> None:
+def test_a_run_with_adapters(
+    ray_session: object,
+    tinywiki: Path,
+    policy: Path,
+    tinywiki_url: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     def train(folder: Path, *overrides: str) -> str:
         critic = f"{CRITIC}.path={policy}"
-        return run_and_listen(*small_run(tinywiki, policy, tinywiki_url, folder, critic, *LORA, *overrides)).stderr
+        assert run_here(*small_run(tinywiki, policy, tinywiki_url, folder, critic, *LORA, *overrides)) == 0
+        return capfd.readouterr().err
 
     told = train(tmp_path / "straight")
     assert "policy 0.75 M (0.06 M trained), critic" in told and "anchor" not in told.split("loads ")[1].splitlines()[0]

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from async_runs import CORRECTED, PLAIN, prompts_of, stored
-from e2e_world import ROOT, free_port, metrics_by_step, run, small_run, wait_until_up
+from e2e_world import ROOT, free_port, metrics_by_step, run_here, small_run, wait_until_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two runs each
 LAST = 4
@@ -34,12 +34,12 @@ def slow_url(tinywiki_url: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("mode", ["off", "one_step_off"])
 def test_slow_groups_go_on_in_the_next_step(
-    mode: str, tinywiki: Path, policy: Path, slow_url: str, tmp_path: Path
+    mode: str, ray_session: object, tinywiki: Path, policy: Path, slow_url: str, tmp_path: Path
 ) -> None:
     own = (f"trainer.total_training_steps={LAST}", f"trainer.async_rollout={mode}", "trainer.save_freq=1")
     share = "actor_rollout_ref.rollout.over_sample=0.5"
     command = small_run(tinywiki, policy, slow_url, tmp_path, *PLAIN, *CORRECTED, *own, share)
-    run(*command)
+    assert run_here(*command) == 0
     assert_trained_once(tmp_path)
     most = {"off": 1, "one_step_off": 2}[mode]
     metrics = metrics_by_step(tmp_path)
@@ -47,7 +47,7 @@ def test_slow_groups_go_on_in_the_next_step(
     assert all(metrics[step]["rollout/staleness/max"] <= most for step in metrics)
     assert any(len(versions) > 1 for step in range(2, LAST + 1) for versions in versions_by_row(tmp_path, step))
     state = tmp_path / "state" / "global_step_2"
-    run(*command, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
+    assert run_here(*command, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}") == 0
     assert_trained_once(tmp_path)
 
 

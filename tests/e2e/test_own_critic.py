@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_world import metrics_by_step, run_and_listen, small_run
+from e2e_world import metrics_by_step, run_here, small_run
 from same_runs import OF_THE_LAYOUT, assert_same_trajectories, assert_same_weights, learned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
@@ -27,9 +27,8 @@ class World:
         self._given, self.folder = (tinywiki, policy, url), folder
         self._own = (*PPO, f"critic.model.path={policy}")
 
-    def train(self, name: str, *overrides: str) -> str:
-        """Returns what it wrote to standard error."""
-        return run_and_listen(*small_run(*self._given, self.folder / name, *self._own, *overrides)).stderr
+    def train(self, name: str, *overrides: str) -> None:
+        assert run_here(*small_run(*self._given, self.folder / name, *self._own, *overrides)) == 0
 
     def assert_same(self, one: str, other: str) -> None:
         """The trajectories of the last step, and the weights of all roles after it, to the last bit."""
@@ -39,17 +38,19 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(
+    ray_session: object, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> World:
     """With a run whose critic takes turns with the actor."""
     world = World(tinywiki, policy, tinywiki_url, tmp_path_factory.mktemp("critic"))
     world.train("turns")
     return world
 
 
-def test_a_critic_of_its_own_learns_the_same(world: World) -> None:
+def test_a_critic_of_its_own_learns_the_same(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     """All metrics of all steps, and all weights."""
-    said = world.train("apart", *APART)
-    assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in said
+    world.train("apart", *APART)
+    assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in capfd.readouterr().err
     turns, apart = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "apart"))
     assert sorted(apart) == [1, 2, 3] and len(apart[2]) > 60 and {"critic/vf_loss", "critic/kl"} <= apart[2].keys()
     assert apart == turns
@@ -59,12 +60,12 @@ def test_a_critic_of_its_own_learns_the_same(world: World) -> None:
     assert {"memory_gib/score/critic", "memory_gib/update/critic"} <= timed.keys()
 
 
-def test_a_state_is_of_either_layout(world: World) -> None:
+def test_a_state_is_of_either_layout(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     """A run goes on with a critic of its own where it had none."""
     state = world.folder / "turns" / "state" / "global_step_2"
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
-    said = world.train("on", *APART, *resume)
-    assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in said
+    world.train("on", *APART, *resume)
+    assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in capfd.readouterr().err
     turns, on = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "on"))
     assert on == {STEPS: turns[STEPS]}
     world.assert_same("turns", "on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_world import metrics_by_step, run, small_run
+from e2e_world import metrics_by_step, run_here, small_run
 from same_runs import OF_THE_LAYOUT, assert_same_weights, learned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three runs
@@ -18,13 +18,13 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def folders(
-    tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
+    ray_session: object, tinywiki: Path, policy: Path, tinywiki_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("scores")
     runs = {"score": "score", "update": "update", "again": "auto"}
     for name, value in runs.items():
         own = f"actor_rollout_ref.actor.old_log_probs={value}"
-        run(*small_run(tinywiki, policy, tinywiki_url, folder / name, *SETTINGS, own))
+        assert run_here(*small_run(tinywiki, policy, tinywiki_url, folder / name, *SETTINGS, own)) == 0
     return {name: folder / name for name in runs}
 
 

@@ -44,7 +44,7 @@ class Host:
     """A host that is up until `power_off`."""
 
     def __init__(self, number: int, folder: Path, shared_memory_mib: int) -> None:
-        self.name, self.address = f"host{number}", f"{NETWORK}{number}"
+        self.name, self.address, self.folder = f"host{number}", f"{NETWORK}{number}", folder
         names = folder / f"{self.name}.hosts"
         names.write_text(HOSTS_FILE.format(name=self.name))
         set_up = (
@@ -200,15 +200,28 @@ def ray_node(
     head = ("head",) if job_server else ("head", "--include-dashboard=false")
     where = head if address.startswith(f"{host.address}:") else (address,)
     size = (f"--num-gpus={num_gpus}", f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}")
-    ray = host.start("bash", "scripts/cluster/ray_node.sh", *where, *size, RAY_NODE_IP=host.address)
+    ray = _started_ray(host, (*where, *size))
     try:
-        wait_for_port(host, address)
         yield
     finally:
         ray.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             ray.communicate(timeout=60)
         ray.kill()
+
+
+def _started_ray(host: Host, arguments: Sequence[str]) -> Command:
+    """On a busy machine Ray gives up starting, or reaching the head: it is tried three times."""
+    log = host.folder / f"{host.name}.ray.log"
+    own = {"RAY_NODE_IP": host.address, "PYTHONUNBUFFERED": "1"}
+    for _ in range(3):
+        log.write_text("")
+        ray = host.start("bash", "scripts/cluster/ray_node.sh", *arguments, log=log, **own)
+        while ray.poll() is None:
+            if "Ray runtime started" in log.read_text():
+                return ray
+            time.sleep(0.1)
+    raise AssertionError(f"no Ray on {host.name}:\n{log.read_text()}")
 
 
 def wait_for_port(host: Host, address: str, timeout_s: float = 120) -> None:

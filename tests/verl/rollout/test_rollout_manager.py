@@ -387,30 +387,19 @@ def told_of_broadcasts(caplog: pytest.LogCaptureFixture) -> str:
     return "".join(record.getMessage() for record in caplog.records if "not by broadcast" in record.getMessage())
 
 
-def test_what_breaks_off_a_sync_leaves_no_half_new_engine_in_use(
-    manager: RolloutManager, actor: ActorGroup, weights: Weights, weight_dir: Path
+@pytest.mark.slow  # in the pair an engine is started anew every day, and one dies while it gets weights
+def test_an_engine_that_dies_while_it_loads_is_started_anew_with_the_weights(
+    ray_session: Any, tiny_model_dir: Path, weights: Weights, weight_dir: Path
 ) -> None:
-    """A bucket that is changed on its way, an engine that dies, a trainer that dies. What follows the first engine dies
-    as it starts. `manager` and `actor` are of no use after it.
-    """
+    """What follows it dies as it starts."""
+    manager, streams = RolloutManager(config_of(tiny_model_dir, f"{ROLLOUT}.max_restarts=2"), POOL), list[int]()
     prompts = prompts_of(4)
-    manager.load_weights(lambda: actor.publish_weights(5))
-    expected = manager.collect(prompts, n=2, step=1)
-    with pytest.raises(WeightSyncError, match="version 6, bucket 2 of 2: .* found other values in"):
-        manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
-    with pytest.raises(WeightSyncError, match="no complete weights"):
-        manager.collect(prompts, n=2, step=1)
-    with next_worker_killed_as_it_starts():
-        ray.kill(manager._fleet.engines[0].worker)
-        again = manager.collect(prompts, n=2, step=1)
-    assert sampled(again) == sampled(expected) and {one.weight_version for one in again} == {5}
-
+    unchanged = manager.collect(prompts, n=2, step=1)
     [(_, engine)] = processes_of(manager)
-    streams = list[int]()
 
     def publish() -> WeightStream:
         """Its first reader dies when it has some of the buckets."""
-        stream, first = stream_of(weights.changed, 7, weight_dir, bucket_mib=0.2), not streams
+        stream, first = stream_of(weights.changed, 3, weight_dir, bucket_mib=0.2), not streams
         streams.append(0)
 
         def buckets() -> Iterator[ExportedWeights]:
@@ -422,11 +411,21 @@ def test_what_breaks_off_a_sync_leaves_no_half_new_engine_in_use(
 
         return replace(stream, buckets=buckets())
 
-    manager.load_weights(publish)
+    with next_worker_killed_as_it_starts():
+        manager.load_weights(publish)
     assert streams[0] == 3 < streams[1]
     changed = manager.collect(prompts, n=2, step=1)
-    assert sampled(changed) != sampled(expected) and {one.weight_version for one in changed} == {7}
+    assert sampled(changed) != sampled(unchanged) and {one.weight_version for one in changed} == {3}
+    manager.shutdown()
 
+
+def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
+    manager: RolloutManager, actor: ActorGroup, weight_dir: Path
+) -> None:
+    """First a bucket that is changed on its way, then a trainer that dies. `manager` and `actor` are of no use after
+    it.
+    """
+    prompts = prompts_of(2)
     deaths = list[bool]()
     pids = [pid_of(worker) for worker in actor.group.workers]
 
@@ -436,16 +435,25 @@ def test_what_breaks_off_a_sync_leaves_no_half_new_engine_in_use(
             for process in [psutil.Process(pid) for pid in pids]:
                 process.kill()
                 assert_gone(process)  # until then it would carry out another call
-        return actor.group.begin_all("export_weights", 8, "policy", index, str(weight_dir))
+        return actor.group.begin_all("export_weights", 6, "policy", index, str(weight_dir))
 
     def publish_and_die() -> WeightStream:
         return WeightStream(stream_buckets(export), lambda: actor.group.call_all("release_weights"))
 
+    manager.load_weights(lambda: actor.publish_weights(5))
+    expected = manager.collect(prompts, n=1, step=1)
+    with pytest.raises(WeightSyncError, match="version 6, bucket 2 of 2: .* found other values in"):
+        manager.load_weights(lambda: damaged(actor.publish_weights(6), 1))
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        manager.collect(prompts, n=1, step=1)
+    ray.kill(manager._fleet.engines[0].worker)
+    again = manager.collect(prompts, n=1, step=1)
+    assert sampled(again) == sampled(expected) and {one.weight_version for one in again} == {5}, "a new one"
     with pytest.raises(WorkerDied, match=r"ActorWorker\.export_weights: a worker process ended"):
         manager.load_weights(publish_and_die)
     assert deaths == [True], "the engines are not to blame, and not started anew"
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        manager.collect(prompts, n=2, step=1)
+        manager.collect(prompts, n=1, step=1)
 
 
 @contextlib.contextmanager
