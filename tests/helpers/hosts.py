@@ -213,10 +213,10 @@ def ray_node(
 def _started_ray(host: Host, arguments: Sequence[str]) -> Command:
     """On a busy machine Ray gives up starting, or reaching the head: it is tried three times."""
     log = host.folder / f"{host.name}.ray.log"
-    own = {"RAY_NODE_IP": host.address, "PYTHONUNBUFFERED": "1"}
     for _ in range(3):
         log.write_text("")
-        ray = host.start("bash", "scripts/cluster/ray_node.sh", *arguments, log=log, **own)
+        command = ("bash", "scripts/cluster/ray_node.sh", *arguments)
+        ray = host.start(*command, log=log, RAY_NODE_IP=host.address, PYTHONUNBUFFERED="1")
         while ray.poll() is None:
             if "Ray runtime started" in log.read_text():
                 return ray

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,30 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def ask(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """What a driver finds on the second host, which is neither the head nor the first by address."""
-    driver = Driver(network.hosts[1], network.address, tmp_path_factory.mktemp("driver") / "log")
-    yield driver.ask
-    driver.close()
+    """What a driver on the host of that number finds."""
+    drivers: dict[int, Driver] = {}
+    with ExitStack() as at_the_end:
+
+        def ask(number: int, function: str, *arguments: object) -> Any:
+            if number not in drivers:
+                log = tmp_path_factory.mktemp("driver") / "log"
+                drivers[number] = Driver(network.hosts[number], network.address, log)
+                at_the_end.callback(drivers[number].close)
+            return drivers[number].ask(function, *arguments)
+
+        yield ask
 
 
 def test_the_driver_s_node_is_first_and_the_others_follow_by_address(ask: Ask, tmp_path: Path) -> None:
     table = "layout: 3 training ranks and 1 engine on CPU of 3 nodes: 10.77.0.2, 10.77.0.1, 10.77.0.3"
-    assert ask("reserved", 3, str(tmp_path)) == table
+    assert ask(1, "reserved", 3, str(tmp_path)) == table
     assert not list(tmp_path.iterdir()), "the marker is taken away"
 
 
 def test_whole_nodes_that_only_sample(ask: Ask, tmp_path: Path) -> None:
     """The driver's node trains."""
     nodes = ("trainer.layout=split", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.num_engines=2")
-    assert ask("reserved", 1, str(tmp_path), *nodes) == (
+    assert ask(1, "reserved", 1, str(tmp_path), *nodes) == (
         "layout: 1 training rank on CPU of 1 node: 10.77.0.2, 2 engines on CPU of 2 nodes: 10.77.0.1, 10.77.0.3"
     )
 
@@ -85,8 +94,8 @@ def test_whole_nodes_that_only_sample(ask: Ask, tmp_path: Path) -> None:
 def test_a_run_that_may_have_fewer_nodes_takes_those_that_are_there(ask: Ask, tmp_path: Path) -> None:
     """Two of the copies of the model that three nodes in pairs would hold are none, so two nodes are taken."""
     fewer, pairs = "trainer.min_nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"
-    assert ask("reserved", 5, str(tmp_path), fewer).startswith("layout: 3 training ranks")
-    assert ask("reserved", 4, str(tmp_path), fewer, pairs).startswith("layout: 2 training ranks")
+    assert ask(0, "reserved", 5, str(tmp_path), fewer).startswith("layout: 3 training ranks")
+    assert ask(0, "reserved", 4, str(tmp_path), fewer, pairs).startswith("layout: 2 training ranks")
 
 
 def test_a_judge_gets_the_gpus_that_a_dry_run_leaves_it(ask: Ask, tmp_path: Path) -> None:
@@ -100,13 +109,13 @@ def test_a_judge_gets_the_gpus_that_a_dry_run_leaves_it(ask: Ask, tmp_path: Path
         f"reward.n_gpus=8 {apart}": [[8, 8], 8, False],
         f"reward.n_gpus=2 {apart} {ROLLOUT}.n_gpus_per_node=6": [[8, 8, 6], 2, True],
     }.items():
-        assert ask("with_judge", "3x8x80", str(tmp_path), *overrides.split()) == found, overrides
+        assert ask(0, "with_judge", "3x8x80", str(tmp_path), *overrides.split()) == found, overrides
 
 
 def test_a_folder_that_other_nodes_do_not_see(ask: Ask) -> None:
     """Each host has shared memory of its own."""
-    error = ask("reserved", 3, "/dev/shm")
-    assert error.startswith("ConfigError: trainer.default_local_dir=/dev/shm is a different folder on 10.77.0.1, 10.77")
+    error = ask(0, "reserved", 3, "/dev/shm")
+    assert error.startswith("ConfigError: trainer.default_local_dir=/dev/shm is a different folder on 10.77.0.2, 10.77")
     assert "trainer.gather_state=true" in error
 
 
@@ -114,16 +123,16 @@ def test_files_go_between_nodes_that_do_not_share_the_run_s_folder(ask: Ask) -> 
     """What a rank writes elsewhere is brought here whole; what is lent is gone afterwards. A folder that is no part of
     the run may be there on both, and stays.
     """
-    found = ask("copied", "/dev/shm/run")
+    found = ask(0, "copied", "/dev/shm/run")
     assert found["arrived"] and found["lent"] and found["left"] == []
-    assert re.match("CheckpointError: on host host[13] there is a different /dev/shm/another already", found["another"])
+    assert re.match("CheckpointError: on host host[23] there is a different /dev/shm/another already", found["another"])
     assert found["kept"] == found["mine"] == ["/dev/shm/another/manifest.json"]
 
 
 def test_nodes_that_do_not_reach_each_other_are_named(network: Network, ask: Ask, tmp_path: Path) -> None:
     """Ray itself notices nothing: both reach its head."""
     network.isolate(*network.hosts[1:])
-    message = ask("reserved", 3, str(tmp_path))
+    message = ask(0, "reserved", 3, str(tmp_path))
     assert message.startswith("WorkerError: 10.77.0.2 does not reach 10.77.0.3 (")
     assert ", 10.77.0.3 does not reach 10.77.0.2 (" in message and "10.77.0.1 does not reach" not in message
 
