@@ -17,12 +17,18 @@ FILES = Path(__file__).parent / "new_user"
 
 
 @pytest.fixture(scope="module")
-def hour(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def port() -> str:
+    """Of the user's retrieval server, which the run remembers."""
+    return str(free_port())
+
+
+@pytest.fixture(scope="module")
+def hour(port: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The user's folder at the end of the hour, and all that was printed."""
     folder = tmp_path_factory.mktemp("hour") / "mine"
     shutil.copytree(FILES, folder)
     before = _sources()
-    said = _type("hour.sh", folder, MODEL=str(tiny_model_dir))
+    said = _type("hour.sh", folder, PORT=port, MODEL=str(tiny_model_dir))
     assert _sources() == before, "nothing of the clone is edited"
     return folder, said
 
@@ -31,7 +37,7 @@ def _type(script: str, folder: Path, **settings: str) -> str:
     """What a script of the user's printed, itself and into its logs."""
     done = subprocess.run(
         ["bash", script],
-        cwd=folder, env=ENV | {"CLONE": str(ROOT), "PORT": str(free_port())} | settings,
+        cwd=folder, env=ENV | {"CLONE": str(ROOT)} | settings,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3000, check=False,
     )  # fmt: skip
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
@@ -102,8 +108,8 @@ def test_the_run_is_evaluated_by_its_own_settings(hour: tuple[Path, str]) -> Non
 
 
 @pytest.mark.slow  # the rehearsal of the quickstart asks a run, too, and test_serve_engine.py serves a model
-def test_the_run_is_asked_and_served_by_its_own_settings(hour: tuple[Path, str]) -> None:
-    printed = _type("ask_and_serve.sh", hour[0], SERVE_PORT=str(free_port()))
+def test_the_run_is_asked_and_served_by_its_own_settings(hour: tuple[Path, str], port: str) -> None:
+    printed = _type("ask_and_serve.sh", hour[0], PORT=port, SERVE_PORT=str(free_port()))
     assert "Traceback" not in printed
     assert "<shelf>" in printed.split("== ask")[1].split("\n== ")[0]
     served = printed.split("== serve")[1]
