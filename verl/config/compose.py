@@ -61,7 +61,7 @@ def compose_tree(schema: type, config_name: str, overrides: Iterable[str], confi
     wanted = normalise_overrides(schema, overrides)
     try:
         with initialize_config_dir(config_dir=str(folder), version_base=None):
-            return compose(name, [f"hydra.searchpath=[file://{CONFIG_DIR}]", *wanted])
+            return compose(name, [f"hydra.searchpath=[{_in_quotes(f'file://{CONFIG_DIR}')}]", *wanted])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config '{name}' in {folder}: {_first_line(error)}") from error
 
@@ -69,7 +69,7 @@ def compose_tree(schema: type, config_name: str, overrides: Iterable[str], confi
 def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
     """Each override as `++key=value`, the last one of each key, after checking that its key exists."""
     by_key: dict[str, str] = {}
-    for text in overrides:
+    for text in map(_grammatical, overrides):
         override = _parse(text)
         _check_key(schema, override)
         by_key.pop(override.key_or_group, None)
@@ -91,6 +91,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _grammatical(text: str) -> str:
+    """With quotes where Hydra's grammar demands them and nobody expects it: around a path with an é, say."""
+    key, equals, value = text.partition("=")
+    return text if value.isascii() or value[0] in "'\"[{" else f"{key}{equals}{_in_quotes(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    escaped = value.replace("'", r"\'")
+    return f"'{escaped}'"
 
 
 def _parse(text: str) -> Override:

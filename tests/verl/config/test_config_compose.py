@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,6 +151,18 @@ def test_a_recipe_anywhere_starts_from_the_tree(tmp_path: Path) -> None:
     config = load_config("small", ["data.max_start_length=8"], str(tmp_path))
     assert (config.max_turns, config.data.max_obs_length, config.data.max_start_length) == (3, 9, 8)
     assert config.data.train_batch_size == 1024
+
+
+def test_folders_have_names_in_any_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the clone, of a recipe, and in overrides: Hydra's grammar knows letters without accents only."""
+    clone, recipes = (Path(shutil.copytree(CONFIG_DIR, tmp_path / name)) for name in ("d'\u00e9 \u6cb3", "m\u00eames"))
+    (recipes / "ppo_trainer.yaml").unlink()
+    monkeypatch.setattr("verl.config.compose.CONFIG_DIR", clone)
+    (recipes / "small.yaml").write_text("defaults: [ppo_trainer, _self_]\nmax_turns: 3\n")
+    paths = (f"actor_rollout_ref.model.path={clone}", f"+trainer.default_local_dir='{recipes}/${{max_turns}}'")
+    config = load_config("small", paths, str(recipes))
+    assert config.max_turns == 3 and config.actor_rollout_ref.model.path == str(clone)
+    assert config.trainer.default_local_dir == f"{recipes}/3"
 
 
 def test_an_unknown_key_in_a_recipe_is_an_error(tmp_path: Path) -> None:
