@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
 import socket
 import sys
 from traceback import format_exception
@@ -67,6 +68,8 @@ def disconnect() -> None:
 
 def init_patiently(**options: Any) -> None:
     """`ray.init`, retried if the machine was too slow for it. Raises what it raises, even a bare Exception."""
+    if os.environ.get(ADDRESS, "") in ("", "local"):
+        options["runtime_env"] = _python_in_quotes() | options.get("runtime_env", {})
     for attempt in range(1, ATTEMPTS + 1):
         try:
             ray.init(include_dashboard=False, **options)
@@ -76,6 +79,12 @@ def init_patiently(**options: Any) -> None:
                 raise
             log.warning("Ray's processes did not start within 30 s because this machine is busy; trying again")
             ray.shutdown()
+
+
+def _python_in_quotes() -> dict[str, str]:
+    """For a clone in a folder with a space in its name: Ray starts workers by a line of bash, and does not quote it."""
+    quoted = shlex.quote(sys.executable)
+    return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def reach(address: str) -> None:

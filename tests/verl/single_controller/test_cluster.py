@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from e2e_world import free_port
+from e2e_world import ENV, ROOT, free_port
 
 from verl.errors import WorkerError
 from verl.single_controller import cluster
@@ -55,3 +59,24 @@ def test_a_token_that_is_asked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(WorkerError, match="RAY_AUTH_MODE=token"):
         cluster.connect(worker_logs=False)
+
+
+WORKERS_PYTHON = """
+import sys
+import ray
+from verl.single_controller.cluster import connect, disconnect
+connect(worker_logs=False)
+own = ray.remote(lambda: sys.executable).options(runtime_env={"env_vars": {"ANY": "1"}})
+print(ray.get(own.remote(), timeout=200))
+disconnect()
+"""
+
+
+def test_a_clone_may_be_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    """And with an accent: Ray's workers are started with the Python that is there."""
+    folder = tmp_path / "d'\u00e9 \u6cb3"
+    folder.mkdir()
+    (folder / "venv").symlink_to(sys.prefix)
+    command = [str(folder / "venv/bin/python"), "-c", WORKERS_PYTHON]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout.splitlines() == command[:1], done.stderr[-4000:]
