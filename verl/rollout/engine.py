@@ -8,12 +8,14 @@ import itertools
 import math
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.startup import quiet_libraries
 
 quiet_libraries()  # vllm reads its settings when it is imported
 
+import vllm  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
@@ -24,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
-from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables  # noqa: E402
+from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
 from verl.rollout.owned_folder import OwnedFolder  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
 from verl.rollout.weights.exported import ExportedWeights  # noqa: E402
@@ -59,6 +61,7 @@ class VLLMEngine:
         variables["VLLM_RPC_BASE_PATH"] = str(self._litter.path)
         if self._on_cpu:  # on a GPU its compiler caches kernels there, which the next engine uses
             variables["TMPDIR"] = str(self._litter.path)
+            variables |= preload_variable(Path(vllm.__file__).parents[1], self._litter.path)
         try:
             with _environment(variables):
                 self._running: AsyncLLM | None = AsyncLLM.from_engine_args(args)

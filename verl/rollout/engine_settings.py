@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
@@ -112,3 +113,19 @@ def engine_variables(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
         # ring buffer, takes twice the time for a small model and keeps a third of a core busy while idle.
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
+
+
+def preload_variable(packages: Path, links: Path) -> dict[str, str]:
+    """Where the packages lie in a folder with a space: the libraries that vLLM preloads on CPU, by links to them.
+
+    vLLM names them by their paths, and LD_PRELOAD is a list with spaces between its items.
+    """
+    if not {" ", ":"} & {*str(packages)}:
+        return {}
+    preloaded = []
+    for pattern in ("vllm/libs/libtcmalloc_minimal*.so*", "torch/lib/libgomp*.so*", "torch.libs/libgomp*.so*"):
+        for library in sorted(packages.glob(pattern))[:1]:
+            link = links / library.name
+            link.symlink_to(library)
+            preloaded.append(str(link))
+    return {"LD_PRELOAD": ":".join(preloaded)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from fake_cuda import pretend_cuda
 from tiny_models import qwen2_config, save_untrained
 
 from verl.agent.environment import Sampling
-from verl.rollout.engine_settings import EngineSettings, engine_args
+from verl.rollout.engine_settings import EngineSettings, engine_args, preload_variable
 from verl.single_controller import ResourcePool
 
 SIZES = (1, 2, 4, 8)
@@ -103,6 +104,20 @@ def test_on_cpu_nothing_is_compiled_and_no_prompt_is_cut(tiny_model_dir: Path) -
     assert args.enforce_eager and not args.enable_chunked_prefill and args.max_num_batched_tokens == 20000
     assert not engine_args(EngineSettings(model, 512, enforce_eager=False), on_cpu=True).enforce_eager
     assert engine_args(EngineSettings(model, 512, enforce_eager=True), on_cpu=False).enforce_eager
+
+
+def test_what_is_preloaded_has_no_space_in_its_path(tmp_path: Path) -> None:
+    """A loader that is given the list finds both libraries; where the folder has no space vLLM's own list will do."""
+    packages, links = tmp_path / "my packages", tmp_path / "links"
+    libraries = ("vllm/libs/libtcmalloc_minimal-1.so.4", "torch/lib/libgomp.so.1")
+    for folder in (links, *((packages / library).parent for library in libraries)):
+        folder.mkdir(parents=True)
+    for library in libraries:
+        (packages / library).touch()
+    [(name, listed)] = preload_variable(packages, links).items()
+    found = [Path(item).resolve() for item in re.split("[ :]", listed)]
+    assert name == "LD_PRELOAD" and found == [packages / library for library in libraries]
+    assert preload_variable(links, tmp_path) == {}
 
 
 def test_the_process_of_an_engine_of_several_ranks_ends_with_its_owner() -> None:
