@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -204,7 +205,7 @@ def test_a_run_is_submitted_to_the_cluster_with_its_folder(prompts: Path, tmp_pa
     ray = tmp_path / ".venv/bin/ray"
     ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "${{RAY_ADDRESS-none}}" "$@" > {noted}\n')
     ray.chmod(0o755)
-    command = f"source {ROOT}/scripts/train_common.sh; ROOT={tmp_path}; train a=1 -- b=2"
+    command = f"source {shlex.quote(f'{ROOT}/scripts/train_common.sh')}; ROOT={tmp_path}; train a=1 -- b=2"
     names = ("DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
     environment = {**os.environ, **{f"{name}_DEFAULT": "x" for name in names}, "N_NODES_DEFAULT": "4"}
     environment |= {"RAY_DASHBOARD_ADDRESS": "http://head:8265", "EXPERIMENT_NAME": "mine", "RAY_ADDRESS": "other:6379"}

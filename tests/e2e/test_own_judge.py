@@ -22,7 +22,7 @@ JUDGE = "judge_server.py"
 
 def test_a_judge_on_a_host_of_its_own(tinywiki: Path, policy: Path, tmp_path: Path) -> None:
     """Answers are judged, and the judge is gone when the run is."""
-    launch = f"exec {ROOT}/.venv/bin/python {ROOT}/tests/helpers/{JUDGE} 0.0.0.0 $PORT"
+    launch = f'exec "{ROOT}/.venv/bin/python" "{ROOT}/tests/helpers/{JUDGE}" 0.0.0.0 $PORT'
     steps = ("trainer.total_training_steps=2", "trainer.test_freq=-1", "+trainer.val_before_train=false")
     with Network(2, tmp_path) as network:
         first, other = network.hosts

@@ -14,7 +14,7 @@ import ray
 
 from verl.config import load_config
 from verl.config.placement import placement_of
-from verl.single_controller.cluster import RAY_SETTINGS
+from verl.single_controller.cluster import RAY_SETTINGS, init_patiently
 from verl.trainer.layout import reserve_pools
 
 
@@ -49,5 +49,5 @@ def devices_seen(options: list[dict[str, Any]]) -> list[str | None]:
 
 if __name__ == "__main__":
     os.environ.update(RAY_SETTINGS)
-    ray.init(num_cpus=4, num_gpus=int(sys.argv[1]), include_dashboard=False, log_to_driver=False)
+    init_patiently(num_cpus=4, num_gpus=int(sys.argv[1]), log_to_driver=False)
     print(json.dumps([devices_of_roles(*case.split()) for case in sys.argv[2:]]))

@@ -23,7 +23,7 @@ from verl.trainer.preflight.inputs import check_sources
 from verl.trainer.reward_server import RewardServer, reserve_reward_server
 from verl.trainer.scoring import Scorer
 
-LAUNCH = f"exec {ROOT}/.venv/bin/python {ROOT}/tests/helpers/judge_server.py 0.0.0.0 $PORT"
+LAUNCH = f'exec "{ROOT}/.venv/bin/python" "{ROOT}/tests/helpers/judge_server.py" 0.0.0.0 $PORT'
 START_S = 120.0
 
 
