@@ -94,7 +94,6 @@ class Interrupted(NamedTuple):
 
     run: Run
     said: str
-    status: int
     begun: list[str]  # its processes before, by their command lines
     left: list[str]  # and after
 
@@ -107,7 +106,7 @@ def ppo(command: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPat
     given = command(
         "train_ppo.sh", folder / "run", "data.train_batch_size=24", "trainer.critic_warmup=1", *critic, *endless
     )
-    given["env"] |= {MARK: str(folder)}
+    given["env"] = given["env"] | {MARK: str(folder)}
     with (folder / "log").open("w+") as log:
         trainer = subprocess.Popen(**given, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_heed_ctrl_c)
         while trainer.poll() is None and not saved_state.state_path(folder / "run", 2).is_dir():
@@ -120,7 +119,7 @@ def ppo(command: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPat
             time.sleep(0.2)
         said = Path(log.name).read_text()
     assert status == 130, said[-6000:]
-    return Interrupted(Run(folder / "run"), said, status, begun, left)
+    return Interrupted(Run(folder / "run"), said, begun, left)
 
 
 def test_ppo_with_a_critic(ppo: Interrupted) -> None:
