@@ -17,13 +17,17 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from data_scripts import ROOT, run_script
+from huggingface_hub.file_download import _get_progress_bar_context
 from local_hub import REVISION, LocalHub, asked_from_here, running
 
+import long_task
 from search_r1.data.hub.artifacts import ARTIFACTS, artifacts
 from search_r1.data.hub.making import require_disk
+from search_r1.data.qa.hub_bar import HubBar
 from verl.errors import ConfigError, DataError
 
 PARTS = [random.Random(seed).randbytes(size) for seed, size in ((1, 300_000), (2, 120_001))]
@@ -287,9 +291,7 @@ def test_disk_is_checked_before_anything_is_fetched(tmp_path: Path, hub: LocalHu
         sibling["size"] = sibling["lfs"]["size"] = 10**15
     hub.listing = lambda repo: listing
     status, said = download(tmp_path, hub, "--what", "e5")
-    assert status == 1 and "e5 (PeterJinGo/wiki-18-e5-index) needs 4000000.0 GB more" in said, (
-        "the parts, and the index"
-    )
+    assert status == 1 and "e5 (PeterJinGo/wiki-18-e5-index) needs 4000000.0 GB more" in said  # parts and index
     assert hub.asked == []
 
 
@@ -298,3 +300,20 @@ def test_unknown_names() -> None:
     for what in ("e5,faiss", "", ","):
         with pytest.raises(ConfigError, match="has to name some of corpus,e5,hnsw,bm25,qa"):
             artifacts(what)
+
+
+def test_a_download_that_goes_on_is_counted_from_where_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a bar that the hub's own client makes and calls."""
+    monkeypatch.setattr(long_task, "SHORT_S", 0.0)
+    bar = _get_progress_bar_context(
+        desc="wiki-18.jsonl.gz", log_level=20, total=10_000, initial=5000, tqdm_class=cast(Any, HubBar)
+    )
+    with bar as progress:
+        progress.set_postfix_str("ignored")
+        for _ in range(5):
+            progress.update(1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and "fetch wiki-18.jsonl.gz: 6.0 kB of 10.0 kB, " in lines[0] and "left" in lines[0]
+    assert "10.0 kB of 10.0 kB" in lines[-1]

@@ -1,20 +1,23 @@
-"""From question files to prompt files by the published scripts: the schema, the order, and what is refused."""
+"""From question files to prompt files by the published scripts: the schema, the order, real files, what is refused."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import stat
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_scripts import ROOT, questions, run_script, write_lines
+from data_scripts import REAL_QUESTIONS, questions, run_script, write_lines
+from documented_commands import Checkout, Command
 
 from search_r1.llm_agent.templates import load_template
+from verl.data.prompts import PromptSource
 
 # Written out: what training, rewards and the published files have.
 SCHEMA = {
@@ -30,7 +33,7 @@ SCHEMA = {
     "golden_answers": pa.list_(pa.string()),
     "metadata": pa.string(),
 }
-TRAIN_MERGE, TEST_MERGE = "data_process/qa_search_train_merge.py", "data_process/qa_search_test_merge.py"
+TRAIN_MERGE, TEST_MERGE = "qa_search_train_merge", "qa_search_test_merge"
 
 
 @pytest.fixture
@@ -48,15 +51,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows_of(path: Path) -> list[dict]:
-    return pq.read_table(path).to_pylist()
+def process(folder: Path, script: str, *arguments: object) -> int:
+    """The exit status of a script of data_process/ that reads the folder qa/ and writes to o/."""
+    folders = ("--local_dir", folder / "o", "--input_dir", folder / "qa")
+    return run_script(f"data_process/{script}.py", *folders, *arguments)
+
+
+def rows_of(folder: Path, split: str) -> list[dict]:
+    return pq.read_table(folder / f"o/{split}.parquet").to_pylist()
+
+
+def schema_of(table: pa.Table) -> dict[str, pa.DataType]:
+    return dict(zip(table.schema.names, table.schema.types, strict=True))
 
 
 def test_nq_search_writes_both_files_in_the_published_schema(folder: Path) -> None:
-    assert run_script("data_process/nq_search.py", "--local_dir", folder / "out", "--input_dir", folder / "qa") == 0
-    table = pq.read_table(folder / "out/train.parquet")
-    assert dict(zip(table.schema.names, table.schema.types, strict=True)) == SCHEMA
-    assert [row["question"] for row in rows_of(folder / "out/test.parquet")] == ["nq test 0?", "nq test 1?"]
+    assert process(folder, "nq_search") == 0
+    table = pq.read_table(folder / "o/train.parquet")
+    assert schema_of(table) == SCHEMA
+    assert [row["question"] for row in rows_of(folder, "test")] == ["nq test 0?", "nq test 1?"]
     assert table.to_pylist()[2] == {
         "data_source": "nq",
         "prompt": [{"role": "user", "content": load_template("search_r1").text.replace("{question}", "nq train 2?")}],
@@ -72,8 +85,8 @@ def test_nq_search_writes_both_files_in_the_published_schema(folder: Path) -> No
 
 def test_the_file_names_its_template(folder: Path) -> None:
     for script, name in (("nq_search", "search_r1"), ("nq", "r1")):
-        run_script(f"data_process/{script}.py", "--local_dir", folder / "out", "--input_dir", folder / "qa")
-        metadata = pq.read_metadata(folder / "out/test.parquet").metadata
+        process(folder, script)
+        metadata = pq.read_metadata(folder / "o/test.parquet").metadata
         assert metadata[b"search_r1.template"] == name.encode()
         assert metadata[b"search_r1.template_fingerprint"] == load_template(name).fingerprint.encode()
 
@@ -81,41 +94,29 @@ def test_the_file_names_its_template(folder: Path) -> None:
 def test_a_template_of_ones_own_with_a_system_message(folder: Path) -> None:
     template = folder / "own.txt"
     template.write_text("---\nsystem: Be brief.\n---\nQ: {question}\n")
-    arguments = ("--local_dir", folder / "out", "--input_dir", folder / "qa", "--splits", "test")
-    assert run_script("data_process/nq_search.py", *arguments, "--template_type", template) == 0
-    assert rows_of(folder / "out/test.parquet")[0]["prompt"] == [
+    assert process(folder, "nq_search", "--splits", "test", "--template_type", template) == 0
+    assert rows_of(folder, "test")[0]["prompt"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Q: nq test 0?\n"},
     ]
 
 
 def test_merge_for_training_keeps_the_order_of_the_list(folder: Path) -> None:
-    arguments = ("--local_dir", folder / "out", "--input_dir", folder / "qa", "--data_sources", "hotpotqa,nq")
-    assert run_script(TRAIN_MERGE, *arguments) == 0
-    rows = rows_of(folder / "out/train.parquet")
+    assert process(folder, TRAIN_MERGE, "--data_sources", "hotpotqa,nq") == 0
+    rows = rows_of(folder, "train")
     assert [(row["data_source"], row["extra_info"]["index"], row["id"]) for row in rows] == [
-        ("hotpotqa", 0, "hotpotqa train_0"),
-        ("hotpotqa", 1, "hotpotqa train_1"),
-        ("nq", 0, "nq train_0"),
-        ("nq", 1, "nq train_1"),
-        ("nq", 2, "nq train_2"),
+        *(("hotpotqa", index, f"hotpotqa train_{index}") for index in range(2)),
+        *(("nq", index, f"nq train_{index}") for index in range(3)),
     ]
     assert [row["metadata"] for row in rows] == ['{"type": "bridge"}'] * 2 + [None] * 3
-    assert os.listdir(folder / "out") == ["train.parquet"]
+    assert os.listdir(folder / "o") == ["train.parquet"]
 
 
 def test_merge_for_tests_takes_test_then_dev_then_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sets = "nq,hotpotqa,strategyqa,bamboogle"
-    assert (
-        run_script(TEST_MERGE, "--local_dir", folder / "o", "--input_dir", folder / "qa", "--data_sources", sets) == 0
-    )
-    rows = rows_of(folder / "o/test.parquet")
-    assert [row["id"].split("_")[0] for row in rows] == [
-        *["nq test"] * 2,
-        *["hotpotqa dev"] * 2,
-        "strategyqa train",
-        "test",
-    ]
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa,strategyqa,bamboogle") == 0
+    rows = rows_of(folder, "test")
+    origins = [*["nq test"] * 2, *["hotpotqa dev"] * 2, "strategyqa train", "test"]
+    assert [row["id"].split("_")[0] for row in rows] == origins
     assert {row["extra_info"]["split"] for row in rows} == {"test"}
     parts = [
         *("2 of nq from test.jsonl", "2 of hotpotqa from dev.jsonl", "1 of strategyqa from train.jsonl"),
@@ -125,24 +126,14 @@ def test_merge_for_tests_takes_test_then_dev_then_train(folder: Path, capsys: py
 
 
 def test_limit_is_for_each_set(folder: Path) -> None:
-    arguments = (
-        "--local_dir",
-        folder / "o",
-        "--input_dir",
-        folder / "qa",
-        "--data_sources",
-        "nq,hotpotqa",
-        "--limit",
-        1,
-    )
-    assert run_script(TEST_MERGE, *arguments) == 0
-    assert [row["id"] for row in rows_of(folder / "o/test.parquet")] == ["nq test_0", "hotpotqa dev_0"]
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa", "--limit", 1) == 0
+    assert [row["id"] for row in rows_of(folder, "test")] == ["nq test_0", "hotpotqa dev_0"]
 
 
 def test_more_rows_than_are_written_at_once(folder: Path) -> None:
     write_lines(folder / "qa/nq/train.jsonl", questions(9000, "many"))
-    run_script("data_process/nq.py", "--local_dir", folder / "o", "--input_dir", folder / "qa", "--splits", "train")
-    assert [row["extra_info"]["index"] for row in rows_of(folder / "o/train.parquet")] == list(range(9000))
+    process(folder, "nq", "--splits", "train")
+    assert [row["extra_info"]["index"] for row in rows_of(folder, "train")] == list(range(9000))
     assert pq.read_metadata(folder / "o/train.parquet").num_row_groups == 3
 
 
@@ -150,19 +141,18 @@ def test_a_packed_file_is_read(folder: Path) -> None:
     plain = folder / "qa/nq/test.jsonl"
     (folder / "qa/nq/test.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()
-    run_script("data_process/nq.py", "--local_dir", folder / "o", "--input_dir", folder / "qa", "--splits", "test")
-    assert len(rows_of(folder / "o/test.parquet")) == 2
+    process(folder, "nq", "--splits", "test")
+    assert len(rows_of(folder, "test")) == 2
 
 
 def test_a_missing_split_is_named_and_nothing_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "qa/nq/test.jsonl").unlink()
-    assert run_script("data_process/nq_search.py", "--local_dir", folder / "o", "--input_dir", folder / "qa") == 1
+    assert process(folder, "nq_search") == 1
     said = capsys.readouterr().err
     assert f"{folder}/qa/nq: the test split is not there; place test.jsonl in this folder" in said
     assert "or the original NQ-open.dev.jsonl" in said
     assert not (folder / "o").exists(), "dev.jsonl must not stand in for it, and train must wait for the rest"
-    arguments = ("--local_dir", folder / "o", "--input_dir", folder / "qa", "--splits", "train")
-    assert run_script("data_process/nq_search.py", *arguments) == 0
+    assert process(folder, "nq_search", "--splits", "train") == 0
     assert os.listdir(folder / "o") == ["train.parquet"]
 
 
@@ -175,11 +165,10 @@ def test_without_a_folder_and_a_network_it_says_what_to_place(tmp_path: Path, mo
 
 
 def test_an_error_leaves_an_earlier_file_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--local_dir", folder / "o", "--input_dir", folder / "qa", "--data_sources", "nq,hotpotqa")
-    assert run_script(TEST_MERGE, *arguments) == 0
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 0
     before = (folder / "o/test.parquet").read_bytes()
     write_lines(folder / "qa/hotpotqa/dev.jsonl", [*questions(1), {"id": "x", "question": "", "golden_answers": ["a"]}])
-    assert run_script(TEST_MERGE, *arguments) == 1
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 1
     assert "hotpotqa/dev.jsonl:2: the question is '', not a text" in capsys.readouterr().err
     assert (folder / "o/test.parquet").read_bytes() == before
     assert os.listdir(folder / "o") == ["test.parquet"]
@@ -188,20 +177,18 @@ def test_an_error_leaves_an_earlier_file_as_it_was(folder: Path, capsys: pytest.
 def test_skipped_rows_are_listed_and_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = questions(3)
     write_lines(folder / "qa/nq/test.jsonl", [rows[0], "{", rows[1], rows[1], rows[2]])
-    arguments = ("--local_dir", folder / "o", "--input_dir", folder / "qa", "--splits", "test", "--skip_bad_rows")
-    assert run_script("data_process/nq.py", *arguments) == 0
+    assert process(folder, "nq", "--splits", "test", "--skip_bad_rows") == 0
     said = capsys.readouterr()
     assert "2 rows left out" in said.out
     assert [line.partition("nq/test.jsonl")[2][:2] for line in said.err.splitlines()] == [":2", ":4"]
-    found = [(row["id"], row["extra_info"]["index"]) for row in rows_of(folder / "o/test.parquet")]
+    found = [(row["id"], row["extra_info"]["index"]) for row in rows_of(folder, "test")]
     assert found == [("q_0", 0), ("q_1", 2), ("q_2", 4)], "an index does not depend on what was left out"
 
 
 def test_the_same_id_in_two_sets_is_no_duplicate(folder: Path) -> None:
     for name in ("nq/test", "hotpotqa/dev"):
         write_lines(folder / "qa" / f"{name}.jsonl", questions(2))
-    arguments = ("--local_dir", folder / "o", "--input_dir", folder / "qa", "--data_sources", "nq,hotpotqa")
-    assert run_script(TEST_MERGE, *arguments) == 0
+    assert process(folder, TEST_MERGE, "--data_sources", "nq,hotpotqa") == 0
 
 
 @pytest.mark.parametrize(
@@ -213,13 +200,13 @@ def test_the_same_id_in_two_sets_is_no_duplicate(folder: Path) -> None:
         (TRAIN_MERGE, ("--data_sources", "bamboogle"), "bamboogle has no train split, only test"),
         (TEST_MERGE, ("--template_type", "gone"), "no template 'gone'"),
         (TEST_MERGE, ("--template_type", "rag"), "has a place for retrieved passages, which only nq_rag.py gives"),
-        ("data_process/nq_rag.py", ("--template_type", "r1"), "has no place for retrieved passages"),
-        ("data_process/nq.py", ("--splits", "train,dev"), "--splits 'train,dev' has to be some of train,test"),
-        ("data_process/nq.py", ("--hdfs_dir", "/user/x"), "--hdfs_dir needs the program hdfs"),
+        ("nq_rag", ("--template_type", "r1"), "has no place for retrieved passages"),
+        ("nq", ("--splits", "train,dev"), "--splits 'train,dev' has to be some of train,test"),
+        ("nq", ("--hdfs_dir", "/user/x"), "--hdfs_dir needs the program hdfs"),
     ],
 )
 def test_what_is_refused(folder: Path, script: str, arguments: tuple, message: str, capsys) -> None:
-    assert run_script(script, "--local_dir", folder / "o", "--input_dir", folder / "qa", *arguments) == 1
+    assert process(folder, script, *arguments) == 1
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not (folder / "o").exists()
@@ -235,28 +222,73 @@ def test_the_files_are_copied_to_hdfs(folder: Path, monkeypatch: pytest.MonkeyPa
     )
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(client.parent), prepend=os.pathsep)
-    arguments = ("--local_dir", folder / "o", "--input_dir", folder / "qa", "--hdfs_dir", folder / "remote/nq")
-    assert run_script("data_process/nq.py", *arguments) == 0
+    assert process(folder, "nq", "--hdfs_dir", folder / "remote/nq") == 0
     for name in ("train.parquet", "test.parquet"):
         assert (folder / "remote/nq" / name).read_bytes() == (folder / "o" / name).read_bytes()
     (folder / "file").touch()
-    assert run_script("data_process/nq.py", *arguments[:-1], folder / "file/x") == 1
+    assert process(folder, "nq", "--hdfs_dir", folder / "file/x") == 1
     assert "hdfs dfs -mkdir to" in capsys.readouterr().err
 
 
 def test_both_published_files_by_one_script(folder: Path) -> None:
     for name, split in (("triviaqa", "test"), ("popqa", "test"), ("2wikimultihopqa", "dev"), ("musique", "dev")):
         write_lines(folder / "qa" / name / f"{split}.jsonl", questions(1, name))
-    subprocess.run(
-        ["bash", "scripts/nq_hotpotqa/data_process.sh", "--input_dir", str(folder / "qa")],
-        cwd=ROOT,
-        env=os.environ | {"WORK_DIR": str(folder), "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=120,
-    )
-    made = folder / "data/nq_hotpotqa_train"
-    sources = [[row["data_source"] for row in rows_of(made / f"{name}.parquet")] for name in ("train", "test")]
+    script = ("bash", "scripts/nq_hotpotqa/data_process.sh", "--input_dir", str(folder / "qa"))
+    for call in Checkout(folder).rehearse(Command("", script, {"WORK_DIR": str(folder)})):
+        assert call.words[0] == "python3"
+        assert run_script(call.words[1].removeprefix("scripts/"), *call.arguments) == 0
+    made = [pq.read_table(folder / f"data/nq_hotpotqa_train/{split}.parquet") for split in ("train", "test")]
+    sources = [table["data_source"].to_pylist() for table in made]
     assert sources[0] == ["nq"] * 3 + ["hotpotqa"] * 2
     assert list(dict.fromkeys(sources[1])) == [
         *("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     ]
+
+
+REAL = {"nq": ("test", 2400), "hotpotqa": ("dev", 5000), "2wikimultihopqa": ("dev", 350), "bamboogle": ("test", 125)}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prompt file of real question files."""
+    if not REAL_QUESTIONS.is_dir():
+        pytest.skip("the folder of real questions is absent")
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "qa").symlink_to(REAL_QUESTIONS)
+    assert process(folder, TEST_MERGE, "--data_sources", ",".join(REAL)) == 0
+    return folder / "o/test.parquet"
+
+
+def source() -> list[tuple[str, int, dict[str, Any]]]:
+    """(set, number in the file, row) of the real files, read without the project's code."""
+    lines = {name: (REAL_QUESTIONS / name / f"{split}.jsonl").read_text() for name, (split, _) in REAL.items()}
+    return [(name, i, json.loads(line)) for name in REAL for i, line in enumerate(lines[name].splitlines())]
+
+
+def test_no_real_question_is_lost_or_altered(prompts: Path) -> None:
+    table = pq.read_table(prompts)
+    assert schema_of(table) == SCHEMA
+    counted = table.group_by("data_source", use_threads=False).aggregate([("id", "count")]).to_pydict()
+    counts = {name: count for name, (_, count) in REAL.items()}
+    assert dict(zip(counted["data_source"], counted["id_count"], strict=True)) == counts
+    before, after = load_template("search_r1").text.split("{question}")
+    changed = 0
+    for row, (name, number, original) in zip(table.to_pylist(), source(), strict=True):
+        question = original["question"].strip()
+        changed += not question.endswith("?")
+        assert row["question"] == question + "?" * (not question.endswith("?"))
+        assert row["prompt"] == [{"role": "user", "content": before + row["question"] + after}]
+        assert row["golden_answers"] == original["golden_answers"] == row["reward_model"]["ground_truth"]["target"]
+        assert (row["data_source"], row["id"]) == (name, original["id"])
+        assert row["extra_info"] == {"split": "test", "index": number}
+        assert (row["metadata"] and json.loads(row["metadata"])) == original.get("metadata")
+    assert changed > 2000, "the questions of NQ have no question mark"
+
+
+def test_training_loads_real_questions(prompts: Path, tmp_path: Path, byte_tokenizer) -> None:
+    pq.write_table(pq.read_table(prompts).slice(2000, 1000), tmp_path / "part.parquet")
+    loaded = PromptSource(str(tmp_path / "part.parquet"), byte_tokenizer, max_start_length=2048, shuffle=False)
+    assert len(loaded) == 1000
+    prompt = loaded.next(1000)[-1]
+    assert prompt.data_source == "hotpotqa" and prompt.row["extra_info"]["index"] == 599
+    assert byte_tokenizer.decode(prompt.ids) == prompt.row["prompt"][0]["content"]

@@ -87,7 +87,7 @@ def test_observation_bytes(world: World, index: PassageIndex) -> None:
 def test_it_often_answers_one_hop_and_seldom_two(world: World, index: PassageIndex) -> None:
     rates = {}
     for hops in (1, 2):
-        episodes = _episodes(world, index, Habits(), hops, count=600)
+        episodes = _episodes(world, index, Habits(), hops, count=300)
         rates[hops] = sum(_answer(segments) in question.targets for question, segments in episodes) / len(episodes)
     assert 0.5 < rates[1] < 0.8
     assert 0.1 < rates[2] < 0.3
@@ -96,7 +96,7 @@ def test_it_often_answers_one_hop_and_seldom_two(world: World, index: PassageInd
 def test_it_stops_by_chance_whatever_was_asked(world: World, index: PassageIndex) -> None:
     habits = Habits(stop=0.6)
     for hops in (1, 2, 3):
-        episodes = _episodes(world, index, habits, hops, count=800)
+        episodes = _episodes(world, index, habits, hops, count=400)
         stopped = sum(len(segments) == 4 for _, segments in episodes) / len(episodes)
         assert abs(stopped - habits.stop) < 0.07
 

@@ -1,16 +1,29 @@
-"""Names, facts and passages: unique over worlds, told truthfully, the same every time, streamed in constant memory."""
+"""The world of TinyWiki: its names, facts and passages, and questions that only its chain of facts answers."""
 
 import itertools
 import tracemalloc
 
 import pytest
 
-from search_r1.data.tinywiki.difficulty import read_fact
+from search_r1.data.tinywiki.build import LONG, SERVED, worlds_of
+from search_r1.data.tinywiki.difficulty import measure, oracle, read_fact
 from search_r1.data.tinywiki.names import WORDS, name_of
+from search_r1.data.tinywiki.passages import PassageIndex
+from search_r1.data.tinywiki.questions import CHAINS, distinct_questions, load_template, prompt_row
 from search_r1.data.tinywiki.world import KINDS, RELATIONS, World, plan_worlds, stream_passages
 from verl.errors import DataError
 
 SIZES = {"sft": 3000, "train": 1000, "validation": 300, "test": 700}
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, World]:
+    return plan_worlds(0, SIZES)
+
+
+@pytest.fixture(scope="module")
+def world(worlds: dict[str, World]) -> World:
+    return worlds["test"]
 
 
 def test_names_are_a_bijection_even_as_word_sets() -> None:
@@ -29,38 +42,27 @@ def test_seed_changes_names_and_facts() -> None:
     assert birthplaces[0] != birthplaces[1]
 
 
-def test_no_name_occurs_in_two_worlds() -> None:
-    worlds = plan_worlds(0, SIZES)
+def test_no_name_occurs_in_two_worlds(worlds: dict[str, World]) -> None:
     names = {key: {name for entity in range(w.num_entities) for name in w.names(entity)} for key, w in worlds.items()}
     for left, right in itertools.combinations(names.values(), 2):
         assert left.isdisjoint(right)
     assert all(len(names[key]) >= world.num_entities for key, world in worlds.items())
 
 
-def test_every_name_a_passage_tells_is_of_its_own_world() -> None:
-    worlds = plan_worlds(0, SIZES)
-    own = {worlds["test"].title(entity) for entity in range(worlds["test"].num_entities)}
-    for entity in range(worlds["test"].num_entities):
-        relations = RELATIONS[worlds["test"].kind(entity)]
-        told = {read_fact(worlds["test"].text(entity), relation) for relation in relations}
-        assert told <= own
-
-
-def test_passage_tells_its_facts_and_its_alias() -> None:
-    world = plan_worlds(0, SIZES)["test"]
+def test_passage_tells_its_facts_and_its_alias(world: World) -> None:
     for entity in range(world.num_entities):
         text = world.text(entity)
         for relation, kind in RELATIONS[world.kind(entity)].items():
             found = world.fact(entity, relation)
-            assert world.kind(found) == kind
+            assert found < world.num_entities and world.kind(found) == kind
             assert read_fact(text, relation) == world.title(found)
         assert all(name in text for name in world.names(entity))
     aliases = [entity for entity in range(world.num_entities) if world.alias(entity)]
     assert aliases and {world.kind(entity) for entity in aliases} == {"country"}
 
 
-def test_names_of_a_passage_share_no_word() -> None:
-    world = plan_worlds(0, SIZES)["train"]
+def test_names_of_a_passage_share_no_word(worlds: dict[str, World]) -> None:
+    world = worlds["train"]
     for entity in range(world.num_entities):
         told = [world.fact(entity, relation) for relation in RELATIONS[world.kind(entity)]]
         words = [word for number in (entity, *told) for word in world.title(number).split()]
@@ -106,3 +108,69 @@ def test_the_last_row_of_a_million_is_made_without_the_others() -> None:
     last = world.contents(999_999)
     assert last.startswith(f'"{world.title(999_999)}"')
     assert world.kind(999_999) == "book"
+
+
+# --- questions
+
+
+def test_chains_follow_the_relations_and_cannot_be_cut_short() -> None:
+    for hops, chains in CHAINS.items():
+        for start, *relations in chains:
+            assert len(relations) == hops and start in KINDS
+            kind = start
+            for number, relation in enumerate(relations):
+                if number < hops - 1:
+                    assert relations[-1] not in RELATIONS[kind]
+                kind = RELATIONS[kind][relation]
+
+
+def test_row_schema(world: World) -> None:
+    question = next(distinct_questions(world, [2], 1))
+    row = prompt_row(question, load_template(), "test", 7)
+    assert set(row) == {"data_source", "prompt", "question", "ability", "reward_model", "extra_info"}
+    assert row["question"] == question.text
+    assert row["data_source"] == "tinywiki_2hop"
+    assert row["ability"] == "fact-reasoning"
+    assert row["reward_model"] == {"style": "rule", "ground_truth": {"target": question.targets}}
+    (message,) = row["prompt"]
+    assert message["role"] == "user"
+    assert question.text in message["content"] and "{question}" not in message["content"]
+    assert question.text.endswith("?") and question.chain[0] in question.text
+    info = row["extra_info"]
+    assert (info["split"], info["index"], info["hops"], info["kind"]) == ("test", 7, 2, question.kind)
+    assert info["chain"] == [world.title(entity) for entity in question.path[:-1]]
+
+
+def test_the_answer_is_not_in_the_question_and_may_have_an_alias(world: World) -> None:
+    questions = list(distinct_questions(world, [1, 2, 3], 300))
+    assert not any(target in question.text for question in questions for target in question.targets)
+    assert {len(question.targets) for question in questions} == {1, 2}
+
+
+def test_questions_are_distinct_and_the_same_every_time(world: World) -> None:
+    texts = [question.text for question in distinct_questions(world, [1, 2, 3], 500)]
+    assert len(set(texts)) == 500
+    assert texts == [question.text for question in distinct_questions(world, [1, 2, 3], 500)]
+
+
+def test_too_many_questions_are_refused() -> None:
+    world = plan_worlds(0, {"test": 20})["test"]
+    with pytest.raises(DataError, match="too few different 2-hop questions"):
+        list(distinct_questions(world, [2], 500))
+
+
+def test_oracle_solves_everything() -> None:
+    worlds = worlds_of(LONG)
+    index = PassageIndex([worlds[name] for name in SERVED])
+    for name in SERVED:
+        questions = list(distinct_questions(worlds[name], LONG.test_hops, 200))
+        assert all(oracle(questions, index)), name
+
+
+def test_difficulty_shows_that_longer_questions_need_more_searches() -> None:
+    table = measure(LONG)
+    assert table["oracle"]["all"] == 1.0
+    assert table["blind"]["all"] < 0.15
+    assert table["one search, topk 1"]["1-hop"] > 0.95
+    assert table["one search, topk 3"]["2-hop"] < 0.05
+    assert table["one search, topk 3"]["3-hop"] < 0.05

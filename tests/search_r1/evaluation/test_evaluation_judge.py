@@ -1,4 +1,4 @@
-"""A judge of an evaluation: over HTTP, with a key, and with failures that pass or do not."""
+"""A judge of an evaluation: over HTTP, with a key, and with failures that pass or do not; settings without secrets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from evaluation_world import Answer, ModelServer, choice
 
 from search_r1.evaluation.__main__ import main
+from search_r1.evaluation.command_line import method_config, parse_arguments, settings_of
 from verl.tracking.trajectory_store import read_trajectories
 
 KEY = "sk-hunter2-hunter2"
@@ -162,3 +163,22 @@ def test_flags_that_cannot_be_meant(command, wrong, said, capsys) -> None:
 def test_an_option_that_the_judge_has_not(command, capsys) -> None:
     assert main([*command, "--judge_option", "retires=0"]) == 1
     assert "retires" in capsys.readouterr().err
+
+
+SECRET = "hunter2"
+
+
+def test_settings_hold_no_password() -> None:
+    args = parse_arguments(
+        None,
+        [
+            *("--server", f"http://user:{SECRET}@model:1/v1", "--served_model", "m", "--tokenizer", "t"),
+            *("--retriever_url", f"http://user:{SECRET}@search:1/retrieve"),
+            *("--output_dir", "out"),
+        ],
+    )
+    settings = settings_of(args, method_config(args), {"retriever": "bm25"})
+    assert SECRET not in str(settings)
+    assert settings["model"]["server"] == "http://***@model:1/v1"
+    assert settings["retriever"]["source"] == "http://***@search:1/retrieve"
+    assert settings["max_turns"] > 0 and settings["retriever"]["topk"] == 3

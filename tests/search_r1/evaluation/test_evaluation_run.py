@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,13 +16,13 @@ import numpy as np
 import pytest
 from e2e_world import free_port
 from evaluation_world import Answer, ModelServer, choice
+from forked import forked
 from served_app import served_corpus
 
 import long_task
 from search_r1.evaluation.__main__ import main
 from verl.tracking.trajectory_store import read_trajectories
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES = [f"q{number}" for number in range(8)]
 
 
@@ -191,16 +188,16 @@ def test_a_run_that_was_killed_goes_on(command, tmp_path, model_server, byte_tok
         return choice(f"<answer>{asked(body, byte_tokenizer)}")
 
     model_server.answer = answer
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen([sys.executable, "-m", "search_r1.evaluation", *command], cwd=ROOT, env=environment)
+    run = forked().Process(target=main, args=(command,))
+    run.start()
     try:
         assert first_part.wait(300)
         while not (tmp_path / "out" / "parts" / "records_0.jsonl").exists():
-            assert run.poll() is None
+            assert run.is_alive()
             time.sleep(0.01)
     finally:
-        run.send_signal(signal.SIGKILL)
-        run.wait(60)
+        run.kill()
+        run.join(60)
         blocked.set()
     kept = kept_parts(tmp_path)
     assert len(kept) == 64 and not (tmp_path / "out" / "results.json").exists()

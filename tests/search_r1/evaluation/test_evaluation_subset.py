@@ -49,10 +49,7 @@ def test_rows_of_flashrag(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [
-        ({"id": "b", "golden_answers": ["x"]}, "it has no question"),
-        (row("a"), "the id 'a' stands already in line 1"),
-    ],
+    [({"id": "b", "golden_answers": ["x"]}, "it has no question"), (row("a"), "the id 'a' stands already in line 1")],
 )
 def test_a_bad_row_is_an_error_that_names_its_line(bad: object, reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "s.jsonl", row(), bad)

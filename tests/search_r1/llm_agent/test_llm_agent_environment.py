@@ -117,13 +117,6 @@ def test_a_retrieved_answer_is_not_the_policys(search_url, byte_tokenizer):
     assert byte_tokenizer.eos_token_id not in trajectory.ids
 
 
-def test_long_passage_keeps_its_closing_tag(search_url, byte_tokenizer):
-    outcome = step(environment_at(search_url, byte_tokenizer, max_obs_length=90), "<search>chronicle winter</search>")
-    assert outcome.event["document_ids"] == ["long"]
-    assert len(encode_text(byte_tokenizer, outcome.reply)) <= 90
-    assert outcome.reply.endswith("</information>\n\n")
-
-
 def test_ids_of_documents_that_were_left_out_are_not_reported(search_url, byte_tokenizer):
     environment = environment_at(search_url, byte_tokenizer, max_obs_length=150, topk=3)
     outcome = step(environment, "<search> Vonmark city mayor river winter </search>")
@@ -217,12 +210,6 @@ def test_a_wrong_path_is_told_from_a_server_that_is_not_there(search_url, byte_t
     assert "start one" not in str(caught.value)
     with pytest.raises(ValueError, match="is not an address: write http://"):
         environment_at("localhost:8000/retrieve", byte_tokenizer)
-
-
-def test_a_refused_request_fails_the_episode(search_url, byte_tokenizer):
-    environment = environment_at(search_url.replace("/retrieve", "/nothing"), byte_tokenizer)
-    trajectory = play(environment, byte_tokenizer, ["<search> a </search>"])
-    assert trajectory.status is Status.FAILED
 
 
 def test_settings_that_cannot_work(byte_tokenizer):

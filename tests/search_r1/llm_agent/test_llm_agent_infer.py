@@ -1,17 +1,23 @@
-"""infer.py without its engine: which settings it takes, what it refuses, and what it prints."""
+"""infer.py: which settings it takes, what it refuses, what it prints; at a terminal; and with its engine (slow)."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import os
+import pty
+import re
+import select
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from e2e_world import free_port
+from llm_agent_world import OBSERVATIONS, QUESTION, ROOT, TURNS
 from rich.console import Console
 from transformers import Qwen2Config
 
@@ -19,10 +25,7 @@ from search_r1.llm_agent.agent import limits_within, load_tokenizer
 from search_r1.llm_agent.command_line import agent_config
 from search_r1.llm_agent.grammar import SEARCH_R1
 from verl.agent.text import encode_text
-from verl.errors import ConfigError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-
-ROOT = Path(__file__).resolve().parents[3]
 
 OWN_ENGINE = """
 class Engine:
@@ -82,11 +85,6 @@ def test_question_from_the_command_line_is_asked_once(infer):
     assert list(infer.questions("Who?")) == ["Who?"]
 
 
-def test_value_out_of_range(infer):
-    with pytest.raises(ConfigError, match="topk"):
-        config_of(infer, "--topk", "0")
-
-
 def test_window_of_the_model_bounds_the_episode(infer, model_folder):
     _, window = load_tokenizer(config_of(infer, "--model", model_folder))
     assert window == 256
@@ -112,11 +110,6 @@ def test_own_engine_is_found_where_the_command_is_given(model_folder, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and "the index is not built" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_model_that_is_not_there(infer, tmp_path, capsys):
-    assert infer.main(["--model", str(tmp_path / "absent"), "--question", "who"]) == 1
-    assert "absent" in capsys.readouterr().err
 
 
 def episode(tokenizer) -> Trajectory:
@@ -164,3 +157,136 @@ def test_failure_and_no_answer_are_said(infer, byte_tokenizer):
     trajectory.status, trajectory.failure = Status.FAILED, "no answer from http://x"
     text = printed(infer, byte_tokenizer, trajectory, terminal=False)
     assert "The retriever failed: no answer from http://x" in text and "Answer: (none)" in text
+
+
+@pytest.mark.slow  # the rehearsal of the quickstart asks by infer.py, and the server gives the same transcript
+@pytest.mark.timeout(900)
+def test_infer_searches_and_answers(policy_folder: Path, search_url: str) -> None:
+    """Two questions from the terminal, the second one without its question mark."""
+    command = [sys.executable, "infer.py", "--model", str(policy_folder), "--template", "tinywiki", "--topk", "1"]
+    done = subprocess.run(
+        [*command, "--retriever_url", search_url, "--dtype", "float32"],
+        input=f"{QUESTION}\n{QUESTION.rstrip('?')}\n\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = (
+        f"{TURNS[0]}{OBSERVATIONS[0]}{TURNS[1]}{OBSERVATIONS[1]}{TURNS[2]}"
+        "\nAnswer: Sael\n(answered, 2 searches, 3 turns, "
+    )
+    assert done.stdout.count(expected) == 2
+    assert done.stdout.startswith("Question: ") and "empty to leave" not in done.stdout + done.stderr
+    told = re.findall(r"^\[ *\d+ s\] (.*)$", done.stderr, re.MULTILINE)
+    assert f"loading the model {policy_folder}" in told and told[-1].startswith("the engine is ready, after ")
+
+
+PROGRAM = """
+import os
+import sys
+from contextlib import asynccontextmanager
+
+sys.path[:0] = sys.argv[2:]
+import infer
+import search_r1.llm_agent.agent as agent_module
+from llm_agent_scripted import agent_of
+from transformers import AutoTokenizer
+
+
+@asynccontextmanager
+async def open_agent(config, sampling):
+    try:
+        yield agent_of(AutoTokenizer.from_pretrained(sys.argv[1]), ["<think> hm </think><answer> Sael </answer>"])
+    finally:
+        print("closed", file=sys.stderr)
+
+
+agent_module.open_agent = open_agent
+assert infer.main([]) == 0
+print("once more", file=sys.stderr)
+sys.stdout.flush()
+os.dup2(2, 1)  # from now on everything goes to the terminal
+sys.stdout.reconfigure(line_buffering=True)
+sys.exit(infer.main([]))
+"""
+
+
+class Terminal:
+    """The program with a terminal of its own, and a pipe for what it prints."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the controlling terminal
+            env=os.environ | {"TERM": "xterm", "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        end = time.monotonic() + 300
+        while self.shown.count(text) < times:
+            assert time.monotonic() < end and self.process.poll() is None, f"no {text!r} in {self.shown!r}"
+            if select.select([self._ours], [], [], 1.0)[0]:
+                self.shown += os.read(self._ours, 4096).decode()
+
+    def interrupt(self, answer: str) -> None:
+        """Ctrl-C, until the answer is there: readline does not notice a signal that comes just before it waits."""
+        for _ in range(30):
+            self.type("\x03")
+            again = time.monotonic() + 10
+            while time.monotonic() < again:
+                if select.select([self._ours], [], [], 1.0)[0]:
+                    self.shown += os.read(self._ours, 4096).decode()
+                if answer in self.shown:
+                    return
+        raise AssertionError(f"no {answer!r} in {self.shown!r}")
+
+    def end(self) -> int:
+        """Its exit status; the rest is in `shown`."""
+        try:
+            while chunk := os.read(self._ours, 4096):
+                self.shown += chunk.decode()
+        except OSError:  # the other side is closed
+            pass
+        return self.process.wait(timeout=300)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(byte_tokenizer, tmp_path: Path) -> Iterator[Terminal]:
+    byte_tokenizer.save_pretrained(tmp_path)
+    terminal = Terminal([sys.executable, "-c", PROGRAM, str(tmp_path), str(Path(__file__).parent)])
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.timeout(900)
+def test_answers_alone_go_to_a_pipe_and_lines_are_edited_until_the_first_ctrl_c(terminal: Terminal) -> None:
+    """Twice in one process, which takes seconds to start: with a pipe behind it, and with the terminal alone."""
+    terminal.wait_for("Question (empty to leave): ")
+    terminal.type("Where?\n\n")
+    terminal.wait_for("once more")
+    assert terminal.process.stdout is not None
+    output = terminal.process.stdout.read().decode()
+    assert output.startswith("Question: Where?\n<think> hm </think><answer> Sael </answer>\nAnswer: Sael\n")
+    terminal.shown = terminal.shown.partition("once more")[2]
+    terminal.wait_for("Question (empty to leave): ")
+    terminal.type("here?\x01W\n")  # Ctrl-A goes to the start of the line
+    terminal.wait_for("Answer: Sael")
+    terminal.wait_for("Question (empty to leave): ", times=2)
+    assert "Question: Where?" in terminal.shown
+    terminal.interrupt("closed")
+    assert terminal.end() == 130
+    assert "Traceback" not in terminal.shown

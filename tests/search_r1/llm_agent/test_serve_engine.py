@@ -1,6 +1,6 @@
 """`python -m search_r1.serve` as a user runs it: vLLM, a real retrieval server, and the openai client.
 
-The policy knows one episode by heart. test_llm_agent_infer_engine.py shows that infer.py gives the same transcript.
+The policy knows one episode by heart. test_llm_agent_infer.py shows that infer.py gives the same transcript.
 """
 
 from __future__ import annotations

@@ -64,13 +64,8 @@ def test_a_weighted_sum(byte_tokenizer):
     # 0.7 x 0.5 + 0.3 x 1 - 0.05 x 2 - 0.1 x 2
     value, components = reward.score(trajectory, byte_tokenizer)
     assert value == pytest.approx(0.35, abs=1e-12)
-    assert components == {
-        "f1": 0.5,
-        "retrieval_correct": 1.0,
-        "search_cost": 2.0,
-        "repeated_query": 2.0,
-        "exact_match": 0.0,
-    }
+    counted = {"search_cost": 2.0, "repeated_query": 2.0}
+    assert components == {"f1": 0.5, "retrieval_correct": 1.0, "exact_match": 0.0} | counted
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,16 @@ KEY = "sk-3f9a0c5577e1"
 GRADES = {"a": 0.25, "b": 1.0, "c": 0.5, "d": 0.0, "e": 0.75}
 
 
-@dataclass(frozen=True)
-class Running:
-    """Judges at real addresses."""
-
-    url: Callable[[ScriptedJudge], str]
-
-    def __call__(self, server: ScriptedJudge, **options: Any) -> Judge:
-        return Judge(self.url(server), "grader", **options)
-
-
 @pytest.fixture(scope="module")
-def judge_of() -> Iterator[Running]:
+def url_of() -> Iterator[Callable[[ScriptedJudge], str]]:
     with judges_on_a_port() as url_of:
-        yield Running(url_of)
+        yield url_of
+
+
+@pytest.fixture
+def judge_of(url_of) -> Callable[..., Judge]:
+    """`judge_of(server, **options)`: a judge that asks this server."""
+    return lambda server, **options: Judge(url_of(server), "grader", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -95,29 +90,25 @@ def test_what_the_judge_is_sent(judge_of):
     assert graded_line(message, "reference answers") == ["the Lune", "\u5317\u4eac"] and "\u5317\u4eac" in message
     assert graded_line(message, "answer to grade") == "Lune r"
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["reason", "score"]
-    assert {name: body[name] for name in body if name not in ("messages", "response_format")} == {
-        "model": "grader",
-        "max_tokens": 77,
-        "seed": 3,
-    }
+    others = {name: value for name, value in body.items() if name not in ("messages", "response_format")}
+    assert others == {"model": "grader", "max_tokens": 77, "seed": 3}
     measure(judge_of(server), "x")
     assert server.bodies[1]["temperature"] == 0.0
     assert "authorization" not in server.headers[1]
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        "I think it is right.",
-        verdict(1.5),
-        completion('{"reason": "x", "sc', "length"),
-        completion(verdict(1), "length"),
-        completion(None),
-        refusal(200),
-        completion(verdict(True)),
-    ],
-    ids=["prose", "1.5", "cut", "cut after it", "no text", "no completion", "bool"],
-)
+RUBBISH = {
+    "prose": "I think it is right.",
+    "1.5": verdict(1.5),
+    "cut": completion('{"reason": "x", "sc', "length"),
+    "cut after it": completion(verdict(1), "length"),
+    "no text": completion(None),
+    "no completion": refusal(200),
+    "bool": completion(verdict(True)),
+}
+
+
+@pytest.mark.parametrize("trouble", RUBBISH.values(), ids=RUBBISH)
 def test_rubbish_is_asked_again(judge_of, trouble):
     server = ScriptedJudge(trouble, trouble, grades=GRADES)
     assert measure(judge_of(server, retries=2), "a") == [0.25]
@@ -243,9 +234,9 @@ def test_no_more_requests_at_a_time_than_allowed(judge_of):
     assert (server.most_running, len(server.asked)) == (3, 12)
 
 
-def test_verdicts_are_kept_on_disk(judge_of, tmp_path):
+def test_verdicts_are_kept_on_disk(url_of, tmp_path):
     server = ScriptedJudge("rubbish", grades=GRADES)
-    url, cache = judge_of.url(server), str(tmp_path / "deep" / "verdicts.sqlite")
+    url, cache = url_of(server), str(tmp_path / "deep" / "verdicts.sqlite")
     first = Judge(url, "grader", cache=cache, retries=0, concurrency=1)
     assert isinstance(measure(first, "a", "b")[0], RewardUnavailable)  # the rubbish, which is not kept
     again = Judge(url, "grader", cache=cache, max_tokens=99)
@@ -345,10 +336,10 @@ def episode(tokenizer: Any, answer: str) -> Trajectory:
     return written(tokenizer, ["gold"], (f"<answer>{answer}</answer>", None), question="which letter?")
 
 
-def test_in_training_what_cannot_be_judged_is_masked(byte_tokenizer, judge_of):
+def test_in_training_what_cannot_be_judged_is_masked(byte_tokenizer, url_of):
     server = ScriptedJudge(grades=GRADES)
     server.by_answer["b"] = refusal(503, "out of memory")
-    url = judge_of.url(server)
+    url = url_of(server)
     trajectories = [episode(byte_tokenizer, answer) for answer in "abc"]
     found = scorer(byte_tokenizer, url, 0.4)
     assert found.score(trajectories) == [trajectories[0], trajectories[2]]
@@ -360,32 +351,32 @@ def test_in_training_what_cannot_be_judged_is_masked(byte_tokenizer, judge_of):
         scorer(byte_tokenizer, url, 0.3).score([episode(byte_tokenizer, answer) for answer in "abc"])
 
 
-def test_in_training_a_judge_that_is_down_or_misconfigured_stops_the_run(byte_tokenizer, judge_of, dead_url):
+def test_in_training_a_judge_that_is_down_or_misconfigured_stops_the_run(byte_tokenizer, url_of, dead_url):
     with pytest.raises(RolloutError, match="all 2 trajectories failed: .*ClientConnectorError"):
         scorer(byte_tokenizer, dead_url, 1.0).score([episode(byte_tokenizer, "a"), episode(byte_tokenizer, "b")])
     server = ScriptedJudge()
     server.by_answer["a"] = refusal(401)
     with pytest.raises(ConfigError, match="HTTP 401"):
-        scorer(byte_tokenizer, judge_of.url(server), 1.0).score([episode(byte_tokenizer, "a")])
+        scorer(byte_tokenizer, url_of(server), 1.0).score([episode(byte_tokenizer, "a")])
 
 
-def test_a_judge_is_tried_before_a_run(judge_of, dead_url):
+def test_a_judge_is_tried_before_a_run(url_of, dead_url):
     server = ScriptedJudge(grades={"4": 1.0})
-    scorer(None, judge_of.url(server), 0.1).check()
+    scorer(None, url_of(server), 0.1).check()
     assert server.asked == ["4"]
     with pytest.raises(RewardUnavailable, match=dead_url):
         scorer(None, dead_url, 0.1).check()
     with pytest.raises(ConfigError, match="HTTP 404"):
-        scorer(None, judge_of.url(ScriptedJudge(refusal(404))), 0.1).check()
+        scorer(None, url_of(ScriptedJudge(refusal(404))), 0.1).check()
     with pytest.raises(ConfigError, match="HTTP 400"):
-        scorer(None, judge_of.url(ScriptedJudge(refusal(400), refusal(400))), 0.1).check()
+        scorer(None, url_of(ScriptedJudge(refusal(400), refusal(400))), 0.1).check()
 
 
-def test_validation_has_a_judge_of_its_own_to_try(judge_of, dead_url, tmp_path):
+def test_validation_has_a_judge_of_its_own_to_try(url_of, dead_url, tmp_path):
     prompts, server = tmp_path / "prompts.parquet", ScriptedJudge()
     row = {"data_source": "nq", "prompt": [{"role": "user", "content": "Who?"}]}
     pq.write_table(pa.Table.from_pylist([row | {"reward_model": {"ground_truth": {"target": ["x"]}}}]), prompts)
-    kwargs = f"reward.kwargs={{url: '{judge_of.url(server)}'}}"
+    kwargs = f"reward.kwargs={{url: '{url_of(server)}'}}"
     val_kwargs = f"reward.val_kwargs={{url: '{dead_url}', retries: 0}}"
     files = (f"data.train_files={prompts}", f"data.val_files={prompts}", *ONE_ROW)
     config = load_config("ppo_trainer", [f"reward.function={__name__}.JudgeReward", kwargs, val_kwargs, *files])
@@ -400,10 +391,10 @@ def test_shipped_rubrics_are_found_from_any_folder(tmp_path, monkeypatch):
     assert os.listdir() == ["v.sqlite"] and Path("v.sqlite").is_file()
 
 
-def test_the_judge_is_asked_beside_sampling(byte_tokenizer, judge_of):
+def test_the_judge_is_asked_beside_sampling(byte_tokenizer, url_of):
     """Through the trainer's scorer, in its thread; nobody is asked twice."""
     server = ScriptedJudge(grades=GRADES)
-    found = scorer(byte_tokenizer, judge_of.url(server), 0.4)
+    found = scorer(byte_tokenizer, url_of(server), 0.4)
     assert found.train.scores_while_sampling
     groups = [[episode(byte_tokenizer, answer) for answer in pair] for pair in ("ab", "cc")]
     for group in groups:

@@ -162,26 +162,8 @@ def test_cjk():
     assert has_cjk("a \u5317") and has_cjk("\u304b") and not has_cjk("Z\u00fcrich \u0420\u0438\u043c")
 
 
-WORDS = st.sampled_from(
-    [
-        "a",
-        "the",
-        "An",
-        "yes",
-        "no",
-        "Rome",
-        "rome,",
-        "New",
-        "York",
-        "U.S.",
-        "-",
-        "1,000",
-        "\u00e9",
-        "x-y",
-        "noanswer",
-        "?",
-    ]
-)
+PLAIN = ["a", "the", "An", "yes", "no", "noanswer", "Rome", "rome,", "New", "York"]
+WORDS = st.sampled_from([*PLAIN, "U.S.", "-", "1,000", "\u00e9", "x-y", "?"])
 PHRASES = st.lists(WORDS, max_size=6).map(" ".join)
 TEXTS = st.one_of(PHRASES, st.text(max_size=20))
 GOLDS = st.lists(TEXTS, min_size=1, max_size=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,15 @@ def ids(text: str) -> list[int]:
 
 def logit(folder: Path, query_ids: list[int], passage_ids: list[int]) -> float:
     """The float64 score of one pair alone."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     first, second = [_CLS, *query_ids, _SEP], [*passage_ids, _SEP]
     types = torch.tensor([[0] * len(first) + [1] * len(second)])
     with torch.no_grad():
-        return float(model(input_ids=torch.tensor([first + second]), token_type_ids=types).logits[0, 0])
+        return float(_exact_model(folder)(input_ids=torch.tensor([first + second]), token_type_ids=types).logits[0, 0])
+
+
+@lru_cache
+def _exact_model(folder: Path) -> torch.nn.Module:
+    return AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
 
 
 def score(folder: Path, query: str, title: str, text: str) -> float:
@@ -79,8 +84,6 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", _CLS), ("[SEP]", _SEP)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", _CLS), ("[SEP]", _SEP)]
     )
     BertTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
@@ -42,7 +41,7 @@ def launch(server_environment: dict[str, str]) -> Callable[..., tuple[int, str]]
 def ask(start_process) -> Callable[..., list[dict]]:
     """What the server of a launch script finds: `ask(query, script, *arguments, cwd=..., **variables)`."""
 
-    def find(query: str, script: str, *arguments: str, cwd: Path = Path("/"), **variables: Any) -> list[dict]:
+    def find(query: str, script: str, *arguments: str, cwd: Path = Path("/"), **variables: str) -> list[dict]:
         port = free_port()
         command = ["bash", str(_ROOT / script), "--port", str(port), *arguments]
         start_process(command, port, cwd, **_OUTSIDE | variables)
@@ -52,14 +51,14 @@ def ask(start_process) -> Callable[..., list[dict]]:
     return find
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_launch_script_serves_and_stops_cleanly(start_process, corpus_file: Path, stop: signal.Signals) -> None:
+def test_launch_script_serves_and_stops_cleanly(start_process, corpus_file: Path) -> None:
+    """At Ctrl-C; at SIGTERM: test_search_service.py."""
     port = free_port()
     command = ["bash", str(_ROOT / "retrieval_launch.sh"), "--topk", "1"]
     process = start_process(command, port, Path("/"), **_OUTSIDE, CORPUS_PATH=str(corpus_file), PORT=str(port))
     reply = requests.post(f"http://127.0.0.1:{port}/retrieve", json={"queries": ["river Morn"]}, timeout=60)
     assert [hit["id"] for hit in reply.json()["result"][0]] == ["p20"]  # --topk 1 overrides TOPK
-    process.send_signal(stop)
+    process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"serving 5 passages by bm25 on http://127.0.0.1:{port}/retrieve" in log
@@ -85,8 +84,13 @@ def test_published_bm25_script_from_a_folder_that_has_a_search_r1_too(
     assert [hit["id"] for hit in found] == ["p20", "p10"]
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
 def test_published_dense_scripts_build_and_serve(
-    ask, checkout: Checkout, model_dir: Path, corpus_file: Path, tmp_path: Path
+    serve, checkout: Checkout, model_dir: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
     settings = f"corpus_file={corpus_file} save_dir={tmp_path} retriever_model={model_dir}"
     [build] = checkout.rehearse(next(parse(f"{settings} bash search_r1/search/build_index.sh --faiss_type HNSW64")))
@@ -96,23 +100,22 @@ def test_published_dense_scripts_build_and_serve(
     assert (made["pooling"], made["max_length"], made["faiss_type"]) == ("mean", 256, "HNSW64")
     assert (tmp_path / "emb_e5.memmap").stat().st_size == 5 * 32 * 4
     corpus_file.rename(tmp_path / "wiki-18.jsonl")
-    found = ask("river morn", f"{_EXAMPLES}_ann.sh", file_path=str(tmp_path), retriever_path=str(model_dir))
+    settings = f"file_path={tmp_path} retriever_path={model_dir}"
+    [launch] = checkout.rehearse(next(parse(f"{settings} bash {_EXAMPLES}_ann.sh --host 127.0.0.1")))
+    assert launch.words[:3] == ("python3", "-m", "search_r1.search.retrieval_server")
+    url = serve(*launch.arguments)
+    [found] = requests.post(f"{url}/retrieve", json={"queries": ["river morn"]}, timeout=120).json()["result"]
     passages, both = list(Corpus(tmp_path / "wiki-18.jsonl")), encoder(model_dir)
     vectors = both.encode_passages([passage["contents"] for passage in passages])
     best = (-vectors @ both.encode_queries(["river morn"])[0]).argsort()
     assert [hit["id"] for hit in found] == [passages[row]["id"] for row in best[:3]]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
-
-
 def test_published_hierarchical_script_passes_both_stages_on(checkout: Checkout) -> None:
     (checkout.folder / "wiki").mkdir()
     for name in ("wiki-18.jsonl", "e5_Flat.index"):
         (checkout.folder / "wiki" / name).touch()
-    line = "file_path=wiki reranker_path=org/x bash example/retriever/retrieval_launch_hierarchical.sh --faiss_gpu"
+    line = f"file_path=wiki reranker_path=org/x bash {_EXAMPLES}_hierarchical.sh --faiss_gpu"
     [call] = checkout.rehearse(next(parse(line)))
     assert call.words == (
         *("python3", "-m", "search_r1.search.retrieval_rerank_server"),
@@ -191,11 +194,22 @@ def test_malformed_corpus_stops_the_start(tmp_path: Path, capsys: pytest.Capture
     assert f"{path}, line 2: no 'contents'" in capsys.readouterr().err
 
 
-def test_bm25_loads_no_torch(server_environment: dict[str, str], corpus_file: Path) -> None:
-    code = (
-        "import sys; from search_r1.search.retriever_loading import *; from search_r1.search.corpus import Corpus; "
-        f"import search_r1.search.client, search_r1.search.index_builder, search_r1.search.retrieval_server; "
-        f"load_retriever(RetrieverOptions('bm25'), Corpus({str(corpus_file)!r})); "
-        "assert not {'torch', 'ray', 'verl', 'transformers'} & set(sys.modules), 'heavy import'"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=server_environment, check=True, timeout=120)
+def test_a_server_loads_only_what_its_retriever_needs(server_environment: dict[str, str], corpus_file: Path) -> None:
+    """An online engine no numerical library; BM25 no torch."""
+    code = f"""
+import sys
+import search_r1.search.serp_search_server, search_r1.search.google_search_server
+from search_r1.http.metrics import Metrics
+from search_r1.search import retrieval_server as server
+server.load_source(server.parse_arguments(["--retriever_name", "brave"]), Metrics())
+heavy = {{"torch", "numba", "faiss", "numpy", "bm25s"}} & set(sys.modules)
+assert not heavy, heavy
+import search_r1.search.client, search_r1.search.index_builder
+from search_r1.search.corpus import Corpus
+from search_r1.search.retriever_loading import RetrieverOptions, load_retriever
+load_retriever(RetrieverOptions("bm25"), Corpus({str(corpus_file)!r}))
+heavy = {{"torch", "ray", "verl", "transformers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    variables = server_environment | {"BRAVE_API_KEY": "a-key-of-the-tests"}
+    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=variables, check=True, timeout=120)

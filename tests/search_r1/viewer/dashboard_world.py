@@ -9,6 +9,7 @@ from typing import Any
 from viewer_world import CONFIG, Episodes, river_step, write_step
 
 from verl.config.collapse_guard import CollapseGuardConfig
+from verl.protocol import Trajectory
 from verl.tracking.spans import Span
 from verl.tracking.timeline import write_timeline
 from verl.tracking.tracker import Tracker
@@ -33,9 +34,10 @@ def trained_run(
 ) -> Path:
     """The reward is that of `score`; it falls below the guard's limit in the last three steps, so that it alarms."""
     guard = CollapseGuard(CollapseGuardConfig(action="warn", min_reward=0.3, patience=2))
+    sampled = [river_step(episodes, is_later=step % 2 == 0) for step in range(2)]
     with Tracker([], "project", folder.name, folder, config or settings(seed)) as tracker:
         for step in range(1, steps + 1):
-            tracker.log(step_numbers(episodes, guard, step, seed, falls=step > steps - 3), step)
+            tracker.log(step_numbers(sampled[step % 2], guard, step, seed, falls=step > steps - 3), step)
             write_timeline(folder, step, SPANS)
     write_step(folder, episodes, "train", 3, river_step(episodes))
     write_step(folder, episodes, "val", 4, river_step(episodes)[:1])
@@ -43,10 +45,9 @@ def trained_run(
 
 
 def step_numbers(
-    episodes: Episodes, guard: CollapseGuard, step: int, seed: int, falls: bool = False
+    sampled: list[Trajectory], guard: CollapseGuard, step: int, seed: int, falls: bool = False
 ) -> dict[str, float]:
     """What the trajectories and the clock say, beside numbers for those that only a model gives."""
-    sampled = river_step(episodes, is_later=step % 2 == 0)
     metrics = step_metrics(sampled, None, seconds=STEP_S) | health_metrics(sampled, None)
     metrics |= throughput_metrics(10_000 + 100 * step, 4.0, 1) | retriever_metrics(sampled, 4.0)
     metrics |= {"critic/score/mean": 0.05 if falls else score(step, seed)}

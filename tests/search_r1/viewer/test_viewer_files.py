@@ -1,9 +1,10 @@
-"""Files that come, change, are damaged or of another kind; requests that make no sense; the token."""
+"""Files that come, change, are damaged or of another kind; bad requests and flags; the token; the exported page."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from e2e_world import ROOT
 from fastapi.testclient import TestClient
-from viewer_world import Episodes, client_of, river_step, write_run, write_step
+from viewer_world import Episodes, client_of, hostile, river_step, write_run, write_step
 
 from search_r1.http.metrics import Metrics
+from search_r1.viewer.__main__ import main, parse_arguments
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 from verl.errors import DataError
@@ -137,3 +139,78 @@ def test_a_request_that_takes_too_long(river_run: Path) -> None:
     client = TestClient(create_app(Pages([river_run]), Metrics("viewer"), timeout_s=1e-9))
     reply = client.get("/api/rows", params={"run": "rivers"})
     assert reply.status_code == 504 and "not answered within the deadline" in reply.json()["detail"]
+
+
+OURS = {
+    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "dl", "div", "dt", "dd", "section",
+    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "p", "q", "strong", "small", "span", "mark",
+    "details",
+    "summary",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The text of a page, and the elements and attributes that it has."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags, self.attributes = "", set[str](), set[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def exported(run: Path, file: str, row: int) -> Page:
+    reply = client_of(run).get("/api/export", params={"run": run.name, "file": file, "row": row})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-disposition"].startswith("attachment")
+    return Page(reply.content.decode("utf-8"))
+
+
+def test_everything_about_a_trajectory_is_in_the_file(river_run: Path) -> None:
+    page = exported(river_run, "train_step_1", 1)
+    for text in (
+        "Which river is the longest of France?", "Reward 0.1", "The Loire is the longest river of France.", "id 17",
+        "1 when the answer equals a gold answer after normalisation.", "<answer>Seine</answer>",
+    ):  # fmt: skip
+        assert text in page.text
+    assert page.tags <= OURS
+
+
+@pytest.mark.parametrize(("number", "payload"), enumerate(hostile()))
+def test_what_was_stored_stays_text(hostile_run: Path, number: int, payload: str) -> None:
+    page = exported(hostile_run, "train_step_9", 2 * number)
+    assert page.tags <= OURS
+    assert page.attributes <= {"lang", "charset", "http-equiv", "content", "name", "class", "scope", "title"}
+    assert payload in page.text
+
+
+def test_it_listens_on_this_machine_only_unless_told_otherwise() -> None:
+    args = parse_arguments(["run"])
+    assert (args.host, args.port, args.auth_token) == ("127.0.0.1", 8002, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--timeout_s", "0"], "--timeout_s is 0"),
+        (["--auth_token", "two words"], "SEARCH_R1_AUTH_TOKEN"),
+        (["--host", "no.such.host.invalid"], "cannot listen"),
+        (["--tokenizer", "/no/such/folder"], "there is no tokenizer.json"),
+    ],
+)
+def test_a_flag_that_cannot_be_used(
+    river_run: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(river_run), "--port", "0", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--port", "0"]) == 1
+    assert "neither a run nor a folder of runs" in capsys.readouterr().err

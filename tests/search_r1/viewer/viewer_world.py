@@ -220,7 +220,7 @@ def hostile() -> list[str]:
         "<!-- --><![CDATA[ x ]]><?php ?>",
         "\u202egnp.exe\u202c \u200b\ufeff\u0301 \ufffd",
         "__proto__",
-        "x" * 20000,
+        "x" * 2000,
     ]
 
 

@@ -1,4 +1,4 @@
-"""Sampled KL estimators: values by hand, expected values and gradients by enumerating the token."""
+"""KL: sampled estimators by enumerating the token, exact ones by autograd, KL in the reward, and its weight."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import math
 import pytest
 import torch
 from exact_numbers import f64
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl.algorithms.kl import SAMPLED_KL, SAMPLED_KL_NAMES, importance_weight, sampled_kl
+from verl.algorithms.kl import (
+    EXACT_KL,
+    SAMPLED_KL,
+    SAMPLED_KL_NAMES,
+    AdaptiveKL,
+    FixedKL,
+    importance_weight,
+    kl_to_go,
+    penalised_rewards,
+    sampled_kl,
+)
 
 L = math.log(2)
 
@@ -30,7 +42,7 @@ def close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
         (("k5",), (-L / 2, 2 * L), (0.5, -1.0)),  # value w log w, gradient -w + 1
     ],
 )
-def test_by_hand(names: tuple[str, ...], values: tuple[float, float], gradients: tuple[float, float]) -> None:
+def test_sampled_by_hand(names: tuple[str, ...], values: tuple[float, float], gradients: tuple[float, float]) -> None:
     for name in names:
         log_prob_T, reference_T = f64(-1.0, -2.0, grad=True), f64(-1.0 - L, -2.0 + L, grad=True)
         kl_T = sampled_kl(name)(log_prob_T, reference_T)
@@ -122,3 +134,157 @@ def test_names() -> None:
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match="use one of kl, k1, abs, mse, k2, low_var_kl, k3, k3plusplus, k4, k5, or"):
         sampled_kl(name)
+
+
+def random_logits(seed: int, scale: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+
+
+def defined(name: str, logits_TV: torch.Tensor, reference_TV: torch.Tensor) -> torch.Tensor:
+    p_TV, q_TV = logits_TV.softmax(-1), reference_TV.softmax(-1)
+    first_TV, second_TV = (p_TV, q_TV) if name == "full_reverse" else (q_TV, p_TV)
+    return torch.stack([(a * (a / b).log()).sum() for a, b in zip(first_TV, second_TV, strict=True)])
+
+
+# p = (3/4, 1/4), q = (1/2, 1/2):
+# KL(p || q) = 3/4 log(3/2) + 1/4 log(1/2), gradient p (log p - log q - KL) = 3/16 (log(3/2) - log(1/2)) (1, -1)
+# KL(q || p) = 1/2 log(2/3) + 1/2 log 2,    gradient p - q
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("full_reverse", 0.75 * math.log(1.5) + 0.25 * math.log(0.5), 3 / 16 * math.log(3)),
+        ("full_forward", 0.5 * math.log(2 / 3) + 0.5 * math.log(2), 0.25),
+    ],
+)
+def test_exact_by_hand(name: str, value: float, gradient: float) -> None:
+    log_p_TV = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
+    log_q_TV = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    kl_T = EXACT_KL[name].value(log_p_TV, log_q_TV)
+    assert kl_T.tolist() == pytest.approx([value], abs=1e-14)
+    gradient_TV = EXACT_KL[name].logit_gradient(log_p_TV, log_q_TV, kl_T)
+    expected_TV = torch.tensor([[gradient, -gradient]], dtype=torch.float64)
+    torch.testing.assert_close(gradient_TV, expected_TV, atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("name", EXACT_KL)
+def test_the_definition_and_its_gradient(name: str) -> None:
+    logits_TV, reference_TV = random_logits(0).requires_grad_(), random_logits(1)
+    expected_T = defined(name, logits_TV, reference_TV)
+    log_p_TV, log_q_TV = logits_TV.detach().log_softmax(-1), reference_TV.log_softmax(-1)
+    given_TV = log_p_TV.clone(), log_q_TV.clone()
+    kl_T = EXACT_KL[name].value(log_p_TV, log_q_TV)
+    torch.testing.assert_close(kl_T, expected_T.detach(), atol=1e-12, rtol=0)
+    gradient_TV = EXACT_KL[name].logit_gradient(log_p_TV, log_q_TV, kl_T)
+    torch.testing.assert_close(gradient_TV, torch.autograd.grad(expected_T.sum(), logits_TV)[0], atol=1e-12, rtol=0)
+    assert torch.equal(log_p_TV, given_TV[0]) and torch.equal(log_q_TV, given_TV[1])
+
+
+@pytest.mark.parametrize("name", EXACT_KL)
+def test_value_can_be_differentiated_and_gives_the_reference_nothing(name: str) -> None:
+    reference_TV = random_logits(1).requires_grad_()
+
+    def kl(logits_TV: torch.Tensor) -> torch.Tensor:
+        return EXACT_KL[name].value(logits_TV.log_softmax(-1), reference_TV.log_softmax(-1))
+
+    logits_TV = random_logits(0).requires_grad_()
+    assert torch.autograd.gradcheck(kl, (logits_TV,))
+    kl(logits_TV).sum().backward()
+    assert logits_TV.grad is not None and reference_TV.grad is None
+
+
+@pytest.mark.parametrize("name", EXACT_KL)
+def test_zero_for_equal_distributions_and_positive_otherwise(name: str) -> None:
+    log_p_TV = random_logits(0).log_softmax(-1)
+    shifted_TV = (random_logits(0) + 5.0).log_softmax(-1)
+    kl_T = EXACT_KL[name].value(log_p_TV, shifted_TV)
+    assert kl_T.abs().max() < 1e-12
+    assert EXACT_KL[name].logit_gradient(log_p_TV, shifted_TV, kl_T).abs().max() < 1e-12
+    assert (EXACT_KL[name].value(log_p_TV, random_logits(1).log_softmax(-1)) > 0).all()
+
+
+NAN = float("nan")
+MASK_T = torch.tensor([True, False, True, True, True])
+
+
+def test_penalised_rewards_by_hand() -> None:
+    reward_T = torch.tensor([0.0, 7.0, 1.0, 0.0, -1.0])
+    kl_T = torch.tensor([1.0, NAN, -2.0, 0.0, 4.0], requires_grad=True)
+    penalised_T = penalised_rewards(reward_T, kl_T, MASK_T, beta=0.5)
+    assert penalised_T.tolist() == [-0.5, 7.0, 2.0, 0.0, -3.0]
+    assert not penalised_T.requires_grad
+    assert reward_T.tolist() == [0.0, 7.0, 1.0, 0.0, -1.0]
+
+
+def test_kl_to_go_by_hand() -> None:
+    # row 0: 1, masked, 4; row 3: 2, -5
+    kl_T = torch.tensor([1.0, NAN, 4.0, 2.0, -5.0], requires_grad=True)
+    to_go_T = kl_to_go(kl_T, MASK_T, torch.tensor([0, 0, 0, 3, 3]))
+    assert to_go_T.tolist() == [5.0, 4.0, 4.0, -3.0, -5.0]
+    assert to_go_T.dtype == torch.float32 and not to_go_T.requires_grad
+
+
+def test_kl_to_go_of_no_token() -> None:
+    assert kl_to_go(torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_a_short_row_after_long_ones_keeps_its_precision() -> None:
+    kl_T = torch.cat([torch.full((200_000,), 1000.0), torch.tensor([1e-4, 2e-4])])
+    row_T = torch.cat([torch.zeros(200_000, dtype=torch.int64), torch.ones(2, dtype=torch.int64)])
+    to_go_T = kl_to_go(kl_T, torch.ones(200_002, dtype=torch.bool), row_T)
+    torch.testing.assert_close(to_go_T[-2:], torch.tensor([3e-4, 2e-4]), rtol=1e-3, atol=0)
+
+
+def test_rows_out_of_order_are_an_error() -> None:
+    with pytest.raises(ValueError, match="row_T goes down"):
+        kl_to_go(torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 0]))
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_kl_to_go_is_the_masked_sum_to_the_end_of_each_row(rows: list[list[tuple[float, bool]]]) -> None:
+    kl_T = torch.tensor([kl for row in rows for kl, _ in row], dtype=torch.float64)
+    mask_T = torch.tensor([kept for row in rows for _, kept in row])
+    row_T = torch.tensor([number for number, row in enumerate(rows) for _ in row])
+    expected = [sum(kl for kl, kept in row[start:] if kept) for row in rows for start in range(len(row))]
+    assert kl_to_go(kl_T, mask_T, row_T).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_fixed_stays() -> None:
+    controller = FixedKL(0.05)
+    controller.update(current_kl=100.0, num_trajectories=512)
+    assert controller.value == 0.05
+
+
+# n / horizon = 1/2. Errors: 3/2 - 1 is cut to 0.2; 1.1 - 1 = 0.1; 0; 0.9 - 1 = -0.1; 0 - 1 is cut to -0.2
+@pytest.mark.parametrize(
+    ("current_kl", "value"), [(0.03, 0.11), (0.022, 0.105), (0.02, 0.1), (0.018, 0.095), (0.0, 0.09), (-5.0, 0.09)]
+)
+def test_adaptive_by_hand(current_kl: float, value: float) -> None:
+    controller = AdaptiveKL(coef=0.1, target=0.02, horizon=1000)
+    assert controller.value == 0.1
+    controller.update(current_kl, num_trajectories=500)
+    assert controller.value == pytest.approx(value, rel=1e-12)
+
+
+def test_adaptive_steers_a_policy_to_the_target() -> None:
+    """A policy whose KL falls as 1 / beta ends at the target."""
+    controller = AdaptiveKL(coef=1.0, target=0.5, horizon=100)
+    for _ in range(300):
+        controller.update(1.0 / (10 * controller.value), num_trajectories=50)
+    assert controller.value == pytest.approx(0.2, rel=1e-6)
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the coefficient is -1; it must be at least 0"):
+        FixedKL(-1)
+    with pytest.raises(ValueError, match="target is 0 and horizon 10; both must be above 0"):
+        AdaptiveKL(0.1, 0, 10)
+    with pytest.raises(ValueError, match="target is 1 and horizon 0"):
+        AdaptiveKL(0.1, 1, 0)
+    controller = AdaptiveKL(0.1, 1.0, 100)
+    with pytest.raises(ValueError, match="mean KL is nan"):
+        controller.update(float("nan"), 10)
+    with pytest.raises(ValueError, match="500 trajectories a step with a horizon of 100 .* set the horizon above 100"):
+        controller.update(0.0, 500)
+    controller.update(0.0, 499)
+    assert 0 < controller.value < 0.1

@@ -1,4 +1,4 @@
-"""Policy losses: numbers by hand, gradients by autograd on the definitions in float64."""
+"""What a loss is made of: policy losses, the value loss, entropy, weights of tokens; by hand and by autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from exact_numbers import f64
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.algorithms.aggregation import LOSS_AGGREGATIONS, loss_weights
+from verl.algorithms.entropy import entropy
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
+from verl.algorithms.value_loss import value_loss
 
 NAMES = ("ppo", "gspo", "cispo", "reinforce")
 
@@ -74,7 +77,7 @@ def test_gspo_by_hand() -> None:
     close(log_prob_T.grad, f64(-5.0, 0.0, -5.0, 0.0, 0.0, 2.0))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_gspo_has_the_value_and_gradient_of_the_sequence_objective(seed: int) -> None:
     """The mean over each row's tokens, against min(s A, clip(s) A) of the row's length-normalised ratio s."""
     generator = torch.Generator().manual_seed(seed)
@@ -172,3 +175,127 @@ def test_order_and_names_of_rows_do_not_matter(name: str, seed: int, num_tokens:
     moved = POLICY_LOSSES[name](log_prob_T[order], old_T[order], advantage_T[order], renamed_T[order], Clip(dual=2.0))
     close(moved.loss_T, loss_T[order])
     assert torch.equal(moved.clipped_T, clipped_T[order])
+
+
+# Rows 0, 1, 2 have 3, 2 and 2 tokens, of which 2, 1 and 0 are the policy's: N = 3, R = 2
+ROW_T = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+MASK_T = torch.tensor([False, True, True, True, False, False, False])
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("token-mean", [0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0]),
+        ("seq-mean-token-sum", [0, 1 / 2, 1 / 2, 1 / 2, 0, 0, 0]),
+        ("seq-mean-token-mean", [0, 1 / 4, 1 / 4, 1 / 2, 0, 0, 0]),
+        ("seq-mean-token-sum-norm", [0, 1 / 16, 1 / 16, 1 / 16, 0, 0, 0]),  # constant 8
+    ],
+)
+def test_weights_by_hand(mode: str, weights: list[float]) -> None:
+    weight_T = loss_weights(MASK_T, ROW_T, 3, mode, constant=8)
+    torch.testing.assert_close(weight_T, torch.tensor(weights))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_a_mini_batch_without_policy_tokens_weighs_nothing(mode: str) -> None:
+    assert loss_weights(torch.zeros(7, dtype=torch.bool), ROW_T, 3, mode, constant=8).tolist() == [0.0] * 7
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="unknown loss aggregation 'mean'; known: token-mean, seq-mean-token-sum, "):
+        loss_weights(MASK_T, ROW_T, 3, "mean")
+    for constant in (None, 0.0, -3.0):
+        with pytest.raises(ValueError, match=f"'seq-mean-token-sum-norm' needs a constant .* got {constant}"):
+            loss_weights(MASK_T, ROW_T, 3, "seq-mean-token-sum-norm", constant)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> list[list[bool]]:
+    """One list of booleans a row, with at least one policy token in all."""
+    rows = draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6))
+    rows[draw(st.integers(0, len(rows) - 1))][0] = True
+    return rows
+
+
+def flat(rows: list[list[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
+    row_T = torch.tensor([number for number, row in enumerate(rows) for _ in row])
+    return torch.tensor([value for row in rows for value in row]), row_T
+
+
+def by_padding(loss_BL: torch.Tensor, mask_BL: torch.Tensor, mode: str, constant: float) -> torch.Tensor:
+    """The modes as means of means over a padded [B, L] loss, rows without policy tokens left out."""
+    used = mask_BL.any(1)
+    loss_BL, mask_BL = loss_BL[used], mask_BL[used]
+    sums_B = (loss_BL * mask_BL).sum(1)
+    return {
+        "token-mean": loss_BL[mask_BL].mean(),
+        "seq-mean-token-sum": sums_B.mean(),
+        "seq-mean-token-mean": (sums_B / mask_BL.sum(1)).mean(),
+        "seq-mean-token-sum-norm": (sums_B / constant).mean(),
+    }[mode]
+
+
+@given(masks(), st.sampled_from(LOSS_AGGREGATIONS), st.integers(0, 2**31))
+def test_equal_to_means_over_padded_tensors(rows: list[list[bool]], mode: str, seed: int) -> None:
+    mask_T, row_T = flat(rows)
+    loss_T = torch.randn(len(mask_T), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    lengths = [len(row) for row in rows]
+    loss_BL = torch.nn.utils.rnn.pad_sequence(list(loss_T.split(lengths)), batch_first=True, padding_value=99.0)
+    mask_BL = torch.nn.utils.rnn.pad_sequence(list(mask_T.split(lengths)), batch_first=True)
+    loss = (loss_weights(mask_T, row_T, len(rows), mode, constant=5.0) * loss_T).sum()
+    torch.testing.assert_close(loss, by_padding(loss_BL, mask_BL, mode, 5.0), atol=1e-6, rtol=1e-6)
+
+
+@given(masks(), st.sampled_from(LOSS_AGGREGATIONS), st.integers(0, 2**31))
+def test_order_of_tokens_and_rows_does_not_matter(rows: list[list[bool]], mode: str, seed: int) -> None:
+    """So tokens of a row may lie anywhere, and any cut of the rows sums to the same loss."""
+    mask_T, row_T = flat(rows)
+    generator = torch.Generator().manual_seed(seed)
+    order_T, names_B = torch.randperm(len(mask_T), generator=generator), torch.randperm(len(rows), generator=generator)
+    weight_T = loss_weights(mask_T, row_T, len(rows), mode, constant=5.0)
+    moved_T = loss_weights(mask_T[order_T], names_B[row_T][order_T], len(rows), mode, constant=5.0)
+    assert torch.equal(moved_T, weight_T[order_T])
+
+
+def test_value_loss_by_hand() -> None:
+    # old value 0, clip 1/2. V, R:
+    #   1, 2     clipped to 1/2, further from R: (3/2)^2 / 2 = 9/8, no gradient
+    #   1, -1    clipped to 1/2, nearer to R:    2^2 / 2 = 2, gradient V - R = 2
+    #   1/4, 2   not clipped:                    (7/4)^2 / 2 = 49/32, gradient -7/4
+    #   -1, -3   clipped to -1/2, further:       (5/2)^2 / 2 = 25/8, no gradient
+    value_T = f64(1.0, 1.0, 0.25, -1.0, grad=True)
+    answer = value_loss(value_T, f64(0, 0, 0, 0), f64(2.0, -1.0, 2.0, -3.0), 0.5)
+    torch.testing.assert_close(answer.loss_T, f64(9 / 8, 2, 49 / 32, 25 / 8), atol=1e-12, rtol=0)
+    assert answer.clipped_T.tolist() == [True, False, False, True]
+    answer.loss_T.sum().backward()
+    torch.testing.assert_close(value_T.grad, f64(0, 2, -7 / 4, 0), atol=1e-12, rtol=0)
+
+
+def test_gradient_goes_to_the_value_only() -> None:
+    tensors = [f64(0.5, grad=True) for _ in range(3)]
+    value_loss(tensors[0], tensors[1], tensors[2], 0.5).loss_T.sum().backward()
+    assert tensors[0].grad is not None and tensors[1].grad is None and tensors[2].grad is None
+
+
+def test_an_infinite_range_is_the_plain_squared_error() -> None:
+    answer = value_loss(f64(10.0, -10.0), f64(0.0, 0.0), f64(12.0, 0.0), math.inf)
+    assert answer.loss_T.tolist() == [2.0, 50.0] and not answer.clipped_T.any()
+
+
+@pytest.mark.parametrize("clip", [0.0, -0.5, math.nan])
+def test_a_range_must_be_positive(clip: float) -> None:
+    with pytest.raises(ValueError, match="clip range of the value loss is"):
+        value_loss(f64(1.0), f64(1.0), f64(1.0), clip)
+
+
+def test_entropy_by_hand() -> None:
+    # p = (3/4, 1/4): H = log 4 - 3/4 log 3, and d H / d z_0 = -p_0 (log p_0 + H) = -3/16 log 3
+    # uniform: log 2, and no gradient
+    logits_TV = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=torch.float64).log().requires_grad_()
+    log_p_TV = logits_TV.log_softmax(-1)
+    entropy_T = entropy(log_p_TV)
+    expected_T = torch.tensor([math.log(4) - 0.75 * math.log(3), math.log(2)], dtype=torch.float64)
+    torch.testing.assert_close(entropy_T, expected_T, atol=1e-14, rtol=0)
+    slope = 3 / 16 * math.log(3)
+    expected_TV = torch.tensor([[-slope, slope], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(entropy_T.sum(), logits_TV)[0], expected_TV, atol=1e-14, rtol=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,26 @@ def write_model(path: Path, seed: int = 0, tied: bool = True) -> str:
 
 
 def make_config(model_path: str, run_dir: Path | str, *overrides: str) -> Config:
+    config = copy.deepcopy(_composed(model_path, overrides))
+    config.trainer.default_local_dir = str(run_dir)
+    return config
+
+
+@cache
+def _composed(model_path: str, overrides: tuple[str, ...]) -> Config:
+    """Reading the overrides takes as long as making an engine."""
     return run_config(
         [
             "data.train_files=train.parquet",
             "data.val_files=test.parquet",
             f"actor_rollout_ref.model.path={model_path}",
-            f"trainer.default_local_dir={run_dir}",
             "trainer.device=cpu",
             "actor_rollout_ref.actor.use_dynamic_bsz=true",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
             "actor_rollout_ref.actor.entropy_coeff=0.01",
             "actor_rollout_ref.actor.optim.lr=1e-2",
             *overrides,
-        ],
+        ]
     )
 
 

@@ -1,22 +1,26 @@
-"""What two FSDP workers do in the tests: run in processes of their own, results left in files."""
+"""What FSDP workers do in the tests, and the processes that do it; their results are left in files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from engine_cases import CPU, make_batch, make_engine
 from engine_state import full_state, gradients, save_state, whole, whole_weights
-from forked import run_forked
+from forked import ranks
 from torch.profiler import ProfilerActivity, profile
 
 from verl.engine import residence
@@ -56,10 +60,52 @@ MINI_BATCHES = (f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_max_token_len_pe
 Task = Callable[[Path, str, str], dict[str, Any]]
 
 
-def run(folder: Path, model_path: str, other_model_path: str, num_workers: int, task: Task) -> list[dict[str, Any]]:
-    """What `task` returns in each of `num_workers` processes."""
-    run_forked(_worker, (num_workers, folder, model_path, other_model_path, task), num_workers)
+def run(
+    folder: Path, model_path: str, other_model_path: str, num_workers: int, task: Task, fresh: bool = False
+) -> list[dict[str, Any]]:
+    """What `task` returns on each rank; one alone is this process. Others stay for more tasks unless they have to be
+    `fresh`: the first engine of a process takes it a second.
+    """
+    if num_workers == 1:
+        return [task(folder, model_path, other_model_path)]
+    with contextlib.ExitStack() as stack:
+        pipes = stack.enter_context(_started(num_workers)) if fresh else _kept(num_workers).pipes
+        for pipe in pipes:
+            pipe.send((task, folder, model_path, other_model_path))
+        waiting = list(pipes)
+        try:
+            while waiting:
+                for pipe in cast(list[Connection], wait(waiting)):
+                    waiting.remove(pipe)
+                    if failure := pipe.recv():
+                        raise RuntimeError(failure)
+        except BaseException:
+            _kept.cache_clear()  # a rank may wait for the one that failed
+            raise
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(num_workers)]
+
+
+class _Kept:
+    """Processes that end with this object."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._stack = contextlib.ExitStack()
+        self.pipes = self._stack.enter_context(_started(num_workers))
+
+    def __del__(self) -> None:
+        self._stack.close()
+
+
+_kept = cache(_Kept)
+
+
+@contextlib.contextmanager
+def _started(num_workers: int) -> Iterator[list[Connection]]:
+    ours, theirs = zip(*(Pipe() for _ in range(num_workers)), strict=True)
+    with tempfile.TemporaryDirectory() as meeting, ranks(num_workers, _worker, num_workers, meeting, theirs):
+        for pipe in theirs:
+            pipe.close()  # so that the death of the process that has it is noticed
+        yield list(ours)
 
 
 def evaluate(
@@ -99,10 +145,10 @@ def evaluate(
 
 
 @cache
-def evaluate_alone(model_path: str, other_model_path: str) -> dict[str, Any]:
+def alone(task: Task, model_path: str, other_model_path: str) -> dict[str, Any]:
     """What one rank finds, which is what several are compared with."""
     with tempfile.TemporaryDirectory() as folder:
-        return evaluate(Path(folder), model_path, other_model_path)
+        return task(Path(folder), model_path, other_model_path)
 
 
 def save_and_go_on(
@@ -174,13 +220,19 @@ def _whole_state(engine: PolicyEngine) -> dict[str, Any]:
     return {"policy": policy, "anchor": anchor, "moments": moments, "step": engine.step}
 
 
-def _worker(rank: int, num_workers: int, folder: Path, model_path: str, other_model_path: str, task: Task) -> None:
+def _worker(rank: int, num_workers: int, meeting: str, pipes: Sequence[Connection]) -> None:
+    """Does the tasks that it is sent, and answers each with the traceback of its error, or with None."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    init_process_group(rank, num_workers, f"file://{folder}/store", CPU)
-    torch.save(task(folder, model_path, other_model_path), folder / f"rank_{rank}.pt")
-    dist.barrier()  # nobody leaves while others still talk to it
-    dist.destroy_process_group()
+    init_process_group(rank, num_workers, f"file://{meeting}/store", CPU)
+    while True:
+        task, folder, *paths = pipes[rank].recv()
+        failure = None
+        try:
+            torch.save(task(folder, *paths), folder / f"rank_{rank}.pt")
+        except BaseException:
+            failure = traceback.format_exc()
+        pipes[rank].send(failure)
 
 
 def exchange_rows(folder: Path, model_path: str, other_model_path: str) -> dict[str, Any]:
@@ -243,7 +295,7 @@ def score_in_update(folder: Path, model_path: str, other_model_path: str) -> dic
 
 
 def count_collectives(folder: Path, model_path: str, other_model_path: str, in_pairs: bool) -> dict[str, Any]:
-    """A mini-batch of three micro-batches, by `reduce_gradients`: its gradient, and the collectives that it took."""
+    """Rank 0: a mini-batch of three micro-batches, by `reduce_gradients`: its gradient and the collectives it took."""
     size = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=4")
     found: dict[str, Any] = {}
     for setting in ("micro_batch", "mini_batch"):
@@ -257,14 +309,18 @@ def count_collectives(folder: Path, model_path: str, other_model_path: str, in_p
             calls.append(inputs)
             return engine.objective(batch, inputs)
 
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        is_first = dist.get_rank() == 0
+        with profile(activities=[ProfilerActivity.CPU]) if is_first else contextlib.nullcontext() as profiled:
             learner.accumulate(make_batch(12), loss)
+        gradient = {name: whole(p.grad) for name, p in engine.policy.named_parameters() if p.grad is not None}
+        if profiled is None:
+            continue
         operations = [event.name for event in profiled.events() if event.name.startswith("c10d::")]
         found[setting] = {
             "num_micro_batches": len(calls),
             "counts": dict(Counter(kind_of(operation) for operation in operations)),
             "events": [name for _, name in sorted(_unit_events(profiled))],
-            "gradient": {name: whole(p.grad) for name, p in engine.policy.named_parameters() if p.grad is not None},
+            "gradient": gradient,
         }
     return found
 

@@ -10,15 +10,22 @@ from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine,
 from engine_state import full_state, gradients
 
 from verl.engine.batching import merge_rows, selected_tokens
+from verl.engine.policy_engine import PolicyEngine
 from verl.errors import NumericalError
+
+
+@pytest.fixture(scope="module")
+def plain(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> PolicyEngine:
+    """Its weights stay as they are."""
+    return make_engine(model_path, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_equal_log_softmax_of_full_logits(
-    model_path: str, run_dir: Path, temperature: float
+    plain: PolicyEngine, model_path: str, temperature: float
 ) -> None:
     batch = make_batch()
-    answer = make_engine(model_path, run_dir).log_probs(batch, temperature)
+    answer = plain.log_probs(batch, temperature)
     log_prob_T = merge_rows(batch.lengths_B, [(answer.rows, answer.tokens["log_prob"])])
     entropy_T = merge_rows(batch.lengths_B, [(answer.rows, answer.tokens["entropy"])])
     log_p_TV = log_softmax_rows(full_logits(model_path, batch)[1], temperature)
@@ -32,28 +39,23 @@ def test_log_probs_and_entropy_equal_log_softmax_of_full_logits(
     assert not log_prob_T[elsewhere_T].any() and not entropy_T[elsewhere_T].any()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunk_size_changes_nothing(model_path: str, run_dir: Path, chunk: int) -> None:
-    batch = make_batch()
-    reference = make_engine(model_path, run_dir, "actor_rollout_ref.actor.head_chunk_tokens=32").log_probs(batch, 1.0)
-    answer = make_engine(model_path, run_dir, f"actor_rollout_ref.actor.head_chunk_tokens={chunk}").log_probs(batch, 1)
-    torch.testing.assert_close(answer.tokens["log_prob"], reference.tokens["log_prob"], atol=2e-6, rtol=0)
-    torch.testing.assert_close(answer.tokens["entropy"], reference.tokens["entropy"], atol=2e-6, rtol=0)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("log_prob_use_dynamic_bsz=true", "log_prob_max_token_len_per_gpu=60"),
-        ("log_prob_use_dynamic_bsz=false", "log_prob_micro_batch_size=3"),
+        ("actor.head_chunk_tokens=1",),
+        ("actor.head_chunk_tokens=7",),
+        ("rollout.log_prob_use_dynamic_bsz=true", "rollout.log_prob_max_token_len_per_gpu=60"),
+        ("rollout.log_prob_use_dynamic_bsz=false", "rollout.log_prob_micro_batch_size=3"),
     ],
 )
-def test_micro_batches_change_nothing(model_path: str, run_dir: Path, overrides: tuple[str, ...]) -> None:
+def test_chunks_and_micro_batches_change_nothing(
+    plain: PolicyEngine, model_path: str, run_dir: Path, overrides: tuple[str, ...]
+) -> None:
     batch = make_batch()
-    reference = make_engine(model_path, run_dir).log_probs(batch, 1.0)
-    settings = [f"actor_rollout_ref.rollout.{override}" for override in overrides]
-    answer = make_engine(model_path, run_dir, *settings).log_probs(batch, 1.0)
-    torch.testing.assert_close(answer.tokens["log_prob"], reference.tokens["log_prob"], atol=2e-6, rtol=0)
+    engine = make_engine(model_path, run_dir, *(f"actor_rollout_ref.{override}" for override in overrides))
+    answer, expected = engine.log_probs(batch, 1.0), plain.log_probs(batch, 1.0)
+    for name in ("log_prob", "entropy"):
+        torch.testing.assert_close(answer.tokens[name], expected.tokens[name], atol=2e-6, rtol=0)
 
 
 def test_untied_head_and_gradient_checkpointing(tmp_path: Path, run_dir: Path) -> None:

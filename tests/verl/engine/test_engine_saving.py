@@ -1,4 +1,4 @@
-"""Checkpoints: a round trip, several files, replacing, and a disk that is full."""
+"""Models and states on disk: a round trip, a full disk, going on with the same bits, damage, and their size."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import make_batch, make_engine
-from engine_state import full_state
+from engine_cases import CPU, VOCABULARY, make_batch, make_config, make_engine
+from engine_state import assert_same_weights, full_state, save_state
+from engine_workers import KL
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from value_cases import value_batch
 
+from verl.engine.policy_engine import PolicyEngine
 from verl.engine.saving import save_model
+from verl.engine.sharding import local
 from verl.engine.streaming import Entry, stream, write_safetensors
+from verl.engine.value_engine import ValueEngine
 from verl.errors import CheckpointError
+from verl.storage import digest
+from verl.trainer.preflight.disk import checkpoint_bytes
+from verl.trainer.preflight.models import models_of
 
 
 @pytest.fixture
@@ -107,3 +115,122 @@ def test_a_full_disk_leaves_the_older_checkpoint(model_path: str, run_dir: Path)
     assert [path.name for path in run_dir.iterdir()] == ["model"]
     engine.save_pretrained(run_dir / "new", None)
     AutoModelForCausalLM.from_pretrained(run_dir / "new")
+
+
+def make(model_path: str, other_model_path: str, run_dir: Path) -> PolicyEngine:
+    return make_engine(model_path, run_dir, *KL, anchor_path=other_model_path)
+
+
+def train(engine: PolicyEngine, steps: range) -> list[dict[str, float]]:
+    metrics = []
+    for step in steps:
+        metrics.append(engine.update(make_batch(seed=step)))
+        engine.follow_anchor(0.9)
+    return metrics
+
+
+def assert_same(one: PolicyEngine, other: PolicyEngine) -> None:
+    assert_same_weights(one, other)
+    optimizers = one.resumable._optimizer_state(), other.resumable._optimizer_state()
+    assert optimizers[0].keys() == optimizers[1].keys() and optimizers[0]
+    assert all(torch.equal(local(tensor), local(optimizers[1][name])) for name, tensor in optimizers[0].items())
+
+
+def test_going_on_gives_the_same_bits(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    straight = make(model_path, other_model_path, run_dir)
+    train(straight, range(3))
+    straight.lr_factor = 0.5
+    (tmp_path / "state").mkdir()
+    straight.start_saving_state(tmp_path / "state")
+    expected = train(straight, range(3, 6))  # while the files are written
+    digests = straight.resumable.saved()
+    assert digests and {name: digest(tmp_path / "state" / name) for name in digests} == digests
+    assert digests.keys() == {path.name for path in (tmp_path / "state").iterdir()}
+    broken = make(model_path, other_model_path, run_dir)
+    broken.load_state(tmp_path / "state")
+    assert (broken.step, broken.lr_factor) == (3, 0.5)
+    assert train(broken, range(3, 6)) == expected
+    assert_same(broken, straight)
+
+
+def test_a_state_before_the_first_step(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    straight = make(model_path, other_model_path, run_dir)
+    save_state(straight, tmp_path)
+    broken = make(other_model_path, model_path, run_dir)
+    train(broken, range(2))  # an optimizer that was used is as good as new afterwards
+    broken.load_state(tmp_path)
+    assert train(broken, range(2)) == train(straight, range(2))
+    assert_same(broken, straight)
+
+
+def test_random_numbers_go_on(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    engine = make(model_path, other_model_path, run_dir)
+    save_state(engine, tmp_path)
+    drawn = torch.rand(3)
+    engine.load_state(tmp_path)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "no_metadata", "other_shape"])
+def test_a_damaged_state_is_named(
+    model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path, harm: str
+) -> None:
+    engine = make(model_path, other_model_path, run_dir)
+    train(engine, range(1))
+    save_state(engine, tmp_path)
+    data = next(tmp_path.glob("__0_*"))
+    if harm == "cut":
+        data.write_bytes(data.read_bytes()[:1000])
+    elif harm == "gone":
+        data.unlink()
+    elif harm == "no_metadata":
+        (tmp_path / ".metadata").unlink()
+    else:
+        engine = make_engine(model_path, run_dir)  # has no anchor: what is asked for is there
+        engine.load_state(tmp_path)
+        tmp_path = save_state(engine, tmp_path / "without")
+        engine = make(model_path, other_model_path, run_dir)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        engine.load_state(tmp_path)
+
+
+def test_a_failed_write_is_told(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
+    engine = make(model_path, other_model_path, run_dir)
+    (tmp_path / "file").write_text("in the way")
+    engine.start_saving_state(tmp_path / "file")
+    for _ in range(2):  # whoever asks again is told again: the state must not pass for a saved one
+        with pytest.raises(CheckpointError, match="file could not be written"):
+            engine.resumable.saved()
+    (tmp_path / "state").mkdir()
+    engine.start_saving_state(tmp_path / "state")
+    assert engine.resumable.saved() == engine.resumable.saved() != {}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> str:
+    """Of 0.9 million parameters, so that the headers of tensors do not count."""
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=4, max_position_embeddings=128, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("tau", [0.9, 1.0], ids=["anchor_moves", "anchor_stays"])
+def test_a_checkpoint_is_as_large_as_was_said(tau: float, model_dir: str, run_dir: Path) -> None:
+    settings = (f"critic.model.path={model_dir}", f"algorithm.ref_policy_ema_tau={tau}")
+    config = make_config(model_dir, run_dir, *settings)
+    policy, critic = PolicyEngine(config, CPU, 10, with_anchor=True), ValueEngine(config, CPU, 10)
+    policy.update(make_batch())
+    critic.update(value_batch())
+    for engine, role in ((policy, "actor"), (critic, "critic")):
+        engine.save_pretrained(run_dir / role, None)
+        save_state(engine, run_dir / f"{role}_state")
+    if tau < 1:
+        policy.save_pretrained(run_dir / "ref", None, of="anchor")
+    expected, count = checkpoint_bytes(config, models_of(config), steps=1)
+    assert count == 1
+    assert size_of(run_dir) == pytest.approx(expected, rel=0.02)

@@ -1,18 +1,24 @@
-"""What an update does, and what its gradient does not depend on."""
+"""What an update does and what its gradient does not depend on; learning rates; the anchor; the device settings."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine, relative_error
 from engine_state import full_state, gradients
+from run_config import run_config
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
+from verl.config.model import OptimConfig
 from verl.engine.batching import selected_tokens
+from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
 from verl.engine.mini_batches import mini_batches
+from verl.engine.optimizer import Schedule
+from verl.engine.sharding import local
 from verl.errors import ConfigError, NumericalError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -91,14 +97,8 @@ def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -
 
 
 def test_shuffle_is_seeded_and_given_order_is_kept() -> None:
-    assert (
-        list(mini_batches([2, 3, 5, 7, 8, 9], 4, epochs=2, shuffle=False, seed=0, step=0))
-        == [
-            [2, 3, 5],
-            [7, 8, 9],
-        ]
-        * 2
-    )
+    given = list(mini_batches([2, 3, 5, 7, 8, 9], 4, epochs=2, shuffle=False, seed=0, step=0))
+    assert given == 2 * [[2, 3, 5], [7, 8, 9]]
     rows = range(50)
     first, again, later = (list(mini_batches(rows, 4, 1, shuffle=True, seed=3, step=step)) for step in (0, 0, 1))
     assert first == again != list(mini_batches(rows, 4, 1, shuffle=False, seed=3, step=0))
@@ -173,3 +173,110 @@ def test_settings_that_cannot_work_are_named(model_path: str, run_dir: Path) -> 
     del batch.tokens["ref_log_probs"]
     with pytest.raises(ValueError, match="no tokens\\['ref_log_probs'\\]"):
         make_engine(model_path, run_dir, *kl_overrides("k3")).update(batch)
+
+
+def optim(**values: Any) -> OptimConfig:
+    return OptimConfig(**({"lr": 1e-3} | values))
+
+
+def test_warm_up_then_constant() -> None:
+    schedule = Schedule.from_config(optim(lr_warmup_steps_ratio=0.4), 10)  # 4 steps of warm-up
+    rates = [schedule.at(step) for step in range(7)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_the_published_warm_up_length() -> None:
+    schedule = Schedule.from_config(optim(lr=1e-6, lr_warmup_steps_ratio=0.285), 1005)
+    assert schedule.warmup_steps == 286
+    assert schedule.at(0) == pytest.approx(1e-6 / 286)
+    assert schedule.at(285) == schedule.at(1004) == 1e-6
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert Schedule.from_config(optim(), 10).at(0) == 1e-3
+
+
+def test_cosine_falls_to_its_minimum() -> None:
+    schedule = Schedule.from_config(optim(warmup_style="cosine", lr_warmup_steps_ratio=0.2, min_lr_ratio=0.1), 10)
+    assert [schedule.at(step) for step in (0, 1, 2)] == pytest.approx([0.5e-3, 1e-3, 1e-3])
+    assert schedule.at(6) == pytest.approx(0.55e-3)  # half-way: 0.1 + 0.9 / 2
+    assert schedule.at(4) == pytest.approx(1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2))
+    assert schedule.at(10) == schedule.at(50) == pytest.approx(0.1e-3)
+    assert Schedule.from_config(optim(warmup_style="cosine"), 4).at(4) == pytest.approx(0.0)
+
+
+def test_bad_schedules_are_named() -> None:
+    """By the type and the bounds of the setting, before there is an engine."""
+    key = "actor_rollout_ref.actor.optim"
+    with pytest.raises(ConfigError, match="optim.warmup_style: expected one of constant, cosine, got 'linear'"):
+        run_config([f"{key}.warmup_style=linear"])
+    with pytest.raises(ConfigError, match="optim.lr_warmup_steps_ratio: must be at most 1, got 3"):
+        run_config([f"{key}.lr_warmup_steps_ratio=3"])
+
+
+def test_device_and_precision() -> None:
+    cpu = resolve_device("cpu")
+    assert cpu == torch.device("cpu") and backend_of(cpu) == "gloo"
+    assert resolve_precision(cpu, "auto", "float32") == Precision(torch.float32, torch.float32)
+    assert resolve_precision(torch.device("cuda"), "auto", "float32").param_dtype is torch.bfloat16
+    assert backend_of(torch.device("cuda")) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(ConfigError, match="device 'tpu'"):
+        resolve_device("tpu")
+    with pytest.raises(ConfigError, match="number format 'int8'"):
+        resolve_precision(cpu, "int8", "float32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_cuda_without_a_device() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        resolve_device("cuda")
+
+
+def test_anchor_equals_a_float64_recomputation_after_200_steps(model_path: str, run_dir: Path) -> None:
+    """Steps of the size of AdamW's; that an update is such a step, the next test says."""
+    tau, generator = 0.98, torch.Generator().manual_seed(0)
+    engine = make_engine(model_path, run_dir, with_anchor=True)
+    name = "model.layers.1.mlp.down_proj.weight"
+    policy = local(dict(engine.policy.model.named_parameters())[name])
+    expected = [float(value) for value in policy.flatten()[:40]]
+    start = list(expected)
+    for _ in range(200):
+        policy += 1e-3 * (torch.rand(policy.shape, generator=generator) - 0.3)
+        engine.follow_anchor(tau)
+        now = policy.flatten()[:40].tolist()
+        expected = [tau * old + (1.0 - tau) * new for old, new in zip(expected, now, strict=True)]
+    actual = full_state(engine, "anchor")[name].flatten()[:40].tolist()
+    moved = max(abs(a - b) for a, b in zip(expected, start, strict=True))
+    assert moved > 1e-2
+    assert max(abs(a - b) for a, b in zip(expected, actual, strict=True)) < 1e-6
+
+
+def test_every_parameter_follows_and_the_next_forward_sees_it(model_path: str, run_dir: Path) -> None:
+    engine = make_engine(model_path, run_dir, with_anchor=True)
+    batch = make_batch()
+    start = full_state(engine, "anchor")
+    before = engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"]
+    engine.update(batch)
+    engine.follow_anchor(1.0)
+    assert torch.equal(engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"], before)
+    engine.follow_anchor(0.25)
+    policy, anchor = full_state(engine), full_state(engine, "anchor")
+    for name, value in anchor.items():
+        expected = 0.25 * start[name].double() + 0.75 * policy[name].double()
+        torch.testing.assert_close(value.double(), expected, atol=1e-7, rtol=1e-6)
+        assert not torch.equal(value, start[name])
+    engine.follow_anchor(0.0)
+    after = engine.log_probs(batch, 1.0, "anchor").tokens["log_prob"]
+    assert torch.equal(after, engine.log_probs(batch, 1.0).tokens["log_prob"])
+    assert not torch.equal(after, before)
+
+
+def test_exact_kl_uses_the_anchor_as_it_is_now(model_path: str, run_dir: Path) -> None:
+    settings = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse"]
+    engine = make_engine(model_path, run_dir, *settings, with_anchor=True)
+    batch = make_batch()
+    assert abs(engine.update(batch)["actor/kl_loss"]) < 1e-6
+    assert engine.update(batch)["actor/kl_loss"] > 1e-4
+    engine.follow_anchor(0.0)
+    assert abs(engine.update(batch)["actor/kl_loss"]) < 1e-6

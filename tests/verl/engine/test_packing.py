@@ -1,8 +1,9 @@
-"""Packed against padded micro-batches on rows as long as search trajectories are: same numbers, less work, balance."""
+"""Packed against padded rows as long as search trajectories are: same numbers, less work, balance; the GPU check."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from engine_cases import make_engine, relative_error
 from engine_state import gradients
 
+from verl.engine import varlen
 from verl.engine.batching import Layout
 from verl.engine.micro_batches import Budget, plan_all
 from verl.engine.policy_engine import PolicyEngine
 from verl.protocol import TrainBatch
 
-BENCH = Path(__file__).resolve().parents[3] / "scripts" / "bench"
-sys.path.append(str(BENCH))
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+sys.path += [str(SCRIPTS / "bench"), str(SCRIPTS / "gpu")]
+import engine_check  # noqa: E402
 from packing import WAYS, balance, in_order, main, search_batch  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
@@ -105,3 +108,38 @@ def test_the_benchmark_shows_all_sides(monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = capsys.readouterr().out
     for way in WAYS:
         assert shown.count(f"\n{way}  ") == 2
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], tuple[int, list[str]]]:
+    """The exit status and the lines of scripts/gpu/engine_check.py on the CPU."""
+    monkeypatch.setattr(sys, "argv", ["engine_check.py", "--device", "cpu", "--shape", "tiny", "--tokens", "256"])
+
+    def run() -> tuple[int, list[str]]:
+        with pytest.raises(SystemExit) as ended:
+            engine_check.main()
+        return int(str(ended.value.code)), capsys.readouterr().out.splitlines()[1:]
+
+    return run
+
+
+def test_every_check_passes(shown: Callable[[], tuple[int, list[str]]]) -> None:
+    status, lines = shown()
+    assert status == 0, lines
+    names = ("packed gradients", "bfloat16 log-probs", "head", "offload", "model FLOP utilisation")
+    assert [line.split(":")[0] for line in lines] == [f"PASS  {name}" for name in names]
+
+
+def test_a_wrong_kernel_is_noticed(shown: Callable[[], tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see each other; the checks after that one pass."""
+    for check in ("short_log_probs", "head_formats", "offload", "utilisation"):
+        monkeypatch.setattr(engine_check, check, lambda *_: engine_check.Result(True, ""))
+    right = varlen._row_by_row
+    monkeypatch.setattr(
+        varlen,
+        "_row_by_row",
+        lambda q, k, v, lengths, lent, *rest: right(q, k, v, [sum(lengths)], [slice(0, 0)], *rest),
+    )
+    status, [first, *others] = shown()
+    assert status == 1 and first.startswith("FAIL  packed gradients: float32")
+    assert all(line.startswith("PASS") for line in others)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engine_cases import CPU, make_batch
+from forked import run_forked
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from verl.config.sft import SftConfig, load_sft_config
@@ -134,19 +134,27 @@ def test_phases_rows_and_order(word_model: str, tmp_path: Path) -> None:
     assert torch.bincount(asked, minlength=7)[3:7].tolist() == [4, 4, 4, 4]
 
 
-def test_the_command_trains_and_saves(word_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def command(rank: int, folder: Path, words: list[str]) -> None:
+    """With its output and its status in files of the folder."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    (folder / "status").write_text(str(main(words)))
+    sys.stdout.flush()
+
+
+def test_the_command_trains_and_saves(word_model: str, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.parquet")
-    command = [
-        *(sys.executable, "-m", "verl.trainer.sft", f"data.train_files={file}", f"model.path={word_model}"),
-        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=60", "optim.lr=1e-2"),
-        *("data.lm_fraction=0.5", "data.train_batch_size=8", "trainer.device=cpu", "trainer.num_threads=1"),
+    words = [
+        *(f"data.train_files={file}", f"model.path={word_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *("trainer.total_training_steps=60", "optim.lr=1e-2", "data.lm_fraction=0.5", "data.train_batch_size=8"),
+        *("trainer.device=cpu", "trainer.num_threads=1"),
     ]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_forked(command, (tmp_path, words), 1)
+    stdout, stderr, status = ((tmp_path / name).read_text() for name in ("stdout", "stderr", "status"))
+    assert status == "0", stderr
     target = tmp_path / "run" / "global_step_60"
-    assert done.stdout.strip().splitlines()[-1] == f"model: {target}"
-    assert "it/s" not in done.stderr.split("step 20/60")[1]  # no progress bar in a log file
+    assert stdout.strip().splitlines()[-1] == f"model: {target}"
+    assert "it/s" not in stderr.split("step 20/60")[1]  # no progress bar in a log file
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 61))
     assert records[0]["sft/loss"] == pytest.approx(math.log(len(WORDS)), abs=0.2)
@@ -225,9 +233,7 @@ def test_other_bad_input(word_model: str, tmp_path: Path, capsys: pytest.Capture
     rows = [Row(("policy",), ("a b",), "policy", "x")]
     with pytest.raises(DataError, match="no row has phase 'lm'"):
         Batches(
-            sft_config(word_model, tmp_path, "data.lm_fraction=0.5"),
-            load_tokenizer(word_model, False, "path"),
-            rows,
+            sft_config(word_model, tmp_path, "data.lm_fraction=0.5"), load_tokenizer(word_model, False, "path"), rows
         )
     with pytest.raises(DataError, match="no rows in no file at all"):
         run(sft_config(word_model, tmp_path, "data.train_files=[]"))

@@ -42,9 +42,20 @@ def with_tokens(batch: TrainBatch, **tokens: torch.Tensor) -> TrainBatch:
     return TrainBatch(batch.lengths_B, batch.tokens | tokens, batch.rows)
 
 
+@pytest.fixture(scope="module")
+def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return value_cases.write_gpt2_critic(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def plain(critic_path: str, tmp_path_factory: pytest.TempPathFactory) -> ValueEngine:
+    """Its weights stay as they are."""
+    return value_engine(critic_path, tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_values_equal_a_plain_forward(critic_path: str, tmp_path: Path, family: str) -> None:
-    path = critic_path if family == "qwen2" else value_cases.write_gpt2_critic(tmp_path / "gpt2")
+def test_values_equal_a_plain_forward(critic_path: str, gpt2_path: str, tmp_path: Path, family: str) -> None:
+    path = critic_path if family == "qwen2" else gpt2_path
     batch = value_batch()
     value_T = all_values(value_engine(path, tmp_path), batch)
     expected_T = defined_values(path, batch)[1]
@@ -62,12 +73,12 @@ def test_values_equal_a_plain_forward(critic_path: str, tmp_path: Path, family: 
         ("critic.use_dynamic_bsz=false", "critic.forward_micro_batch_size=3"),
     ],
 )
-def test_micro_batches_change_no_value(critic_path: str, run_dir: Path, overrides: tuple[str, ...]) -> None:
+def test_micro_batches_change_no_value(
+    plain: ValueEngine, critic_path: str, run_dir: Path, overrides: tuple[str, ...]
+) -> None:
     batch = value_batch()
-    expected_T = all_values(value_engine(critic_path, run_dir), batch)
-    torch.testing.assert_close(
-        all_values(value_engine(critic_path, run_dir, *overrides), batch), expected_T, atol=2e-6, rtol=0
-    )
+    value_T = all_values(value_engine(critic_path, run_dir, *overrides), batch)
+    torch.testing.assert_close(value_T, all_values(plain, batch), atol=2e-6, rtol=0)
 
 
 def test_bfloat16_decoder_and_float32_head(critic_path: str, run_dir: Path) -> None:
@@ -81,16 +92,15 @@ def test_bfloat16_decoder_and_float32_head(critic_path: str, run_dir: Path) -> N
     assert math.isfinite(engine.update(batch)["critic/grad_norm"])
 
 
-def test_a_value_knows_only_what_came_before_its_token(critic_path: str, run_dir: Path) -> None:
+def test_a_value_knows_only_what_came_before_its_token(plain: ValueEngine) -> None:
     batch = value_batch(1)
     batch.tokens["loss_mask"] = torch.ones_like(batch.tokens["loss_mask"])
-    engine = value_engine(critic_path, run_dir)
-    before_T = all_values(engine, batch)
+    before_T = all_values(plain, batch)
     ids_T = batch.tokens["ids"]
     for t in (1, 5, len(ids_T) - 1):
         later_T = torch.arange(len(ids_T)) >= t
         changed_T = torch.where(later_T, (ids_T + 7) % VOCABULARY, ids_T)
-        difference_T = (all_values(engine, with_tokens(batch, ids=changed_T)) - before_T).abs()
+        difference_T = (all_values(plain, with_tokens(batch, ids=changed_T)) - before_T).abs()
         assert difference_T[: t + 1].max() < 1e-6  # value t is that of the state before token t
         assert (difference_T[t + 1 :] > 1e-3).all()
 
@@ -163,17 +173,16 @@ def test_gradient_is_autograd_on_the_definition(critic_path: str, run_dir: Path,
     assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_packed_rows_give_the_same_gradient(critic_path: str, run_dir: Path) -> None:
+def test_packed_rows_give_the_same_gradient(plain: ValueEngine, critic_path: str, run_dir: Path) -> None:
     batch = value_batch()
-    packed = value_engine(critic_path, run_dir)
     padded = value_engine(critic_path, run_dir, "critic.model.use_remove_padding=false")
-    assert packed.layout.packed and not padded.layout.packed
-    assert relative_error(gradients(packed, batch), gradients(padded, batch)) < 1e-5
+    assert plain.layout.packed and not padded.layout.packed
+    assert relative_error(gradients(plain, batch), gradients(padded, batch)) < 1e-5
 
 
-def test_nothing_is_random_in_training(tmp_path: Path) -> None:
+def test_nothing_is_random_in_training(gpt2_path: str, run_dir: Path) -> None:
     batch = value_batch()
-    engine = value_engine(value_cases.write_gpt2_critic(tmp_path / "gpt2"), tmp_path)
+    engine = value_engine(gpt2_path, run_dir)
     first, second = gradients(engine, batch), gradients(engine, batch)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -268,39 +277,43 @@ def two(critic_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
     return value_cases.run_two_workers(critic_path, folder), folder
 
 
-def test_two_workers_equal_one(two: tuple[list[dict[str, Any]], Path], critic_path: str, run_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def one(plain: ValueEngine, critic_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one worker finds: gradients by the number of rows; then values, the metrics of three updates, weights."""
+    engine = value_engine(critic_path, tmp_path_factory.mktemp("one_critic"), *value_cases.MINI_BATCHES)
+    batch = value_batch(12)
+    return {
+        "gradients": {num_rows: gradients(plain, value_batch(num_rows)) for num_rows in (1, 12)},
+        "values": all_values(engine, batch),
+        "metrics": [engine.update(batch) for _ in range(3)],
+        "weights": weights(engine),
+    }
+
+
+def test_two_workers_equal_one(two: tuple[list[dict[str, Any]], Path], one: dict[str, Any]) -> None:
     ranks = two[0]
     for case, (num_rows, _) in value_cases.TWO_WORKER_CASES.items():
-        expected = gradients(value_engine(critic_path, run_dir), value_batch(num_rows))
-        for rank in ranks:
-            assert relative_error(rank["gradients"][case], expected) < 1e-5
-    engine = value_engine(critic_path, run_dir, *value_cases.MINI_BATCHES)
-    batch = value_batch(12)
+        assert all(relative_error(rank["gradients"][case], one["gradients"][num_rows]) < 1e-5 for rank in ranks)
     parts = [(rows, tokens["value"]) for rows, tokens in (rank["values"] for rank in ranks)]
     assert all(rows for rows, _ in parts) and sorted(parts[0][0] + parts[1][0]) == list(range(12))
-    torch.testing.assert_close(merge_rows(batch.lengths_B, parts), all_values(engine, batch), atol=2e-6, rtol=0)
-    for step in range(3):
-        mine = engine.update(batch)
+    torch.testing.assert_close(merge_rows(value_batch(12).lengths_B, parts), one["values"], atol=2e-6, rtol=0)
+    for step, mine in enumerate(one["metrics"]):
         assert ranks[0]["metrics"][step] == ranks[1]["metrics"][step] == pytest.approx(mine, rel=1e-3, abs=1e-4)
-    assert relative_error(ranks[0]["weights"], weights(engine)) < 1e-3
+    assert relative_error(ranks[0]["weights"], one["weights"]) < 1e-3
     for rank in ranks:
         first, second = rank["repeated"]
         assert first == second == pytest.approx(ranks[0]["metrics"][0])
         assert rank["halved"] == 0.5 * first["critic/lr"]
 
 
-def test_two_ranks_that_share_rows_equal_one(critic_path: str, run_dir: Path, tmp_path: Path) -> None:
-    ranks = engine_workers.run(tmp_path, critic_path, "", 2, value_cases.share_rows)
-    for case, (num_rows, _) in value_cases.TWO_WORKER_CASES.items():
-        expected = gradients(value_engine(critic_path, run_dir), value_batch(num_rows))
-        assert all(relative_error(rank["gradients"][case], expected) < 1e-5 for rank in ranks)
-    engine, batch = value_engine(critic_path, run_dir, *value_cases.MINI_BATCHES), value_batch(12)
-    expected_T, metrics = all_values(engine, batch), engine.update(batch)
-    for rank in ranks:
+def test_two_ranks_that_share_rows_equal_one(one: dict[str, Any], critic_path: str, tmp_path: Path) -> None:
+    for rank in engine_workers.run(tmp_path, critic_path, "", 2, value_cases.share_rows):
+        for case, (num_rows, _) in value_cases.TWO_WORKER_CASES.items():
+            assert relative_error(rank["gradients"][case], one["gradients"][num_rows]) < 1e-5
         rows, tokens = rank["values"]
         assert rows == list(range(12))
-        torch.testing.assert_close(tokens["value"], expected_T, atol=2e-6, rtol=0)
-        assert rank["metrics"] == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+        torch.testing.assert_close(tokens["value"], one["values"], atol=2e-6, rtol=0)
+        assert rank["metrics"] == pytest.approx(one["metrics"][0], rel=1e-3, abs=1e-4)
 
 
 def test_two_workers_save_one_model(two: tuple[list[dict[str, Any]], Path], critic_path: str) -> None:

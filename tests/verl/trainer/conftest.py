@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from preflight_run import PASSAGES, QUESTION, given
+from run_config import run_config
 
 from search_r1.data.qa.prompt_file import prompt_row, write_prompts
 from search_r1.data.qa.question import QaRow
 from search_r1.llm_agent.templates import load_template
-from verl.config import Config, load_config
+from verl.config import Config
 
 
 @pytest.fixture
@@ -26,9 +27,18 @@ def prompt_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_config(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
     def make(*overrides: str) -> Config:
-        return load_config("ppo_trainer", given(prompt_file, tmp_path / "run", tiny_model_dir, *overrides))
+        return run_config(given(prompt_file, tmp_path / "run", tiny_model_dir, *overrides))
 
     return make
+
+
+@pytest.fixture
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preflight does without its estimate of memory, which takes longer than all else."""
+    from verl.trainer.dry_run.run import DryRun
+
+    found = DryRun([], [], "", "ok", "not estimated", room=True)
+    monkeypatch.setattr("verl.trainer.preflight.findings.dry_run", lambda *_: found)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_config import run_config
 from safetensors.torch import load_file
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.config import load_config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.config.trainer import TrainerConfig
 from verl.errors import CheckpointError
@@ -44,7 +44,7 @@ FILES = (
 def roles(ray_session: Any, tiny_model_dir: Path) -> Iterator[Roles]:
     files = [f"data.{kind}_files=none.parquet" for kind in ("train", "val")]
     models = [f"{key}={tiny_model_dir}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
-    config = load_config("ppo_trainer", [*files, *models, "trainer.device=cpu", "algorithm.adv_estimator=gae"])
+    config = run_config([*files, *models, "trainer.device=cpu", "algorithm.adv_estimator=gae"])
     pool = ResourcePool(1, 1, "cpu")
     actor, critic = ActorGroup(config, pool, 10, True), CriticGroup(config, pool, 10)
     yield actor, critic

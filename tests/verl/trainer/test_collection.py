@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import pytest
 from content_scorer import ContentScorer
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
@@ -23,7 +24,7 @@ def make_config(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=2"]
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
-    return load_config("ppo_trainer", [*required, *small, mini, "algorithm.adv_estimator=rloo", *overrides])
+    return run_config([*required, *small, mini, "algorithm.adv_estimator=rloo", *overrides])
 
 
 class Prompts:

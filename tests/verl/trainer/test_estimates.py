@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer
 from verl.trainer.estimates import Estimator, for_critic, for_losses, response_mask, token_rewards
@@ -33,7 +34,7 @@ def make_batch() -> TrainBatch:
 def make_config(*overrides: str) -> Config:
     required = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
     small = ["actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.use_rollout_log_probs=true"]
-    return load_config("ppo_trainer", [*required, *small, "algorithm.adv_estimator=reinforce", *overrides])
+    return run_config([*required, *small, "algorithm.adv_estimator=reinforce", *overrides])
 
 
 class Anchor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verl.config import load_config
+from run_config import run_config
+
 from verl.config.placement import placement_of
 from verl.single_controller import Node
 from verl.trainer.layout import layout_table
@@ -15,7 +16,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_a_critic_on_gpus_of_its_own() -> None:
     critic = ("critic.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1")
     split = (*critic, "trainer.layout=split", "trainer.rollout_gpus_per_node=1", "trainer.n_gpus_per_node=4")
-    config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", "trainer.nnodes=2", *split])
+    config = run_config(["actor_rollout_ref.model.path=m", "trainer.nnodes=2", *split])
     nodes = [Node(f"192.0.2.{number}", ("4", "5", "6", "7")) for number in (1, 2)]
     place = placement_of(config, "cuda")
     title, columns, _, second = layout_table(place, nodes).splitlines()
@@ -29,13 +30,13 @@ def test_a_critic_on_gpus_of_its_own() -> None:
 
 def test_a_critic_of_its_own_on_cpu() -> None:
     cpu = ("trainer.device=cpu", "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1")
-    place = placement_of(load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", *cpu]), "cpu")
+    place = placement_of(run_config(["actor_rollout_ref.model.path=m", *cpu]), "cpu")
     assert layout_table(place, []) == "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU"
 
 
 def test_nodes_that_train_beside_nodes_that_sample() -> None:
     settings = ("trainer.layout=split", "trainer.nnodes=2", f"{ROLLOUT}.nnodes=10", f"{ROLLOUT}.n_gpus_per_node=4")
-    config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=m", "trainer.n_gpus_per_node=2", *settings])
+    config = run_config(["actor_rollout_ref.model.path=m", "trainer.n_gpus_per_node=2", *settings])
     trainers = [Node(f"192.0.2.{number}", ("0", "1")) for number in (1, 2)]
     samplers = [Node(f"192.0.2.{number}", ("0", "1", "2", "3")) for number in range(11, 21)]
     lines = [line.split() for line in layout_table(placement_of(config, "cuda"), trainers, samplers).splitlines()]

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from content_scorer import ContentScorer
+from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.config.asynchronous import max_staleness
 from verl.data.prompts import PromptSource
 from verl.protocol import Segment, Source, Status, Trajectory
@@ -34,7 +35,7 @@ def config_of(*overrides: str) -> Config:
     small = [f"data.train_batch_size={BATCH}", f"actor_rollout_ref.rollout.n_agent={PER_PROMPT}"]
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     half = "actor_rollout_ref.rollout.over_sample=0.5"
-    return load_config("ppo_trainer", [*required, *small, mini, half, "algorithm.adv_estimator=rloo", *overrides])
+    return run_config([*required, *small, mini, half, "algorithm.adv_estimator=rloo", *overrides])
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ import pytest
 from documented_commands import blocks
 from e2e_world import ENV, ROOT
 from preflight_run import small_run
+from run_config import run_config
 
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import encode_text
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt, Status
 from verl.tracking.trajectory_store import read_trajectories
@@ -45,9 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def config_of(folder: Path, prompt_file: Path, tiny_model_dir: Path) -> Callable[..., Config]:
-    return lambda *overrides: load_config(
-        "ppo_trainer", small_run(prompt_file, folder / "run", tiny_model_dir, *OWN_CODE, *overrides)
-    )
+    return lambda *overrides: run_config(small_run(prompt_file, folder / "run", tiny_model_dir, *OWN_CODE, *overrides))
 
 
 class Script:

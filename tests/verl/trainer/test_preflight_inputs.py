@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from preflight_run import small_run
+from run_config import run_config
 
-from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight.inputs import check_inputs
@@ -27,7 +27,7 @@ def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "other.parquet")
         settings = small_run(tmp_path / "other.parquet", tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
         caplog.clear()
-        check_inputs(load_config("ppo_trainer", settings))
+        check_inputs(run_config(settings))
         return caplog.text
 
     assert "names none of the tags" in check("Who founded Osk?") and "agent.template=search_r1" in caplog.text
@@ -43,7 +43,7 @@ def test_a_run_that_can_start_leaves_no_trace(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str
 ) -> None:
     settings = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
-    check_inputs(load_config("ppo_trainer", settings))
+    check_inputs(run_config(settings))
     assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
 
 
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said(
     url = "retriever.url=http://127.0.0.1:1/retrieve"
     settings = small_run(prompt_file, tmp_path / "run", tiny_model_dir, url, *overrides)
     with pytest.raises(kind, match=message):
-        check_inputs(load_config("ppo_trainer", settings))
+        check_inputs(run_config(settings))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_said(
     ],
 )
 def test_engines_share_heads(heads: int, key_heads: int, size: int, message: str | None) -> None:
-    config = load_config("ppo_trainer", [f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"])
+    config = run_config([f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"])
     shape = ModelShape(1000, 2, 8, 8, 8, None, num_heads=heads, num_key_heads=key_heads)
     expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with expected:

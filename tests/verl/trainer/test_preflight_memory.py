@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from run_config import run_config
 from transformers import Qwen2Config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.trainer.dry_run.gpus import GIB
 from verl.trainer.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
-from verl.trainer.dry_run.place import USUAL, Place
+from verl.trainer.dry_run.place import USUAL, Place, parse_gpus
 from verl.trainer.model_shape import CPU, model_shape
 from verl.trainer.preflight.__main__ import main
+from verl.trainer.preflight.command_line import parse
 from verl.trainer.preflight.models import models_of
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -33,7 +35,7 @@ def run(model: Path | str, *overrides: str) -> Config:
         "actor_rollout_ref.rollout.n_agent=5",
         f"{ACTOR}.use_dynamic_bsz=true",
     ]
-    return load_config("ppo_trainer", [*given, *overrides])
+    return run_config([*given, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -116,22 +118,29 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
         model_shape(CausalLm(str(tmp_path), CPU))
 
 
-@pytest.mark.parametrize(
-    ("place", "status", "level"),
-    [
-        (["--gpus", "8x80"], 0, "ok "),
-        (["--devices", "8", "--device_memory_gib", "79.1"], 0, "ok "),
-        (["--devices", "8", "--device_memory_gib", "1"], 1, "FAIL"),
-    ],
-)
+def test_other_devices() -> None:
+    """`--devices` and `--device_memory_gib` say what `--gpus` says."""
+    said = parse(["--gpus", "8x80"])
+    assert parse(["--devices", "8", "--device_memory_gib", "79.1"]) == said
+    assert said.place == parse_gpus("8x80") and said.elsewhere and not parse([]).elsewhere
+
+
+@pytest.mark.parametrize(("memory", "status", "level"), [("79.1", 0, "ok "), ("1", 1, "FAIL")])
 def test_the_command(
-    place: list[str], status: int, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    memory: str,
+    status: int,
+    level: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`--estimate_only` is the dry run; `--devices` and `--device_memory_gib` say what `--gpus` says."""
+    """`--estimate_only` is the dry run."""
+    monkeypatch.setattr("verl.trainer.dry_run.run.three_settings", lambda *_: [])  # takes several dry runs more
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
     Qwen2Config(**sizes, num_attention_heads=3, num_key_value_heads=1).save_pretrained(tmp_path)
     given = [
-        "--estimate_only", *place, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
+        "--estimate_only", "--devices", "8", "--device_memory_gib", memory,
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5",
         f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=gone", "data.val_files=gone",
         "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=40",
         "actor_rollout_ref.actor.ppo_micro_batch_size=16", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from preflight_run import QUESTION, small_run
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.errors import RewardError, RewardUnavailable
 from verl.trainer.preflight.__main__ import main
 from verl.trainer.preflight.inputs import check_inputs
@@ -40,9 +41,7 @@ def trying(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[
     def config(function: Callable[..., object], *overrides: str) -> Config:
         name = f"reward.function={__name__}.{function.__name__}"
         dead = "retriever.url=http://127.0.0.1:1/retrieve"
-        return load_config(
-            "ppo_trainer", small_run(prompt_file, tmp_path / "run", tiny_model_dir, name, dead, *overrides)
-        )
+        return run_config(small_run(prompt_file, tmp_path / "run", tiny_model_dir, name, dead, *overrides))
 
     return config
 
@@ -69,6 +68,7 @@ def test_every_data_source_is_tried(trying: Callable[..., Config], prompt_file: 
         check_inputs(trying(knows_nq_alone, f"data.val_files={validation}"))
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_the_command_says_what_the_reward_gave(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

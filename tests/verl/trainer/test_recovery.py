@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
@@ -123,8 +124,7 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
     estimator: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the default settings, and a float32 reward whose mean over eight is not exact."""
-    config = load_config(
-        "ppo_trainer",
+    config = run_config(
         [
             f"algorithm.adv_estimator={estimator}",
             "actor_rollout_ref.rollout.n_agent=8",

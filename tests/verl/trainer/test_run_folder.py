@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from run_config import run_config
 
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.config.keys import leaves
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.changed_settings import HARMLESS
@@ -31,7 +32,7 @@ RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"
 
 @cache
 def loaded(*overrides: str) -> Config:
-    return load_config("ppo_trainer", list(overrides))
+    return run_config(list(overrides))
 
 
 def settings(run_dir: Path, *overrides: str) -> Config:
@@ -93,6 +94,7 @@ def test_main_ppo_and_preflight_refuse_before_they_read_anything(
     assert run_folder.main([*own, ARCHIVE]) == 0
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_preflight_says_so_too(tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [f"trainer.default_local_dir={tmp_path}", f"actor_rollout_ref.model.path={tiny_model_dir}"]
     own += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5", "trainer.device=cpu"]

@@ -53,6 +53,7 @@ def test_the_second_run_is_refused_until_the_first_is_killed(tmp_path: Path, run
     check_not_in_use(run_dir)
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_every_program_that_writes_a_run_says_so_first(
     tmp_path: Path, running: subprocess.Popen[str], tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

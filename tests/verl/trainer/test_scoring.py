@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from run_config import run_config
 
 from verl.agent.text import encode_text
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.trainer.scoring import Scorer
@@ -46,7 +47,7 @@ class Configured(Length):
 
 @cache
 def config_of(rule: Any, *overrides: str) -> Config:
-    return load_config("ppo_trainer", [f"reward.function={__name__}.{rule.__name__}", *overrides])
+    return run_config([f"reward.function={__name__}.{rule.__name__}", *overrides])
 
 
 def scorer(rule: Any, *overrides: str) -> Scorer:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from run_config import run_config
 
-from verl.config import load_config
 from verl.protocol import Prompt, Segment, Source, TrainBatch, Trajectory
 from verl.tracking.timing import Timer
 from verl.trainer.collection import Collected
@@ -44,7 +44,7 @@ def make_updates(*overrides: str) -> Updates:
     required = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
     group = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=2"]
     workers: Any = Workers()
-    return Updates(load_config("ppo_trainer", [*required, *group, *overrides]), workers, None)
+    return Updates(run_config([*required, *group, *overrides]), workers, None)
 
 
 @pytest.mark.parametrize("from_rollout", [False, True])

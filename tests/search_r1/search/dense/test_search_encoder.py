@@ -1,4 +1,4 @@
-"""Encoders: vectors worked out by hand, files of a model over the table, precision, rules of single families."""
+"""Encoders: vectors worked out by hand, a model's files over the table, precision, packed layers, rules of families."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_dpr, save_qwen3
-from transformers import AutoModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
+from transformers import AutoModel, BertConfig, BertModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
 from search_r1.errors import EncoderError
 from search_r1.search.dense.encoding.length_batches import length_batches
 from search_r1.search.dense.encoding.model import load_weights, weights_digest
+from search_r1.search.dense.encoding.packed_linear import PackedLinear, pack_linear_layers
 from search_r1.search.dense.encoding.precision import cpu_has_bf16, resolve_precision
 from search_r1.search.dense.encoding.specification import FAMILIES, EncoderSpec, ReadJson, resolve_spec
 
@@ -256,3 +257,51 @@ def test_a_dense_layer_after_pooling_is_refused(tmp_path: Path) -> None:
 def test_an_encoder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EncoderError, match="nowhere"):
         encoder(tmp_path / "nowhere")
+
+
+# --- packed linear layers
+
+
+needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bfloat16, so encoders run in float32")
+
+
+@needs_bf16
+@pytest.mark.parametrize("shape", [(1, 48), (5, 48), (3, 7, 48), (2, 200, 48)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@torch.inference_mode()
+def test_values_are_those_of_the_definition(shape: tuple[int, ...], bias: bool, activation: str) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+    inputs = torch.randn(shape, dtype=torch.bfloat16)
+    expected = inputs.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    if activation == "gelu":
+        expected = expected * 0.5 * (1 + torch.erf(expected / 2**0.5))
+    found = PackedLinear(linear, activation)(inputs)  # type: ignore[arg-type]
+    assert found.dtype == torch.bfloat16
+    # one rounding to bfloat16 and the float32 sums before it; the GELU by tanh would differ by 4e-4
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+@needs_bf16
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@torch.inference_mode()
+def test_a_packed_bert_computes_the_same(activation: str) -> None:
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2,
+        hidden_act=activation, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = BertModel(config).eval()
+    packed = BertModel(config).eval()
+    packed.load_state_dict(plain.state_dict())
+    packed.bfloat16()
+    assert not pack_linear_layers(plain)  # of float32
+    assert pack_linear_layers(packed)
+    assert not [module for module in packed.modules() if type(module) is torch.nn.Linear]
+    ids, mask = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    found = packed(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    expected = plain(input_ids=ids, attention_mask=mask).last_hidden_state
+    kept = mask.bool()
+    torch.testing.assert_close(found[kept], expected[kept], rtol=0, atol=0.04)  # of values of size 1

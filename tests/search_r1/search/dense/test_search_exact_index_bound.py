@@ -1,8 +1,8 @@
-"""The bound on what bfloat16 hides: each of its terms is needed, and needed in full.
+"""What the bounds of an exact search allow for: bfloat16 at the first scoring, a float32 product at the second.
 
-In every case the best row looks worse than another one after rounding, by nearly as much as the bound allows. A bound
-without the term, or with a smaller one, loses it. Each row comes with its negative, so that the mean, which is taken
-off before rounding, is exactly zero.
+In every case of bfloat16 the best row looks worse than another one after rounding, by nearly as much as the bound
+allows. A bound without the term, or with a smaller one, loses it. Each row comes with its negative, so that the mean,
+which is taken off before rounding, is exactly zero.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from search_r1.search.dense.exact_index import ExactIndex
+from search_r1.search.dense.rescoring import BestRows
 from search_r1.search.dense.vectors import VectorFile
 
 ULP = 2.0**-7  # of bfloat16 at 1, where it keeps 8 bits; rounding errs by at most half of it
@@ -128,3 +129,35 @@ def test_rows_are_taken_in_any_order_and_density(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.take(rows), vectors[rows])
         np.testing.assert_array_equal(file.take(np.sort(rows)), vectors[np.sort(rows)])
     np.testing.assert_array_equal(file.take(np.array([5, 5, 2])), vectors[[5, 5, 2]])
+
+
+# --- the second scoring, where a float32 product tells first which rows matter
+
+
+ROWS = 64
+
+
+def _cancelling_rows(dim: int, seed: int) -> np.ndarray:
+    """Sums of a small part of each row's values: the others cancel exactly, in float64, in any order."""
+    rng = np.random.default_rng(seed)
+    large = rng.integers(1, 2**20, (ROWS, dim // 4)).astype(float)
+    rows = np.concatenate([large, -large, rng.random((ROWS, dim - 2 * (dim // 4)))], axis=1)
+    return rng.permuted(rows, axis=1).astype(np.float32)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 768])
+@pytest.mark.parametrize("k", [1, 5])
+def test_what_a_float32_product_loses_is_allowed_for(dim: int, k: int, tmp_path: Path) -> None:
+    """Its errors are as large as the scores lie apart. The second half of the rows meets the first's k-th."""
+    wrong = 0
+    for seed in range(50):
+        rows = _cancelling_rows(dim, seed)
+        exact = rows.astype(np.float64).sum(axis=1)
+        wrong += (rows @ np.ones(dim, np.float32)).argmax() != exact.argmax()
+        rows.tofile(tmp_path / "vectors")
+        longest = float(np.linalg.norm(rows.astype(np.float64), axis=1).max())
+        best = BestRows(np.ones((1, dim), np.float32), k, VectorFile(tmp_path / "vectors", ROWS, dim), longest)
+        for part in np.split(np.arange(ROWS), 2):
+            best.add(part, np.zeros(len(part), dtype=np.int64))
+        assert [hit.row for hit in best.hits()[0]] == np.argsort(-exact.astype(np.float32), kind="stable")[:k].tolist()
+    assert wrong, "the float32 product alone was right every time"

@@ -143,8 +143,9 @@ def stage(corpus_path: Path) -> Iterator[Callable[..., Stage]]:
 
 
 @needs_mcp
-@pytest.mark.parametrize("mode", ERAS)
-@pytest.mark.parametrize("transport", ["http", "stdio"])
+@pytest.mark.parametrize(
+    ("transport", "mode"), [("http", "auto"), ("http", "legacy"), ("stdio", "legacy"), ("memory", "auto")]
+)
 def test_the_tool_is_listed_and_answers(
     words: str, corpus_path: Path, server_environment: dict[str, str], transport: str, mode: str
 ) -> None:
@@ -154,8 +155,10 @@ def test_the_tool_is_listed_and_answers(
 
     if transport == "http":
         (tool,), result = over_http(words, ask, mode)
-    else:
+    elif transport == "stdio":
         (tool,), result = over_stdio(words, ask, server_environment, mode, "--topk", "2")
+    else:
+        (tool,), result = over_memory(words, ask, "--topk", "2")
     assert tool.name == "search" and tool.input_schema["required"] == ["query_list"]
     assert set(tool.input_schema["properties"]) == {"query_list", "topk"}
     assert not result.is_error
@@ -170,22 +173,14 @@ def test_the_tool_is_listed_and_answers(
     )
     corpus = Corpus(corpus_path)
     (morn, velt), _, (tarsia,) = Bm25Retriever.build(corpus).search(["river of Morn", "zyxxy", "capital"], 2)
-    assert result.structured_content == {
-        "results": [
-            {
-                "query": "river of Morn",
-                "passages": [
-                    {"id": "p20", "title": "Morn", "contents": MORN, "score": morn.score},
-                    {"id": "p10", "title": "Anna Velt", "contents": VELT, "score": velt.score},
-                ],
-            },
-            {"query": "zyxxy", "passages": []},
-            {
-                "query": "capital",
-                "passages": [{"id": "p50", "title": "Tarsia", "contents": TARSIA, "score": tarsia.score}],
-            },
-        ]
-    }
+    rivers = [
+        {"id": "p20", "title": "Morn", "contents": MORN, "score": morn.score},
+        {"id": "p10", "title": "Anna Velt", "contents": VELT, "score": velt.score},
+    ]
+    capitals = [{"id": "p50", "title": "Tarsia", "contents": TARSIA, "score": tarsia.score}]
+    found = {"river of Morn": rivers, "zyxxy": [], "capital": capitals}
+    results = [{"query": query, "passages": passages} for query, passages in found.items()]
+    assert result.structured_content == {"results": results}
 
 
 @needs_mcp

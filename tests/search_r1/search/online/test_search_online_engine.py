@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from e2e_world import free_port
@@ -285,20 +286,15 @@ def test_the_cost_counter(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_the_key_is_in_no_log_no_error_and_no_cache(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    from urllib.parse import quote
-
     for name in PROVIDERS:
         path = tmp_path / f"{name}.sqlite"
         echo = json.dumps(SHAPES[name](f"{KEY} {quote(KEY, safe='')}"))
-        for step in (
-            Response(f"wrong key {KEY}", 401),
-            Response(f"{' ' * 195}{KEY}", 401),
-            Response(KEY),
-            Response(echo),
-        ):
-            engine = Engine(name, step)
+        refusals = [Response(f"wrong key {KEY}", 401), Response(f"{' ' * 195}{KEY}", 401)]
+        engine = Engine(name, *refusals, Response(KEY), Response(echo))
+        url = run_app(engine.app)
+        while engine.script:
             try:
-                shown = str(_search(run_app(engine.app), ["x"], 3, name, cache_mode="record", cache_path=str(path)))
+                shown = str(_search(url, ["x"], 3, name, cache_mode="record", cache_path=str(path)))
             except OnlineError as error:
                 causes = [error, error.__cause__, error.__context__]
                 shown = " ".join(f"{cause} {cause!r}" for cause in causes)
