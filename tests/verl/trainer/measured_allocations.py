@@ -57,12 +57,9 @@ def measure_rank(overrides: list[str], batch: TrainBatch, rank: int, num_ranks: 
         dist.Work.wait = _wait_until_let_go  # type: ignore[method-assign]
     init_process_group(rank, num_ranks, f"file://{folder}/rendezvous", CPU)
     config = tinywiki_config(overrides)
-    gc.collect()
-    gc.freeze()  # what is there already is not looked at again
     found = _actor(config, batch)
     if config.algorithm.adv_estimator == "gae":
         found |= _critic(config, batch)
-    gc.unfreeze()
     dist.destroy_process_group()
     return found
 
