@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -202,16 +203,16 @@ def test_a_run_with_other_settings_does_not_count(experiment: Experiment) -> Non
     assert "other values of actor_rollout_ref.actor.optim.lr" in (slow_now.why_unfinished() or "")
 
 
-STAND_IN = """#!{python}
+STAND_IN = """
 # Leaves what the real program leaves; training the slow variant with seed 3 fails.
 import os, sys
 from pathlib import Path
 program, given = sys.argv[2], dict(word.split("=", 1) for word in sys.argv[3:] if "=" in word)
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(f"{{program}} {{given.get('trainer.default_local_dir', sys.argv[4])}}\\n")
+    calls.write(f"{program} {given.get('trainer.default_local_dir', sys.argv[4])}\\n")
 if program == "search_r1.data.tinywiki":
     Path(sys.argv[4]).mkdir(parents=True)
-    Path(sys.argv[4], "corpus.jsonl").write_text('{{"id": "a", "contents": "Osk is a town."}}')
+    Path(sys.argv[4], "corpus.jsonl").write_text('{"id": "a", "contents": "Osk is a town."}')
 elif program == "verl.trainer.sft":
     Path(given["trainer.default_local_dir"], "global_step_500").mkdir(parents=True)
 else:
@@ -220,7 +221,7 @@ else:
         sys.exit(1)
     assert given["retriever.url"] == "http://127.0.0.1:8000/retrieve"
     row = '"test/test_score/mean": 0.5, "test/test_score/tinywiki_1hop": 1, "test/test_score/tinywiki_2hop": 0'
-    steps = [f'{{{{"step": {{step}}, "timing_s/step": 1, "val/test_score/mean": 0.5, {{row}}}}}}' for step in (0, 2)]
+    steps = [f'{{"step": {step}, "timing_s/step": 1, "val/test_score/mean": 0.5, {row}}}' for step in (0, 2)]
     (folder / "metrics.jsonl").write_text("\\n".join(steps))
 """
 
@@ -229,7 +230,8 @@ def test_the_driver_goes_on_where_it_was(
     experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python, calls = tmp_path / "python", tmp_path / "calls"
-    python.write_text(STAND_IN.format(python=sys.executable))
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "{tmp_path}/stand_in.py" "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(grid, "PYTHON", str(python))
     monkeypatch.setattr(grid, "retrieval_server", lambda corpus, log: nullcontext("http://127.0.0.1:8000/retrieve"))
