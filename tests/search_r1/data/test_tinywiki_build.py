@@ -3,7 +3,10 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from search_r1.data.tinywiki import build
 from search_r1.data.tinywiki.__main__ import main
 from search_r1.data.tinywiki.names import WORDS
 from search_r1.data.tinywiki.policy import TAGS, train_tokenizer
@@ -22,16 +26,20 @@ OTHER = [*SIZES, "200", "--long", "--train_hops", "2", "--stop", "1", "--next_ho
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tinywiki")
-    assert main(["--output_dir", str(path), *SIZES, "1000"]) == 0
-    return path
+    return written(tmp_path_factory.mktemp("tinywiki"), *SIZES, "1000")
 
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With other options, and smaller."""
-    path = tmp_path_factory.mktemp("other")
-    assert main(["--output_dir", str(path), *OTHER]) == 0
+    return written(tmp_path_factory.mktemp("other"), *OTHER)
+
+
+def written(path: Path, *options: str) -> Path:
+    """The demonstrator's world is smaller than by default, for which there is no option."""
+    smaller = partial(build.Recipe, num_sft_passages=3000)
+    with mock.patch.multiple(build, Recipe=smaller, LONG=replace(build.LONG, num_sft_passages=3000)):
+        assert main(["--output_dir", str(path), *options]) == 0
     return path
 
 
@@ -50,10 +58,8 @@ def test_prompts(folder: Path) -> None:
         assert [row["extra_info"]["index"] for row in rows] == list(range(count))
         assert all(f'"{title}"' in titles for row in rows for title in row["extra_info"]["chain"])
         asked[split] = {title for row in rows for title in row["extra_info"]["chain"]}
-    assert Counter(row["data_source"] for row in pq.read_table(folder / "test.parquet").to_pylist()) == {
-        "tinywiki_1hop": 30,
-        "tinywiki_2hop": 30,
-    }
+    sources = Counter(pq.read_table(folder / "test.parquet")["data_source"].to_pylist())
+    assert sources == {"tinywiki_1hop": 30, "tinywiki_2hop": 30}
     assert asked["train"].isdisjoint(asked["test"]) and asked["validation"].isdisjoint(asked["test"])
 
 
@@ -93,7 +99,7 @@ def test_policy_loads_and_each_word_and_tag_is_one_token(folder: Path) -> None:
 
 
 def test_same_seed_same_folder(other_folder: Path, tmp_path: Path) -> None:
-    assert main(["--output_dir", str(tmp_path), *OTHER]) == 0
+    written(tmp_path, *OTHER)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "sft.parquet", "policy_init/model.safetensors"):
         assert (tmp_path / name).read_bytes() == (other_folder / name).read_bytes(), name
 

@@ -32,7 +32,7 @@ StartProcess = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def corpus_file(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "corpus.jsonl", ROWS)
+    return write_rows(tmp_path / "corpus.jsonl", *ROWS)
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +81,7 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A BM25 server over `ROWS`, index built in memory, topk 2 by default."""
-    corpus = write_rows(tmp_path_factory.mktemp("server") / "corpus.jsonl", ROWS)
+    corpus = write_rows(tmp_path_factory.mktemp("server") / "corpus.jsonl", *ROWS)
     with served("--corpus_path", str(corpus), "--retriever_name", "bm25", "--topk", "2") as url:
         yield url
 

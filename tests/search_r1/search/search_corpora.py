@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ ROWS = [
 ]
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -27,4 +26,4 @@ def corpus_of(folder: Path, *texts: str) -> Corpus:
     """A corpus of these texts, whose ids are the numbers of the rows."""
     folder.mkdir(exist_ok=True)
     rows = ({"id": str(number), "contents": text} for number, text in enumerate(texts))
-    return Corpus(write_rows(folder / "texts.jsonl", rows))
+    return Corpus(write_rows(folder / "texts.jsonl", *rows))

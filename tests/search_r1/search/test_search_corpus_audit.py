@@ -21,10 +21,6 @@ from search_r1.rewards.normalize import normalize_answer
 from search_r1.search.corpus import Corpus
 
 
-def _write(path: Path, *rows: dict) -> Path:
-    return write_rows(path, rows)
-
-
 def _question(name: str, text: str, *golden: str) -> dict:
     return {"id": name, "question": text, "golden_answers": list(golden)}
 
@@ -82,7 +78,7 @@ def test_questions_that_nothing_can_prove_are_set_apart(tmp_path: Path) -> None:
         _question("3", "q", "THE", "yes"),
         {"question": "no id", "golden_answers": ["x"]},
     ]
-    questions = read_questions(_write(tmp_path / "q.jsonl", *rows))
+    questions = read_questions(write_rows(tmp_path / "q.jsonl", *rows))
     assert [(q.id, q.kind, q.answers) for q in questions] == [
         ("0", "span", (("paris",),)),
         ("1", "yes_no", ()),
@@ -95,7 +91,7 @@ def test_questions_that_nothing_can_prove_are_set_apart(tmp_path: Path) -> None:
 def test_audit_of_a_corpus_alone(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed = tmp_path / "packed.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus_file.read_bytes()))
-    one, two = _write(tmp_path / "1.jsonl", *QUESTIONS[:4]), _write(tmp_path / "2.jsonl", *QUESTIONS[4:])
+    one, two = write_rows(tmp_path / "1.jsonl", *QUESTIONS[:4]), write_rows(tmp_path / "2.jsonl", *QUESTIONS[4:])
     questions = ["--questions", str(one), str(two)]
     outputs = ["--output", str(tmp_path / "a.json"), "--details", str(tmp_path / "d.jsonl")]
     assert main(["audit", "--corpus_path", str(packed), *questions, *outputs]) == 0
@@ -121,7 +117,10 @@ def test_audit_of_a_corpus_alone(corpus_file: Path, tmp_path: Path, capsys: pyte
 
 def test_audit_of_a_server(small_server: str, corpus_file: Path, tmp_path: Path) -> None:
     """By hand: "born" is answered by the first passage, "capital" by the second, "singer" by neither of the two."""
-    questions = [str(_write(tmp_path / "1.jsonl", *QUESTIONS[:2])), str(_write(tmp_path / "2.jsonl", *QUESTIONS[2:]))]
+    questions = [
+        str(write_rows(tmp_path / "1.jsonl", *QUESTIONS[:2])),
+        str(write_rows(tmp_path / "2.jsonl", *QUESTIONS[2:])),
+    ]
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", *questions, "--k", "2,1"]
     outputs = ["--output", str(tmp_path / "a.json"), "--details", str(tmp_path / "d.jsonl")]
     assert main([*arguments, "--url", f"{small_server}/retrieve", *outputs]) == 0
@@ -138,8 +137,8 @@ def test_audit_of_a_server(small_server: str, corpus_file: Path, tmp_path: Path)
 def test_a_server_of_another_corpus_is_noticed(
     small_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    corpus = _write(tmp_path / "other.jsonl", {"id": "0", "contents": "nothing of this"})
-    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    corpus = write_rows(tmp_path / "other.jsonl", {"id": "0", "contents": "nothing of this"})
+    questions = write_rows(tmp_path / "q.jsonl", *QUESTIONS)
     arguments = ["audit", "--corpus_path", str(corpus), "--questions", str(questions)]
     with caplog.at_level(logging.WARNING):
         assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 0
@@ -148,7 +147,7 @@ def test_a_server_of_another_corpus_is_noticed(
 
 
 def test_a_wrong_server_is_one_line(small_server: str, corpus_file: Path, tmp_path: Path, capsys) -> None:
-    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    questions = write_rows(tmp_path / "q.jsonl", *QUESTIONS)
     arguments = ["audit", "--corpus_path", str(corpus_file), "--questions", str(questions), "--k", "101"]
     assert main([*arguments, "--url", f"{small_server}/retrieve"]) == 1
     assert "error: retriever" in capsys.readouterr().err
@@ -171,7 +170,7 @@ def test_a_wrong_server_is_one_line(small_server: str, corpus_file: Path, tmp_pa
 def test_a_bad_question_names_file_and_line(
     corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str
 ) -> None:
-    path = _write(tmp_path / "q.jsonl", QUESTIONS[0])
+    path = write_rows(tmp_path / "q.jsonl", QUESTIONS[0])
     path.write_text(path.read_text() + line + "\n")
     assert main(["audit", "--corpus_path", str(corpus_file), "--questions", str(path)]) == 1
     error = capsys.readouterr().err
@@ -179,7 +178,7 @@ def test_a_bad_question_names_file_and_line(
 
 
 def test_bad_files_are_one_line(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    questions = _write(tmp_path / "q.jsonl", *QUESTIONS)
+    questions = write_rows(tmp_path / "q.jsonl", *QUESTIONS)
     cut, empty, bad = tmp_path / "cut.jsonl.gz", tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"
     cut.write_bytes(gzip.compress(corpus_file.read_bytes())[:-20])
     empty.touch()
@@ -218,7 +217,7 @@ def test_a_large_corpus_is_not_held_in_memory(tmp_path: Path) -> None:
 def test_real_questions_and_passages_agree_with_a_plain_search(
     wiki_mini: Path, nq_questions: list[dict], tmp_path: Path
 ) -> None:
-    questions = read_questions(_write(tmp_path / "q.jsonl", *nq_questions[:40]))
+    questions = read_questions(write_rows(tmp_path / "q.jsonl", *nq_questions[:40]))
     corpus = tmp_path / "part.jsonl"
     corpus.write_bytes(b"".join(wiki_mini.open("rb").readlines()[:6000]))
     num_passages, found = scan_corpus(corpus, matcher_of(questions))

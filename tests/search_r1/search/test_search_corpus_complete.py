@@ -26,10 +26,6 @@ def _lines(path: Path, *lines: str) -> Path:
     return path
 
 
-def _rows(path: Path, *rows: dict) -> Path:
-    return write_rows(path, rows)
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Two rows in unusual spelling, whose ids are their row numbers."""
@@ -41,7 +37,7 @@ def _added(path: Path, num_rows: int = 2) -> list[dict[str, Any]]:
 
 
 def test_only_missing_passages_are_added_behind_untouched_rows(corpus: Path, tmp_path: Path) -> None:
-    gold = _rows(
+    gold = write_rows(
         tmp_path / "gold.jsonl",
         {"id": "g1", "contents": "Lune\nlune is the RIVER"},  # the same words
         {"id": "g2", "title": "morn", "text": "Its wall is old."},  # a part of the passage with this title
@@ -78,7 +74,7 @@ def test_only_missing_passages_are_added_behind_untouched_rows(corpus: Path, tmp
 
 
 def test_completing_again_adds_nothing(corpus: Path, tmp_path: Path) -> None:
-    gold = _rows(tmp_path / "gold.jsonl", {"title": "Osk", "text": "Old."}, {"contents": "x y"})
+    gold = write_rows(tmp_path / "gold.jsonl", {"title": "Osk", "text": "Old."}, {"contents": "x y"})
     once, twice = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     assert complete(corpus, [gold], [], once)["rows_added"] == 2
     assert complete(once, [gold], [], twice)["rows_added"] == 0
@@ -98,15 +94,15 @@ def test_completing_again_adds_nothing(corpus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_new_ids_cannot_clash(tmp_path: Path, ids: list[str], new: list[str]) -> None:
-    corpus = _rows(tmp_path / "c.jsonl", *({"id": name, "contents": f"row {name}"} for name in ids))
-    gold = _rows(tmp_path / "gold.jsonl", {"id": ids[0], "contents": "p"}, {"id": ids[1], "contents": "q"})
+    corpus = write_rows(tmp_path / "c.jsonl", *({"id": name, "contents": f"row {name}"} for name in ids))
+    gold = write_rows(tmp_path / "gold.jsonl", {"id": ids[0], "contents": "p"}, {"id": ids[1], "contents": "q"})
     complete(corpus, [gold], [], tmp_path / "o.jsonl")
     assert [row["id"] for row in _added(tmp_path / "o.jsonl")] == new
 
 
 def test_a_last_line_without_newline_stays_a_row(corpus: Path, tmp_path: Path) -> None:
     corpus.write_bytes(corpus.read_bytes().rstrip(b"\n"))
-    gold = _rows(tmp_path / "gold.jsonl", {"contents": "p"})
+    gold = write_rows(tmp_path / "gold.jsonl", {"contents": "p"})
     complete(corpus, [gold], [], tmp_path / "o.jsonl")
     assert (tmp_path / "o.jsonl").read_bytes() == corpus.read_bytes() + b'\n{"id": "2", "contents": "p"}\n'
 
@@ -114,7 +110,7 @@ def test_a_last_line_without_newline_stays_a_row(corpus: Path, tmp_path: Path) -
 def test_compressed_in_and_out(corpus: Path, tmp_path: Path) -> None:
     packed, output = tmp_path / "c.jsonl.gz", tmp_path / "o.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    complete(packed, [_rows(tmp_path / "gold.jsonl", {"contents": "p"})], [], output)
+    complete(packed, [write_rows(tmp_path / "gold.jsonl", {"contents": "p"})], [], output)
     assert gzip.decompress(output.read_bytes()) == corpus.read_bytes() + b'{"id": "2", "contents": "p"}\n'
 
 
@@ -144,7 +140,7 @@ PARAGRAPHS = [
     ],
 )
 def test_gold_paragraphs_in_metadata(tmp_path: Path, metadata: dict, contents: list[str]) -> None:
-    path = _rows(tmp_path / "q.jsonl", {"id": "q7", "metadata": metadata}, {"id": "q8"})
+    path = write_rows(tmp_path / "q.jsonl", {"id": "q7", "metadata": metadata}, {"id": "q8"})
     first, second = read_metadata(path)
     assert [gold.contents for gold in first] == contents and second == []
     assert all((gold.file, gold.line, gold.source_id) == (str(path), 1, "q7") for gold in first)
@@ -161,14 +157,14 @@ def test_gold_paragraphs_in_metadata(tmp_path: Path, metadata: dict, contents: l
     ],
 )
 def test_unreadable_metadata_names_file_and_line(tmp_path: Path, metadata: Any) -> None:
-    path = _rows(tmp_path / "q.jsonl", {"id": "0"}, {"id": "1", "metadata": metadata})
+    path = write_rows(tmp_path / "q.jsonl", {"id": "0"}, {"id": "1", "metadata": metadata})
     with pytest.raises(CorpusError, match=r"q\.jsonl, line 2: the gold paragraphs in 'metadata' cannot be read"):
         list(read_metadata(path))
 
 
 def test_coverage_before_and_after(corpus: Path, tmp_path: Path) -> None:
     """Covered before: the river. Covered after: Osk too, from its own metadata. The port of the third is nowhere."""
-    questions = _rows(
+    questions = write_rows(
         tmp_path / "q.jsonl",
         {"question": "a", "golden_answers": ["river"]},
         {"question": "b", "golden_answers": ["Osk"], "metadata": {"paragraphs": [PARAGRAPHS[1] | {"title": "Osk"}]}},
@@ -212,7 +208,7 @@ def test_a_bad_row_leaves_the_output_as_it_was(corpus: Path, tmp_path: Path, row
 
 
 def test_the_corpus_itself_is_not_overwritten(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gold = _rows(tmp_path / "gold.jsonl", {"contents": "p"})
+    gold = write_rows(tmp_path / "gold.jsonl", {"contents": "p"})
     before = corpus.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(corpus)
     arguments = ["complete", "--corpus_path", str(corpus), "--add", str(gold)]
@@ -234,6 +230,6 @@ def test_real_passages_are_found_in_their_corpus(wiki_mini: Path, tmp_path: Path
     renamed = ['"Elsewhere"\n' + contents.partition("\n")[2] for contents in whole[10:]]
     assert all(contents.partition("\n")[2] for contents in parts)
     rows = [{"contents": contents} for contents in [*parts, *whole[10:], *renamed]]
-    report = complete(corpus, [_rows(tmp_path / "gold.jsonl", *rows)], [], tmp_path / "o.jsonl")
+    report = complete(corpus, [write_rows(tmp_path / "gold.jsonl", *rows)], [], tmp_path / "o.jsonl")
     assert report["sources"][0] | {"file": ""} == {"file": "", "gold": 30, "repeated": 0, "added": 10, "there": 20}
     assert [row["line"] for row in report["added"]] == list(range(21, 31))

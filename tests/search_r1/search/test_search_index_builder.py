@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import faiss
 import numpy as np
 import pytest
-import requests
 from forked import forked
 from search_corpora import corpus_of
 from search_encoders import WORDS, build_dense, encoder, save_bert
@@ -126,7 +125,7 @@ def test_the_flat_file_is_that_of_faiss(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-@pytest.mark.parametrize("faiss_type", ["HNSW8,SQ8", "OPQ4,IVF4,PQ4x4"])
+@pytest.mark.parametrize("faiss_type", ["HNSW8,SQ8", "IVF4,PQ4x4"])
 def test_any_factory_string(tmp_path: Path, faiss_type: str) -> None:
     vectors = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
     vectors.tofile(tmp_path / "v.memmap")
@@ -203,13 +202,3 @@ def test_builder_errors_are_one_line(
     assert "--batch_size is 0" in capsys.readouterr().err
     assert build_dense(model_dir, corpus_file, tmp_path, "--bm25_b", "1.5") == 1
     assert "--bm25_b between 0 and 1" in capsys.readouterr().err
-
-
-def test_builder_makes_bm25_too(corpus_file: Path, tmp_path: Path, serve) -> None:
-    arguments = ["--retrieval_method", "bm25", "--corpus_path", str(corpus_file), "--save_dir", str(tmp_path)]
-    assert index_builder.main(arguments) == 0
-    server = serve(
-        *("--corpus_path", str(corpus_file), "--index_path", str(tmp_path / "bm25"), "--retriever_name", "bm25")
-    )
-    reply = requests.post(f"{server}/retrieve", json={"queries": ["capital"]}, timeout=120)
-    assert [hit["id"] for hit in reply.json()["result"][0]] == ["p50"]

@@ -103,12 +103,14 @@ def test_published_dense_scripts_build_and_serve(
     settings = f"file_path={tmp_path} retriever_path={model_dir}"
     [launch] = checkout.rehearse(next(parse(f"{settings} bash {_EXAMPLES}_ann.sh --host 127.0.0.1")))
     assert launch.words[:3] == ("python3", "-m", "search_r1.search.retrieval_server")
-    url = serve(*launch.arguments)
-    [found] = requests.post(f"{url}/retrieve", json={"queries": ["river morn"]}, timeout=120).json()["result"]
-    passages, both = list(Corpus(tmp_path / "wiki-18.jsonl")), encoder(model_dir)
+    body = {"queries": ["river morn"], "return_scores": True}
+    [found] = requests.post(f"{serve(*launch.arguments)}/retrieve", json=body, timeout=120).json()["result"]
+    passages, both = list(Corpus(tmp_path / "wiki-18.jsonl")), encoder(model_dir, precision="auto")
     vectors = both.encode_passages([passage["contents"] for passage in passages])
-    best = (-vectors @ both.encode_queries(["river morn"])[0]).argsort()
-    assert [hit["id"] for hit in found] == [passages[row]["id"] for row in best[:3]]
+    scores = vectors @ both.encode_queries(["river morn"])[0]
+    best = (-scores).argsort()[:3]
+    assert [hit["document"] for hit in found] == [passages[row] for row in best]
+    assert [hit["score"] for hit in found] == pytest.approx(scores[best].tolist(), abs=0.02)  # in half precision
 
 
 def test_published_hierarchical_script_passes_both_stages_on(checkout: Checkout) -> None:

@@ -44,7 +44,7 @@ def arguments(model_dir: Path, corpus_file: Path, tmp_path: Path) -> argparse.Na
     files = [tmp_path / name / "test.jsonl" for name in ("one", "two")]
     for path, some in zip(files, (rows[:1], rows[1:]), strict=True):
         path.parent.mkdir()
-        write_rows(path, some)
+        write_rows(path, *some)
     (tmp_path / "work").mkdir()
     return argparse.Namespace(
         corpus_path=corpus_file,

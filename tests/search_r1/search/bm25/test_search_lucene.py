@@ -22,7 +22,7 @@ _INSTALLED = importlib.util.find_spec("pyserini") is not None
 
 def _corpus(folder: Path, *passages: tuple[str, str]) -> Corpus:
     rows = ({"id": name, "contents": text} for name, text in passages)
-    return Corpus(write_rows(folder / "corpus.jsonl", rows))
+    return Corpus(write_rows(folder / "corpus.jsonl", *rows))
 
 
 def _java(home: Path, modules: str) -> Path:

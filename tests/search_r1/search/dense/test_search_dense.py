@@ -105,7 +105,7 @@ def test_an_index_that_does_not_fit_the_encoder_is_refused(model_dir: Path) -> N
         FaissIndex(faiss.IndexFlatL2(32))
 
 
-@pytest.mark.parametrize("faiss_type", ["Flat", "HNSW8", "IVF2,Flat", "SQ8", "IVF2,SQ8"])
+@pytest.mark.parametrize("faiss_type", ["Flat", "HNSW8", "SQ8", "IVF2,SQ8"])
 def test_every_engine_opens_a_built_index(model_dir: Path, corpus_file: Path, tmp_path: Path, faiss_type: str) -> None:
     assert build_dense(model_dir, corpus_file, tmp_path, "--faiss_type", faiss_type) == 0
     index, corpus = tmp_path / f"e5_{faiss_type}.index", Corpus(corpus_file)
@@ -267,28 +267,6 @@ def test_backends_that_lack_something_say_so(corpus_file: Path, tmp_path: Path) 
         load_retriever(RetrieverOptions("e5"), corpus)
     with pytest.raises(ServerError, match="'torch' is not one of auto, faiss, matrix"):
         load_retriever(RetrieverOptions("e5", engine="torch"), corpus)
-
-
-def test_built_index_answers_over_http(model_dir: Path, corpus_file: Path, tmp_path: Path, serve) -> None:
-    assert build_dense(model_dir, corpus_file, tmp_path, "--batch_size", "2", "--save_embedding") == 0
-    vectors = np.fromfile(tmp_path / "emb_e5.memmap", dtype=np.float32).reshape(5, 32)
-    corpus = Corpus(corpus_file)
-    expected = encoder(model_dir).encode_passages([passage["contents"] for passage in corpus])
-    np.testing.assert_allclose(vectors, expected, atol=5e-6)
-
-    index = tmp_path / "e5_Flat.index"
-    server = serve(
-        *("--corpus_path", str(corpus_file), "--index_path", str(index), "--retriever_model", str(model_dir))
-    )
-    reply = requests.post(
-        f"{server}/retrieve", json={"queries": ["river morn"], "topk": 2, "return_scores": True}, timeout=120
-    )
-    scores = vectors @ encoder(model_dir, precision="auto").encode_queries(["river morn"])[0]
-    best = np.argsort(-scores)[:2]
-    (hits,) = reply.json()["result"]
-    assert [hit["document"] for hit in hits] == [corpus[int(row)] for row in best]
-    assert [hit["score"] for hit in hits] == pytest.approx(list(scores[best]), abs=1e-5)
-    assert requests.get(f"{server}/healthz", timeout=120).json()["retriever"] == "e5"
 
 
 def test_real_encoder_finds_real_passages(wiki_mini: Path, nq_questions: list[dict], tmp_path: Path, serve) -> None:

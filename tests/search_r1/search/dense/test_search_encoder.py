@@ -73,10 +73,7 @@ def test_batches_are_bounded_by_their_padded_tokens() -> None:
 def test_padding_is_weighed_against_one_more_batch() -> None:
     lengths = [10, 10, 11, 40]
     assert length_batches(lengths, 1000, overhead_tokens=0) == [[0, 1], [2], [3]]
-    assert length_batches(lengths, 1000, overhead_tokens=5) == [
-        [0, 1, 2],
-        [3],
-    ]  # 73 + 2 x 5 < 71 + 3 x 5
+    assert length_batches(lengths, 1000, overhead_tokens=5) == [[0, 1, 2], [3]]  # 73 + 2 x 5 < 71 + 3 x 5
     assert length_batches(lengths, 1000, overhead_tokens=100) == [[0, 1, 2, 3]]  # 160 + 100 < 73 + 2 x 100
 
 

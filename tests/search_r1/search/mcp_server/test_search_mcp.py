@@ -111,7 +111,7 @@ def error_of(result: Any) -> str:
 def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     passages = {"p10": VELT, "p20": MORN, "p50": TARSIA}
     rows = ({"id": name, "contents": text} for name, text in passages.items())
-    return write_rows(tmp_path_factory.mktemp("mcp") / "corpus.jsonl", rows)
+    return write_rows(tmp_path_factory.mktemp("mcp") / "corpus.jsonl", *rows)
 
 
 @pytest.fixture(scope="module")

@@ -73,13 +73,8 @@ def test_replay_needs_neither_engine_nor_key_and_never_asks(recorded, monkeypatc
     Path(options["cache_path"]).chmod(0o444)
     Path(options["cache_path"]).parent.chmod(0o555)
     assert _search(["lune", "nothing"], cache_mode="replay", **options) == [['"lune"\nanswer 1'], []]
-    without_endpoint = {
-        "cache_mode": "replay",
-        "cache_path": options["cache_path"],
-        "keep_s": 1e-9,
-        "keep_empty_s": 1e-9,
-    }
-    assert _search(["nothing", "lune"], **without_endpoint) == [[], ['"lune"\nanswer 1']]
+    old = {"cache_path": options["cache_path"], "keep_s": 1e-9, "keep_empty_s": 1e-9}  # and no endpoint
+    assert _search(["nothing", "lune"], cache_mode="replay", **old) == [[], ['"lune"\nanswer 1']]
     with pytest.raises(ReplayMissError, match=r"cache.sqlite has no answer from tavily to .*unheard.*record"):
         _search(["lune", "unheard"], cache_mode="replay", **options)
     assert engine.asked == ["lune", "nothing"]

@@ -100,20 +100,10 @@ def test_the_requests_have_the_documented_fields() -> None:
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_an_answer_becomes_documents(name: str) -> None:
     found = to_documents(PROVIDERS[name].parse(ANSWERS[name]), name, NOTHING_DENIED)
-    lune = {
-        "id": "https://a.org/lune",
-        "url": "https://a.org/lune",
-        "contents": '"Lune"\nA river.',
-        "title": "Lune",
-        "source": name,
-    }
-    osk = {
-        "id": "https://b.org/osk",
-        "url": "https://b.org/osk",
-        "contents": '"Osk"\n',
-        "title": "Osk",
-        "source": name,
-    }
+    pages = (("https://a.org/lune", "Lune", '"Lune"\nA river.'), ("https://b.org/osk", "Osk", '"Osk"\n'))
+    lune, osk = (
+        {"id": url, "url": url, "contents": contents, "title": title, "source": name} for url, title, contents in pages
+    )
     # Tavily gives scores, and here the second is better; the others give an order: 1 / rank
     assert found == ([(osk, 0.75), (lune, 0.5)] if name == "tavily" else [(lune, 1.0), (osk, 0.5)])
 
@@ -137,12 +127,8 @@ def test_fields_of_another_type_are_a_failure(name: str) -> None:
 
 
 def test_the_results_must_be_a_list_of_objects() -> None:
-    for name, key in {
-        "serper": "organic",
-        "serpapi": "organic_results",
-        "google": "items",
-        "tavily": "results",
-    }.items():
+    keys = {"serper": "organic", "serpapi": "organic_results", "google": "items", "tavily": "results"}
+    for name, key in keys.items():
         for wrong in ({"a": 1}, ["text"], None, "text"):
             with pytest.raises(ValueError, match="not a list of objects"):
                 PROVIDERS[name].parse({key: wrong})

@@ -32,10 +32,7 @@ def _post(server: str, *queries: str, **more: Any) -> requests.Response:
 def _hit(engine: str, host: str, query: str, score: float) -> dict[str, Any]:
     url = f"https://{host}/{query}"
     contents = f'"{query}"\nAbout {query}.'
-    return {
-        "document": {"id": url, "url": url, "contents": contents, "title": query, "source": engine},
-        "score": score,
-    }
+    return {"document": {"id": url, "url": url, "contents": contents, "title": query, "source": engine}, "score": score}
 
 
 def test_the_names_are_those_of_the_engines() -> None:

@@ -43,6 +43,7 @@ _PASSAGES = {
     "Album": "a book and an album by the actor",
 }
 _QUERIES = ["who painted rivers?", "which city was the capital of Tarsia", "the singer Anna"]
+Truth = dict[tuple[str, str], float]  # the float64 score of each query with each passage, by title
 _CORPUS = [
     {"id": f"p{n}", "contents": f'"{title}"\n{text}', "url": f"w/{n}"}
     for n, (title, text) in enumerate(_PASSAGES.items())
@@ -60,8 +61,7 @@ def loaded(model_dir: Path) -> CrossEncoder:
 
 
 @pytest.fixture(scope="module")
-def truth(model_dir: Path) -> dict[tuple[str, str], float]:
-    """The float64 score of each query with each passage, by title."""
+def truth(model_dir: Path) -> Truth:
     return {(q, title): score(model_dir, q, title, text) for q in _QUERIES for title, text in _PASSAGES.items()}
 
 
@@ -142,7 +142,7 @@ def _random_pairs(number: int) -> list[Pair]:
     return [Pair(texts(7), texts(50)) for _ in range(number)]
 
 
-def _ranking(truth: dict[tuple[str, str], float], query: str, titles: list[str]) -> list[str]:
+def _ranking(truth: Truth, query: str, titles: list[str]) -> list[str]:
     return sorted(titles, key=lambda title: -truth[query, title])
 
 
@@ -154,9 +154,7 @@ def _titles(hits: list[Any]) -> list[str]:
 # --- the model
 
 
-def test_scores_are_those_of_each_pair_alone(
-    model_dir: Path, loaded: CrossEncoder, truth: dict[tuple[str, str], float]
-) -> None:
+def test_scores_are_those_of_each_pair_alone(model_dir: Path, loaded: CrossEncoder, truth: Truth) -> None:
     scores = CrossEncoder(_options(model_dir, batch_size=4)).score([_pair(*names) for names in truth])
     assert scores.dtype == np.float64
     np.testing.assert_allclose(scores, list(truth.values()), atol=3e-5)
@@ -211,7 +209,7 @@ _IDENTITY = "torch.nn.modules.linear.Identity"
     ],
 )
 def test_the_models_files_say_whether_a_score_is_a_sigmoid(
-    tmp_path: Path, truth: dict[tuple[str, str], float], config: dict, own: dict | None, is_sigmoid: bool
+    tmp_path: Path, truth: Truth, config: dict, own: dict | None, is_sigmoid: bool
 ) -> None:
     folder = save_cross_encoder(tmp_path, seed=1, **config)
     if own:
@@ -237,7 +235,7 @@ def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, model_dir
 # --- /rerank
 
 
-def test_each_query_is_scored_with_its_own_documents(stage: Stage, truth: dict[tuple[str, str], float]) -> None:
+def test_each_query_is_scored_with_its_own_documents(stage: Stage, truth: Truth) -> None:
     own = [["Osk", "Lune"], [], ["Velt (singer) (born in Osk)", "Morn (city)", "Osk", "Album"]]
     documents = [[_document(title) for title in titles] for titles in own]
     result = stage.result(queries=_QUERIES, documents=documents, return_scores=True)
@@ -252,7 +250,7 @@ def test_each_query_is_scored_with_its_own_documents(stage: Stage, truth: dict[t
     assert stage.result(queries=[], documents=[]) == []
 
 
-def test_what_published_clients_send(stage: Stage, truth: dict[tuple[str, str], float]) -> None:
+def test_what_published_clients_send(stage: Stage, truth: Truth) -> None:
     """Documents as a search gave them, with another score; the default of three when rerank_topk is null."""
     titles, query = list(_PASSAGES), _QUERIES[1]
     wrapped = [[{"document": _document(title), "score": 0.0} for title in titles]]
@@ -334,7 +332,7 @@ def _ask(stage: Stage, query: str, *titles: str, **more: Any) -> requests.Respon
 
 
 def test_pairs_of_waiting_requests_share_a_batch_and_equal_ones_are_scored_once(
-    gated: Callable[..., Stage], truth: dict[tuple[str, str], float]
+    gated: Callable[..., Stage], truth: Truth
 ) -> None:
     stage = gated()
     with ThreadPoolExecutor(8) as pool:
@@ -399,7 +397,7 @@ def test_a_full_queue_is_503_and_who_leaves_makes_room(gated: Callable[..., Stag
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    return Corpus(write_rows(tmp_path / "corpus.jsonl", _CORPUS))
+    return Corpus(write_rows(tmp_path / "corpus.jsonl", *_CORPUS))
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_the_server_keeps_to_its_own_interface_document(small_server: str) -> No
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
-            @settings(suppress_health_check=_QUIET)
+            @settings(suppress_health_check=_QUIET, max_examples=settings.default.max_examples // 2)
             @given(case=operation.as_strategy(generation_mode=mode))
             def exchange(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error, status_code_conformance])

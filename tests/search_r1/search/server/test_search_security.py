@@ -75,12 +75,8 @@ def test_so_do_the_published_programs_over_online_engines(name: str, monkeypatch
 def test_the_retrieval_script_and_the_benchmarks_listen_here_too() -> None:
     root = Path(__file__).resolve().parents[4]
     assert "HOST=${HOST:-127.0.0.1}\n" in (root / "retrieval_launch.sh").read_text()
-    for path in (
-        *root.glob("*.sh"),
-        *root.glob("scripts/**/*"),
-        *root.glob("configs/*"),
-        *root.glob("example/**/*.sh"),
-    ):
+    patterns = ("*.sh", "scripts/**/*", "configs/*", "example/**/*.sh")
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
         if path.suffix in (".sh", ".py", ".yaml"):
             assert "0.0.0.0" not in path.read_text(), path
 
