@@ -193,10 +193,7 @@ NO_DEFAULT_LIMITS = [
         ([f"{GUARD}.action=rollback"], "needs checkpoints to go back to: set trainer.save_freq"),
         ([f"{GUARD}.min_entropy=1", f"{GUARD}.max_entropy=1"], "min_entropy (1.0) must be smaller than max_entropy"),
         ([f"{GUARD}.min_entropy=2", f"{GUARD}.max_entropy=1"], "min_entropy (2.0) must be smaller than max_entropy"),
-        (
-            NO_DEFAULT_LIMITS,
-            f"{GUARD}.action=warn has nothing to watch: set one of its limits",
-        ),
+        (NO_DEFAULT_LIMITS, f"{GUARD}.action=warn has nothing to watch: set one of its limits"),
         (
             ["reward_model.structure_format_score=0.7", "reward_model.retrieval_score=0.4"],
             "reward_model.structure_format_score (0.7) + reward_model.retrieval_score (0.4) is above 1",

@@ -18,6 +18,8 @@ REWARD = {
     "components": {"judge": {"api_key_env": "JUDGE_KEY", "api_key": SECRET, "extra_body": {"X-API-KEY": SECRET}}},
     "endpoints": [f"http://user:{SECRET}@judge/v1?model=m", f"https://judge/v1?api_key={SECRET}&n=1#top"],
     "headers": {"Authorization": f"Bearer {SECRET}"},
+    "credentials": {"user": SECRET},
+    "judges": [{"wandb_token": SECRET, "password": None, "topk": 3}],
     "note": f"send authorization: bearer {SECRET}, please",
 }
 
@@ -27,6 +29,8 @@ def test_what_is_masked_and_what_stays() -> None:
         "components": {"judge": {"api_key_env": "JUDGE_KEY", "api_key": "***", "extra_body": {"X-API-KEY": "***"}}},
         "endpoints": ["http://***@judge/v1?model=m", "https://judge/v1?api_key=***&n=1#top"],
         "headers": {"Authorization": "***"},
+        "credentials": {"user": "***"},
+        "judges": [{"wandb_token": "***", "password": None, "topk": 3}],
         "note": "send authorization: bearer ***, please",
     }
 

@@ -1,4 +1,4 @@
-"""Spans and their sums against numbers worked out by hand, and the file that a trace viewer opens."""
+"""Phases, spans and their sums against numbers worked out by hand, and the file that a trace viewer opens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from verl.tracking.spans import OverlapRecorder, Span, SpanRecorder, covered_s, gaps, now
 from verl.tracking.timeline import write_timeline
+from verl.tracking.timing import Timer
 
 
 def test_spans_are_on_the_clock_of_the_day() -> None:
@@ -79,3 +80,24 @@ def test_a_timeline_is_a_file_in_the_trace_event_format(tmp_path: Path) -> None:
 
 def test_a_step_without_spans_has_a_file_too(tmp_path: Path) -> None:
     assert json.loads(write_timeline(tmp_path, 1, {"driver": []}).read_text())["traceEvents"]
+
+
+def test_phases_add_up_and_nest() -> None:
+    timer = Timer()
+    with timer("step"):
+        for _ in range(2):
+            with timer("gen"):
+                time.sleep(0.02)
+        with timer("adv"):
+            pass
+    assert timer.seconds["gen"] >= 0.04
+    assert timer.seconds["step"] >= timer.seconds["gen"] + timer.seconds["adv"]
+    assert timer.metrics()["timing_s/gen"] == timer.seconds["gen"]
+
+
+def test_a_phase_that_raises_is_counted() -> None:
+    timer = Timer()
+    with pytest.raises(RuntimeError), timer("gen"):
+        time.sleep(0.01)
+        raise RuntimeError
+    assert timer.seconds["gen"] >= 0.01

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,9 @@ def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def osk_url(tmp_path_factory: pytest.TempPathFactory, start_retriever: Callable[..., str]) -> str:
-    """The project's retrieval server over `PASSAGES`."""
-    corpus = tmp_path_factory.mktemp("osk") / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in PASSAGES.items()))
-    return start_retriever(corpus)
+def osk_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The project's retrieval server over `PASSAGES`, in a thread of this process."""
+    from served_app import served_corpus, write_passages
+
+    with served_corpus(write_passages(tmp_path_factory.mktemp("osk") / "corpus.jsonl", PASSAGES)) as url:
+        yield url

@@ -1,15 +1,35 @@
-"""The last lines of a run, from the files that it left."""
+"""How a run ends: its status, its last words, its last lines, and signals at any moment."""
 
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from verl.errors import DataError
+from verl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EnvironmentUnavailable,
+    NumericalError,
+    RewardError,
+    StorageError,
+    TrainingCollapsed,
+    WorkerError,
+)
+from verl.tracking.background_writer import BackgroundWriter
+from verl.trainer import failing, main_ppo
+from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.ending import ending
+from verl.trainer.exit_status import exit_status
+from verl.trainer.failing import last_words
 
 
 def leave(run_dir: Path, *records: dict[str, float]) -> None:
@@ -51,3 +71,159 @@ def test_a_run_that_only_validates_has_no_model(tmp_path: Path) -> None:
 def test_a_folder_without_metrics_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl is missing"):
         ending(tmp_path, tmp_path / "report.md")
+
+
+def status_of(error: BaseException | None) -> int:
+    def run() -> None:
+        if error is not None:
+            raise error
+
+    return exit_status(run, when_interrupted="all is kept")
+
+
+NEEDS_A_PERSON = (ConfigError, DataError, RewardError, TrainingCollapsed)
+MAY_PASS = (CheckpointError, EnvironmentUnavailable, NumericalError, WorkerError)
+
+
+@pytest.mark.parametrize("kind", [*NEEDS_A_PERSON, *MAY_PASS])
+def test_what_a_person_has_to_change_is_2_and_what_may_pass_1(kind: type[Exception]) -> None:
+    assert status_of(kind("x")) == (2 if kind in NEEDS_A_PERSON else 1)
+
+
+def test_the_end_the_interruption_and_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(None) == 0
+    assert status_of(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted: all is kept\n"
+    with pytest.raises(ZeroDivisionError):
+        status_of(ZeroDivisionError())
+
+
+def test_one_line_without_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    status_of(DataError("http://user:hunter2-hunter2@h/x is gone"))
+    assert capsys.readouterr().err == "error: http://***@h/x is gone\n"
+
+
+def test_the_last_words_of_an_interrupted_run_agree_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    own = [f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2", "trainer.save_freq=1"]
+    assert main_ppo.main(own, adapt=interrupt) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was started\n"
+    monkeypatch.setattr(main_ppo, "run", interrupt)
+    assert main_ppo.main(own) == 130
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("interrupted: no checkpoint was saved yet") and "intact" not in said and said.count("\n") == 1
+    )
+    (tmp_path / "state" / "global_step_7").mkdir(parents=True)
+    assert main_ppo.main(own) == 130
+    assert capsys.readouterr().err.endswith(f"resumes from {tmp_path}/state/global_step_7\n")
+
+
+def no_state(run_dir: Path) -> Checkpoints:
+    """Of a run that has saved nothing yet, whose roles nobody asks."""
+    return Checkpoints(run_dir, cast(Any, None), None, with_anchor=False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("of the run"), TrainingCollapsed("a"), KeyError()])
+def test_files_that_were_handed_over_are_written_first(tmp_path: Path, error: BaseException) -> None:
+    writer = BackgroundWriter()
+
+    def slow() -> None:
+        time.sleep(0.1)
+        (tmp_path / "file").touch()
+
+    with pytest.raises(type(error)) as caught, last_words(tmp_path, no_state(tmp_path), writer):
+        writer.hand_over(slow)
+        raise error
+    assert caught.value is error
+    assert (tmp_path / "file").exists()
+    writer.close()
+
+
+def test_an_error_of_the_writer_is_told_beside_that_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BackgroundWriter()
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyError), last_words(tmp_path, no_state(tmp_path), writer):
+        writer.hand_over(lambda: int("no number"))
+        raise KeyError
+    assert any(
+        "trajectories of the latest steps could not be saved: invalid literal" in line for line in caplog.messages
+    )
+    writer.close()
+
+
+def test_an_interrupted_run_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failing, "INTERRUPT_WAIT_S", 0.3)
+    writer, answers = BackgroundWriter(), threading.Event()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), last_words(tmp_path, no_state(tmp_path), writer):
+        writer.hand_over(answers.wait)
+        raise KeyboardInterrupt
+    assert 0.3 <= time.monotonic() - start < 60
+    assert any("could not be saved: 1 files were not written within" in line for line in caplog.messages)
+    answers.set()
+    writer.close()
+
+
+PROGRAM = """
+import signal
+import sys
+import threading
+import weakref
+from verl.trainer.exit_status import exit_status
+from verl.trainer.interrupts import heed_interrupts
+
+number, drops_in = getattr(signal, sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def interrupt(*_):
+    signal.raise_signal(number)
+
+class Object:
+    if drops_in == "finalizer":
+        __del__ = interrupt
+
+def train():
+    heed_interrupts()
+    some = Object()
+    watch = weakref.ref(some, interrupt) if drops_in == "weakref callback" else None
+    if drops_in == "nothing":
+        interrupt()
+    del some
+    print("dropped", flush=True)
+    threading.Event().wait(60)
+
+sys.exit(exit_status(train, "as asked"))
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("drops_in", ["finalizer", "weakref callback", "nothing"])
+def test_an_interrupt_is_heeded(number: str, drops_in: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, number, drops_in], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted: as asked\n")
+    assert done.stdout == ("" if drops_in == "nothing" else "dropped\n")
+
+
+def test_what_else_is_dropped_is_printed_as_ever() -> None:
+    program = """
+from verl.trainer.interrupts import heed_interrupts
+
+class Broken:
+    def __del__(self):
+        raise ValueError("of a finalizer")
+
+heed_interrupts()
+Broken()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "Exception ignored" in done.stderr and "ValueError: of a finalizer" in done.stderr

@@ -1,18 +1,23 @@
-"""What the trainer checks first."""
+"""What is checked before a model is loaded, by the trainer itself and by the preflight's whole command."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preflight_run import small_run
+from preflight_run import QUESTION, small_run
 from run_config import run_config
 
-from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.config import Config
+from verl.errors import ConfigError, EnvironmentUnavailable, RewardError, RewardUnavailable
+from verl.trainer import main_ppo
 from verl.trainer.model_shape import ModelShape
+from verl.trainer.preflight.__main__ import main, parse
 from verl.trainer.preflight.inputs import check_inputs
 from verl.trainer.preflight.models import require_engines_share_heads
 
@@ -118,3 +123,140 @@ def test_engines_share_heads(heads: int, key_heads: int, size: int, message: str
     expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with expected:
         require_engines_share_heads(config, shape)
+
+
+def half(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+
+
+def never_a_number(data_source, solution_str, ground_truth, extra_info=None):
+    return math.nan
+
+
+def knows_nq_alone(data_source, solution_str, ground_truth, extra_info=None):
+    return {"nq": 1.0}[data_source]
+
+
+def unavailable(data_source, solution_str, ground_truth, extra_info=None):
+    raise RewardUnavailable("the judge is down")
+
+
+@pytest.fixture
+def trying(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
+    """Without a retriever: what is wrong with a reward is said before one is asked."""
+
+    def config(function: Callable[..., object], *overrides: str) -> Config:
+        name = f"reward.function={__name__}.{function.__name__}"
+        dead = "retriever.url=http://127.0.0.1:1/retrieve"
+        return run_config(small_run(prompt_file, tmp_path / "run", tiny_model_dir, name, dead, *overrides))
+
+    return config
+
+
+def test_a_reward_that_is_no_number_ends_the_run_at_its_start(trying: Callable[..., Config]) -> None:
+    with pytest.raises(RewardError) as caught:
+        check_inputs(trying(never_a_number))
+    for part in (f"{__name__}.never_a_number", "gave nan", "data_source 'nq'", f"question '{QUESTION}"):
+        assert part in str(caught.value)
+
+
+def test_a_judge_that_is_down_is_not_the_rewards_fault(trying: Callable[..., Config]) -> None:
+    with pytest.raises(RewardUnavailable, match="the judge is down"):
+        check_inputs(trying(unavailable))
+
+
+def test_every_data_source_is_tried(trying: Callable[..., Config], prompt_file: Path) -> None:
+    """Validation asks about sets that training has not; the first row of each is tried."""
+    table = pq.read_table(prompt_file)
+    other = table.set_column(table.column_names.index("data_source"), "data_source", pa.array(["nq", "musique"]))
+    validation = prompt_file.with_name("validation.parquet")
+    pq.write_table(other, validation)
+    with pytest.raises(RewardError, match="knows_nq_alone raised KeyError: 'musique' .*data_source 'musique'"):
+        check_inputs(trying(knows_nq_alone, f"data.val_files={validation}"))
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_the_command_says_what_the_reward_gave(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
+    main([*arguments, f"reward.function={__name__}.half"])
+    assert f"ok   reward: {__name__}.half gave 0.5" in capsys.readouterr().out
+    assert main([*arguments, f"reward.function={__name__}.never_a_number"]) == 1
+    out = capsys.readouterr().out
+    assert f"FAIL reward: reward {__name__}.never_a_number gave nan" in out and "ok   environment" in out
+
+
+FORMAT = ("reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1")
+
+
+def lines(level: str, out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith(level)]
+
+
+def test_the_whole_command(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
+    status = main(arguments)
+    out = capsys.readouterr().out
+    failures = lines("FAIL", out)
+    assert [line for line in failures if "not installed" not in line and "is needed" not in line] == []
+    assert status == bool(failures)
+    assert "mask 0" in out and "mask 1" in out and "memory: fits" in out and "workers on CPU" in out
+    assert "for verl.trainer.main_ppo\n" in out
+    assert f"passages for {QUESTION!r}" in out and "the first is 'Osk'" in out
+    assert {line.split(":")[0] for line in lines("ok", out)} >= {"ok   ports", "ok   ray", "ok   retriever host"}
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_no_check_hides_another(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    hidden = "retriever.url=http://user:hunter2@no-such-host.invalid:8000/retrieve"
+    quick = ("retriever.timeout_s=1", "retriever.deadline_s=1", "data.max_prompt_length=1000")
+    assert main(small_run(prompt_file, tmp_path / "file" / "run", tiny_model_dir, hidden, *quick)) == 1
+    out = capsys.readouterr().out
+    whats = {line[5:].split(":")[0] for line in lines("FAIL", out)}
+    assert whats >= {"run folder", "retriever host", "environment", "window"}
+    assert "hunter2" not in out
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_settings_of_the_format_reward(
+    prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}", *FORMAT)
+    asked = parse(arguments)
+    assert asked.entry_point == "verl.trainer.main_ppo_format"
+    assert asked.config.reward.kwargs == {
+        "structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.0
+    }  # fmt: skip
+    main(arguments)
+    out = capsys.readouterr().out
+    assert "ok   config: for verl.trainer.main_ppo_format\n" in out and "ok   inputs" in out
+    with pytest.raises(ConfigError, match="brings its own reward"):
+        parse([*arguments, "reward.function=mine.Reward"])
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_what_will_hardly_do_what_was_meant_is_told_before_anything_starts(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # main sets one for the process
+    loss = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=kl")
+    arguments = small_run(tmp_path / "gone.parquet", tmp_path / "run", tiny_model_dir, *loss)
+    assert main_ppo.main(arguments) == 2
+    assert "gone.parquet: no such file" in capsys.readouterr().err
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "actor_rollout_ref.actor.kl_loss_type=kl has a gradient of zero on average"
+    ]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "warn config: actor_rollout_ref.actor.kl_loss_type=kl has a gradient" in out
+    assert "FAIL inputs" in out and "gone.parquet: no such file" in out

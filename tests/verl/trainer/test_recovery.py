@@ -129,7 +129,7 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
             f"algorithm.adv_estimator={estimator}",
             "actor_rollout_ref.rollout.n_agent=8",
             "actor_rollout_ref.actor.use_rollout_log_probs=true",
-        ],
+        ]
     )
     dead, alive = step_of(config, [0.8] * 16), step_of(config, [0.8] * 15 + [0.0])
     loop = Recovery(config.trainer.collapse_guard, Checkpoints(tmp_path, Role(), None, with_anchor=False))  # type: ignore[arg-type]

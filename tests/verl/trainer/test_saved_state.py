@@ -1,16 +1,24 @@
-"""States on disk: whole or not at all; any damage is found, named, and gone around."""
+"""States and checkpoints on disk: whole or not at all, which one a script gets, and how far one is."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import long_task
+from long_task import Progress
 from verl.config.trainer import TrainerConfig
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, DataError
 from verl.storage import digest
-from verl.trainer import saved_state
+from verl.trainer import save_progress, saved_state
+from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint, main
 from verl.trainer.resuming import resumes_here, state_to_resume
+from verl.trainer.save_progress import saving
 
 FILES = {"actor/__0_0.distcp": b"weights" * 100, "actor/.metadata": b"where", "critic/__0_0.distcp": b"values" * 50}
 
@@ -84,3 +92,106 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("in the way")
     with pytest.raises(CheckpointError, match="check the disk"):
         save(tmp_path, 1)
+
+
+def save_model(run_dir: Path, step: int, best: int | None = None, roles: tuple[str, ...] = ("actor",)) -> None:
+    for role in roles:
+        (run_dir / role / f"global_step_{step}").mkdir(parents=True)
+        (run_dir / role / f"global_step_{step}" / "config.json").write_text("{}")
+    path = saved_state.state_path(run_dir, step)
+    saved_state.finish(saved_state.begin(path, ["actor"], {"step": step, "best": best}), path, {})
+
+
+def test_the_last_is_the_highest_step_with_a_whole_model(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save_model(tmp_path, step, roles=("actor", "critic"))
+    (tmp_path / "actor" / "global_step_200").mkdir()  # no model in it
+    (tmp_path / "actor" / ".global_step_300.writing").mkdir()
+    (tmp_path / "actor" / "global_step_400_mine").mkdir()
+    assert last_checkpoint(tmp_path) == tmp_path / "actor" / "global_step_100"
+    assert last_checkpoint(str(tmp_path), "critic") == tmp_path / "critic" / "global_step_100"
+    with pytest.raises(DataError, match="has no saved ref"):
+        last_checkpoint(tmp_path, "ref")
+
+
+def test_the_best_is_what_the_newest_readable_state_says(tmp_path: Path) -> None:
+    save_model(tmp_path, 10)
+    with pytest.raises(DataError, match=r"no validated checkpoint.*trainer\.test_freq"):
+        best_checkpoint(tmp_path)
+    save_model(tmp_path, 20, best=20)
+    save_model(tmp_path, 30, best=20)
+    save_model(tmp_path, 40, best=40)
+    (saved_state.state_path(tmp_path, 40) / "trainer.json").write_text("{")
+    assert best_checkpoint(tmp_path) == tmp_path / "actor" / "global_step_20"
+
+
+def test_the_folder_of_a_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "global_step_60").mkdir()
+    (tmp_path / "global_step_60" / "config.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == tmp_path / "global_step_60"
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2 and "has no saved actor" in capsys.readouterr().err
+    assert main([str(tmp_path / "gone"), "--best"]) == 2 and "there is no folder" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_path_alone_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    save_model(tmp_path, 3)
+    program = (
+        "import sys; from verl.trainer.last_checkpoint import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'ray', 'transformers', 'pyarrow'} & set(sys.modules); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/actor/global_step_3\n"), done.stderr
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each state of the display while something is saved."""
+    seen: list[str] = []
+    reach = Progress.reach
+
+    def noted(self: Progress, done: int, note: str | None = None) -> None:
+        reach(self, done, note)
+        seen.append(f"{self.what}: {self.counts()}, {self.pace()}")
+        changed.set()
+
+    changed = threading.Event()
+    monkeypatch.setattr(Progress, "reach", noted)
+    monkeypatch.setattr(Progress, "changed", changed, raising=False)
+    monkeypatch.setattr(save_progress, "LOOK_S", 0.01)
+    return seen
+
+
+def write(folder: Path, name: str, num_bytes: int) -> None:
+    """As a worker does, and wait until it was seen."""
+    Progress.changed.clear()  # type: ignore[attr-defined]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(bytes(num_bytes))
+    assert Progress.changed.wait(60)  # type: ignore[attr-defined]
+
+
+def test_it_becomes_as_large_as_the_checkpoint_before(tmp_path: Path, told: list[str]) -> None:
+    (tmp_path / "actor/global_step_9").mkdir(parents=True)
+    (tmp_path / "actor/global_step_9/model.safetensors").write_bytes(bytes(2_000_000))
+    with saving(tmp_path / "actor/global_step_10", expected=17):
+        write(tmp_path / "actor/.global_step_10.writing", "model.safetensors", 500_000)
+        write(tmp_path / "actor/.global_step_10.writing/adapter", "adapter.safetensors", 500_000)
+    assert re.fullmatch(r"save actor/global_step_10: 500.0 kB of 2.0 MB, \S+ [kMG]?B a second, \d+ s left", told[0])
+    assert told[-1].startswith("save actor/global_step_10: 1.0 MB of 2.0 MB")
+
+
+@pytest.mark.parametrize(("expected", "counts"), [(4_000_000, "1.0 MB of 4.0 MB"), (None, "1.0 MB")])
+def test_the_first_one(tmp_path: Path, told: list[str], expected: int | None, counts: str) -> None:
+    with saving(tmp_path / "state/global_step_1", expected):
+        write(tmp_path / "state/.global_step_1.writing", "shard", 1_000_000)
+    assert told[-1].startswith(f"save state/global_step_1: {counts}, ")
+    assert ("left" in told[-1]) == (expected is not None)
+
+
+def test_a_quick_one_is_not_worth_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_task.SHORT_S > 0.5
+    with saving(tmp_path / "actor/global_step_1", 1000):
+        (tmp_path / "actor/.global_step_1.writing").mkdir(parents=True)
+    assert not capsys.readouterr().err

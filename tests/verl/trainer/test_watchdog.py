@@ -1,4 +1,4 @@
-"""A driver that hangs outside of its waits ends, and its descendants with it; one that gets things done does not."""
+"""A driver that hangs or is killed: its descendants end, and its newest state is named."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.trainer.janitor import Janitor
 from verl.trainer.watchdog import Watchdog
 
-DRIVER = """
+HANGING = """
 import subprocess, sys, time
 from verl.single_controller.progress import note_progress
 from verl.trainer.watchdog import Watchdog
@@ -30,7 +31,7 @@ time.sleep(600)
 
 
 def test_a_hanging_driver_is_ended_with_its_descendants() -> None:
-    done = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=280)
     child, *lines = done.stdout.splitlines()
     assert done.returncode == 1 and lines[0] == "worked" and lines[1].startswith("stalled ") and len(lines) == 2
     assert 4.0 <= float(lines[1].split()[1]) < 4.0 + 60
@@ -56,3 +57,56 @@ def test_a_loop_that_waits_for_a_thread_that_hangs_is_ended() -> None:
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", WAITING], env=variables, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout) == (1, "stalled\n"), done.stderr
+
+
+KILLED = """
+import pathlib, subprocess, sys
+from verl.trainer.janitor import Janitor
+
+janitor = Janitor(pathlib.Path(sys.argv[1]))
+watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+janitor.watch()
+later = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(watched.pid, later.pid, janitor._process.pid, flush=True)
+if input() == "stop":
+    janitor.stop()
+    print("stopped", flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_only_what_was_watched_is_ended_and_only_after_a_death(stopped: bool, tmp_path: Path) -> None:
+    (tmp_path / "state/global_step_9").mkdir(parents=True)
+    (tmp_path / "state/global_step_10").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    driver = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], **pipes, text=True)
+    assert driver.stdin is not None and driver.stdout is not None and driver.stderr is not None
+    watched, later, janitor = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
+    try:
+        if stopped:
+            driver.stdin.write("stop\n")
+            driver.stdin.flush()
+            assert driver.stdout.readline() == "stopped\n" and not janitor.is_running()
+        driver.kill()
+        driver.wait()
+        # A janitor that has ended already ends nobody any more.
+        gone, _ = psutil.wait_procs([watched, janitor], timeout=1 if stopped else 120)
+        assert (watched in gone) is not stopped and not janitor.is_running()
+        assert later.is_running()
+    finally:
+        for process in (watched, later):
+            if process.is_running():
+                process.kill()
+    words = driver.stderr.read()  # its end comes with that of the last process
+    assert ("the driver ended without a message" in words) is not stopped
+    assert (f"resumes from {tmp_path / 'state/global_step_10'}\n" in words) is not stopped
+
+
+def test_a_dead_janitor_is_no_concern_of_the_driver(tmp_path: Path) -> None:
+    janitor = Janitor(tmp_path)
+    janitor._process.kill()
+    assert janitor._process.wait() < 0
+    janitor.watch()
+    janitor.stop()
+    assert janitor._process.stdin is not None and janitor._process.stdin.closed  # and nothing was raised

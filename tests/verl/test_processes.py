@@ -1,0 +1,179 @@
+"""What a process says and shows of itself: its start, its stacks, its threads and its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl import startup, threads
+from verl.event_loop import run_to_end
+from verl.stacks import collect_stacks
+from verl.threads import engine_threads, rank_threads, usable_cores
+
+PROGRAM = """
+from verl.startup import log_to_stderr, phase
+log_to_stderr()
+import logging, warnings
+with phase("importing torch"):
+    import torch
+logging.getLogger("torch._library.triton").warning("noise")
+logging.getLogger("httpx").info("noise")
+logging.getLogger("vllm.triton_utils.importing").info("noise")
+import bm25s
+bm25s.logger.debug("noise")  # it made itself talkative
+logging.getLogger("torch._dynamo").warning("of torch")
+logging.getLogger("httpx").warning("of a request")
+logging.getLogger("verl.trainer.recovery").warning("of ours")
+warnings.warn("of a caller")
+print("answer")
+raise RuntimeError("at the end")
+"""
+
+
+def test_phases_and_what_can_be_acted_on_go_to_standard_error() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout == "answer\n"
+    assert re.search(r"^\d\d:\d\d:\d\d INFO verl.startup: \[ *\d+ s\] importing torch$", done.stderr, re.MULTILINE)
+    assert "noise" not in done.stderr
+    for told in ("of torch", "of a request", "of ours", "UserWarning: of a caller", "RuntimeError: at the end"):
+        assert told in done.stderr, told
+
+
+def test_a_long_phase_tells_that_it_is_still_going_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(startup, "BEAT_S", 0.01)
+    seen = threading.Event()
+
+    class Beats(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "so far" in record.getMessage():
+                seen.set()
+
+    handler = Beats()
+    startup.log.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, "verl.startup"), startup.phase("loading a model"):
+            assert seen.wait(60)
+        told = len(caplog.records)
+    finally:
+        startup.log.removeHandler(handler)
+    assert re.fullmatch(r"\[ *\d+ s\] loading a model", caplog.messages[0])
+    assert all(re.fullmatch(r"\[ *\d+ s\] loading a model: \d+ s so far", text) for text in caplog.messages[1:])
+    assert len(caplog.records) == told  # and no more once it is over
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    startup.quiet_libraries()
+    assert os.environ == startup.ENGINE_VARIABLES | {"VLLM_LOGGING_LEVEL": "DEBUG"}
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+STUCK = """
+import threading, time
+from verl.stacks import offer_stacks
+offer_stacks()
+offer_stacks()
+entered = threading.Event()
+def second_thread():
+    entered.set()
+    time.sleep(600)
+def main_thread():
+    print("ready", flush=True)
+    sum(range(10**12))  # a native call that never gives the interpreter's lock away
+threading.Thread(target=second_thread, daemon=True).start()
+entered.wait()
+main_thread()
+"""
+
+
+def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.stacks.ANSWER_S", 60.0)
+    silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
+    try:
+        assert stuck.stdout is not None and stuck.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        for _ in range(2):  # asked twice, each answer stands alone
+            found = [path for path in collect_stacks(tmp_path) if path.stem.endswith(f"-{stuck.pid}")]
+            assert len(found) == 1
+            text = found[0].read_text()
+            assert text.count("in main_thread") == 1 and text.count("in second_thread") == 1
+        assert silent.poll() is None and stuck.poll() is None
+        assert not list(tmp_path.glob(f"*-{silent.pid}.txt"))
+    finally:
+        for process in (silent, stuck):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu.max": "400000 100000\n"}, 4),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "800000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_a_containers_quota_counts(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == cores
+
+
+def test_affinity_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {one})
+    assert usable_cores(tmp_path) == 1
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_those_who_work_at_once_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    assert [rank_threads(ranks) for ranks in (1, 2, 5, 32)] == [16, 8, 3, 1]
+    assert [engine_threads(engines) for engines in (1, 2, 20)] == [15, 7, 1]
+
+
+async def double(number: int) -> int:
+    await asyncio.sleep(0)
+    if number < 0:
+        raise ValueError("negative")
+    return 2 * number
+
+
+def test_without_a_running_loop():
+    assert run_to_end(double(4)) == 8
+    with pytest.raises(ValueError, match="negative"):
+        run_to_end(double(-1))
+
+
+def test_inside_a_running_loop():
+    async def cell() -> int:
+        with pytest.raises(ValueError, match="negative"):
+            run_to_end(double(-1))
+        return run_to_end(double(5))
+
+    assert asyncio.run(cell()) == 10
