@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 from evaluation_world import PASSAGES, QUESTION
+from run_config import run_config
 
 from search_r1.evaluation.methods.registry import METHODS, check_template, make_method, overrides_of
 from search_r1.evaluation.questions import Question
@@ -18,7 +19,7 @@ from search_r1.llm_agent.templates import load_template
 from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits
 from verl.agent.text import encode_text
-from verl.config import Config, load_config
+from verl.config import Config
 from verl.errors import ConfigError, DataError
 from verl.protocol import Status, Trajectory
 
@@ -52,7 +53,7 @@ def config_of(method: str, url: str, *further: str) -> Config:
         "data.max_obs_length=200",
         "data.max_prompt_length=4096",
     )
-    return load_config("ppo_trainer", [*settings, *overrides_of(method, None), *further])
+    return run_config([*settings, *overrides_of(method, None), *further])
 
 
 def play(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from e2e_world import free_port
 from llm_agent_world import PASSAGES
+from run_config import run_config
 from scripted_policy import Script
 from served_app import served_app, write_passages
 
@@ -24,7 +25,6 @@ from search_r1.search.server.retrieval_service import RetrievalService
 from verl.agent.environment import Outcome, Sampling
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.text import decode_turn, encode_text
-from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt, Status, Trajectory
 
@@ -220,12 +220,12 @@ def test_settings_that_cannot_work(byte_tokenizer):
 
 
 def test_from_config(byte_tokenizer):
-    with_search = SearchEnvironment.from_config(load_config("ppo_trainer", []), byte_tokenizer)
+    with_search = SearchEnvironment.from_config(run_config(), byte_tokenizer)
     assert with_search.stop_strings == ("</search>", "</answer>")
     feedback = step(with_search, "no tags").reply
-    assert feedback == f"\n{load_config('ppo_trainer', []).agent.feedback.strip()}\n"
-    without = SearchEnvironment.from_config(load_config("ppo_trainer", ["do_search=false"]), byte_tokenizer)
+    assert feedback == f"\n{run_config().agent.feedback.strip()}\n"
+    without = SearchEnvironment.from_config(run_config(["do_search=false"]), byte_tokenizer)
     assert without.stop_strings == ("</answer>",)
-    assert EpisodeLimits.from_config(load_config("ppo_trainer", ["do_search=false"])).max_turns == 0
-    limits = EpisodeLimits.from_config(load_config("ppo_trainer", ["max_turns=4", "data.max_prompt_length=4096"]))
+    assert EpisodeLimits.from_config(run_config(["do_search=false"])).max_turns == 0
+    limits = EpisodeLimits.from_config(run_config(["max_turns=4", "data.max_prompt_length=4096"]))
     assert (limits.max_turns, limits.max_context_length, limits.window) == (4, 4096, 4096 + 512)

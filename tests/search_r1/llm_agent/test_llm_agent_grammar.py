@@ -122,7 +122,7 @@ EMPTY = "\n\n<information></information>\n\n"
 WORDS = [f"{start}{end}" for start in ("river", "sea", "hill", "city") for end in ("side", "stone", "wall", "")]
 LETTERS = st.one_of(
     st.text(st.sampled_from("ab \n"), max_size=80),
-    st.text(st.sampled_from("<>/ answer"), max_size=80),
+    st.text(st.sampled_from("<>/ anwer"), max_size=80),  # nearly tags: a whole one is taken out
     st.text(st.sampled_from("\u5317\u4eac\u00e9\U0001f600 "), max_size=60),
     st.lists(st.sampled_from(WORDS), max_size=60).map(" ".join),
 )

@@ -6,10 +6,10 @@ import asyncio
 import threading
 
 import pytest
+from run_config import run_config
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
-from verl.config import load_config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt
 
@@ -142,7 +142,7 @@ async def coroutine_function(query, prefix="coroutine"):
 )
 def test_an_engine_has_its_arguments_from_the_config(name, more, texts):
     overrides = [f"retriever.engine={__name__}.{name}", *(f"+{key}" for key in more)]
-    searcher = Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
+    searcher = Searcher.from_config(run_config(overrides).retriever)
     found = asyncio.run(searcher.search("sea"))
     assert [document["contents"] for document in found] == [f"\n{text}" for text in texts]
 
@@ -150,7 +150,7 @@ def test_an_engine_has_its_arguments_from_the_config(name, more, texts):
 def test_the_deadline_of_the_config_is_that_of_the_engine():
     name = f"{__name__}.sleeping"
     overrides = [f"retriever.engine={name}", "retriever.timeout_s=0.2", "retriever.deadline_s=0.2"]
-    searcher = Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
+    searcher = Searcher.from_config(run_config(overrides).retriever)
     with pytest.raises(EnvironmentUnavailable, match="search engine sleeping: .*no answer in 0.2 s"):
         asyncio.run(searcher.search("sea"))
 
@@ -163,7 +163,7 @@ async def sleeping(query):
 def test_arguments_that_do_not_fit_are_named(arguments):
     overrides = [f"retriever.engine={__name__}.WithArguments", *arguments]
     with pytest.raises(ConfigError, match="WithArguments cannot be made with retriever.engine_kwargs.*argument"):
-        Searcher.from_config(load_config("ppo_trainer", overrides).retriever)
+        Searcher.from_config(run_config(overrides).retriever)
 
 
 def test_no_engine_at_all():
@@ -172,7 +172,7 @@ def test_no_engine_at_all():
 
 
 def test_an_engine_named_in_the_config(byte_tokenizer):
-    config = load_config("ppo_trainer", [f"retriever.engine={__name__}.Plain", "retriever.topk=1"])
+    config = run_config([f"retriever.engine={__name__}.Plain", "retriever.topk=1"])
     environment = SearchEnvironment.from_config(config, byte_tokenizer)
     outcome = asyncio.run(environment.step(Prompt((1,), "t", {}), "<search> sea </search>", True))
     assert outcome.reply == "\n\n<information>Doc 1(Title: ) sea is wet</information>\n\n"
@@ -180,11 +180,11 @@ def test_an_engine_named_in_the_config(byte_tokenizer):
 
 def test_the_grammar_is_that_of_the_template(byte_tokenizer):
     overrides = ["agent.template=research", f"retriever.engine={__name__}.Plain"]
-    environment = SearchEnvironment.from_config(load_config("ppo_trainer", overrides), byte_tokenizer)
+    environment = SearchEnvironment.from_config(run_config(overrides), byte_tokenizer)
     prompt = Prompt((1,), "t", {})
     observation = asyncio.run(environment.step(prompt, "<search> sea </search>", True)).reply
     assert observation.startswith("\n\n<result>") and observation.endswith("</result>\n\n")
     answer = asyncio.run(environment.step(prompt, r"<answer> It is \boxed{a {b}} </answer>", True))
     assert answer.done and answer.event["answer"] == "a {b}"
-    without = SearchEnvironment.from_config(load_config("ppo_trainer", ["agent.template=r1"]), byte_tokenizer)
+    without = SearchEnvironment.from_config(run_config(["agent.template=r1"]), byte_tokenizer)
     assert without.stop_strings == ("</answer>",)

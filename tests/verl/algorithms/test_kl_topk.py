@@ -83,13 +83,6 @@ def test_without_the_tail_the_sampled_token_does_not_matter(name: str, value: fl
         assert torch.equal(inside[1], outside[1])
 
 
-# Forward: -q_0 + p_0 times (e_0 - p); reverse: p_0 d_0 times (e_0 - p), with e_0 - p = 2 G
-@pytest.mark.parametrize(("name", "expected_V"), [("full_reverse", L * G), ("full_forward", G / 2)])
-def test_corrected_gradient_without_the_tail(name: str, expected_V: torch.Tensor) -> None:
-    _, gradient_V = value_and_gradient(name, 1, [0], tail=False)
-    torch.testing.assert_close(gradient_V, expected_V, atol=1e-14, rtol=0)
-
-
 @pytest.mark.parametrize("name", TOPK_KL)
 def test_at_the_reference_only_the_corrected_gradient_rests(name: str) -> None:
     """p = q is the minimum of a KL: no gradient there, with the tail or without, whatever was sampled."""

@@ -84,35 +84,6 @@ def test_expectation_by_enumeration(name: str, on_policy: bool, case: Case) -> N
         torch.testing.assert_close(gradient_of(value, logits_V), true_V + bias_V, atol=1e-10, rtol=0)
 
 
-def test_the_published_bias_can_be_larger_than_the_gradient() -> None:
-    """Close to the reference the gradient of KL goes to zero, that of M_S does not."""
-    generator = torch.Generator().manual_seed(0)
-    logits_V = torch.randn(12, generator=generator, dtype=torch.float64).requires_grad_()
-    reference_V = logits_V.detach() + 0.01 * torch.randn(12, generator=generator, dtype=torch.float64)
-    case = Case(logits_V.detach(), logits_V.detach(), reference_V, k=4)
-    true_V = gradient_of(exact("full_reverse", logits_V, reference_V), logits_V)
-    published_V = gradient_of(expected("full_reverse", case, logits_V, "published", on_policy=True), logits_V)
-    assert (published_V - true_V).norm() > 10 * true_V.norm()
-
-
-def test_where_the_published_gradient_rests() -> None:
-    """Not at the reference q, whose head holds the mass Q.
-
-    Reverse: the minimum of KL(p || q) + M_S is p ~ q exp(-1) on S and p ~ q off S.
-    Forward: p - q = p (1[v in S] - M) makes p = q / M on S and q / (1 + M) off S, so that M M = Q.
-    """
-    q_V = torch.tensor([0.4, 0.24, 0.2, 0.16], dtype=torch.float64)  # S = {0, 1}: Q = 0.64
-    in_S_V = torch.tensor([True, True, False, False])
-    tilted_V = torch.where(in_S_V, q_V / torch.e, q_V)
-    rests = {"full_reverse": tilted_V / tilted_V.sum(), "full_forward": torch.where(in_S_V, q_V / 0.8, q_V / 1.8)}
-    for name, p_V in rests.items():
-        torch.testing.assert_close(p_V.sum().item(), 1.0)
-        logits_V = p_V.log().requires_grad_()
-        case = Case(logits_V.detach(), q_V.log(), q_V.log(), k=2)
-        published_V = gradient_of(expected(name, case, logits_V, "published", on_policy=True), logits_V)
-        torch.testing.assert_close(published_V, torch.zeros_like(q_V), atol=1e-14, rtol=0)
-
-
 VOCABULARY = 150_000
 K = 32
 NUM_SAMPLES = 100_000
