@@ -100,7 +100,7 @@ class LeftOut:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         skipped = terminalreporter.stats.get("skipped", ())
-        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ").splitlines()[0] for report in skipped)
         if unreached := [report.nodeid for report in skipped if report.longrepr[2].endswith(NOT_REACHED)]:
             terminalreporter.section(NOT_REACHED)
             terminalreporter.write_line("\n".join(unreached))
