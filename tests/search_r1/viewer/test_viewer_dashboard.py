@@ -208,24 +208,16 @@ def test_what_is_not_there(runs: Path, path: str, params: dict[str, Any], said: 
     assert reply.status_code == 404 and said in reply.json()["detail"]
 
 
-def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "seed0", tmp_path / "hurt")
-    (tmp_path / "hurt/timeline/step_1.json").write_text('{"traceEvents": [')
-    with (tmp_path / "hurt/metrics.jsonl").open("a") as file:
-        file.write("no JSON\n\n")
-    client = client_of(tmp_path / "hurt")
-    assert "step_1.json is not the timeline" in client.get("/api/timeline?run=hurt&step=1").json()["detail"]
-    assert "metrics.jsonl, line 13: not JSON" in client.get("/api/dashboard?run=hurt").json()["detail"]
+NO_STEP = ('{"time": 1.0}', "[1, 2]", '{"step": null}', '{"step": 2, "reward": "high"}', '{"step": 2, "reward": [1]}')
 
 
 @pytest.mark.parametrize(
-    "line", ['{"time": 1.0}', "[1, 2]", '{"step": null}', '{"step": 2, "reward": "high"}', '{"step": 2, "reward": [1]}']
+    ("line", "said"), [("no JSON", "not JSON"), *((line, "not the metrics of a step") for line in NO_STEP)]
 )
-def test_a_line_that_is_not_of_a_step_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_of_a_step_is_named(tmp_path: Path, line: str, said: str) -> None:
     run = written(tmp_path / "run", {"step": 1}, line, {"step": 3})
     reply = client_of(run).get("/api/dashboard?run=run")
-    assert reply.status_code == 404
-    assert "metrics.jsonl, line 2: not the metrics of a step" in reply.json()["detail"]
+    assert reply.status_code == 404 and f"metrics.jsonl, line 2: {said}" in reply.json()["detail"]
 
 
 def test_other_damage_is_named(tmp_path: Path) -> None:
@@ -239,8 +231,9 @@ def test_other_damage_is_named(tmp_path: Path) -> None:
     said = client.get("/api/dashboard?run=run").json()["detail"]
     assert "config.yaml is not YAML" in said and "line 3" in said
     (run / "timeline").mkdir()
-    (run / "timeline/step_1.json").write_text('{"traceEvents": [{"ph": "X"}]}')
-    assert "step_1.json is not the timeline" in client.get("/api/timeline?run=run&step=1").json()["detail"]
+    for text in ('{"traceEvents": [', '{"traceEvents": [{"ph": "X"}]}'):
+        (run / "timeline/step_1.json").write_text(text)
+        assert "step_1.json is not the timeline" in client.get("/api/timeline?run=run&step=1").json()["detail"]
 
 
 def test_a_guard_value_that_is_no_number_is_no_alarm(tmp_path: Path) -> None:

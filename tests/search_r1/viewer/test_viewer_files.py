@@ -182,7 +182,7 @@ def test_everything_about_a_trajectory_is_in_the_file(river_run: Path) -> None:
     assert page.tags <= OURS
 
 
-@pytest.mark.parametrize(("number", "payload"), enumerate(hostile()))
+@pytest.mark.parametrize(("number", "payload"), [*enumerate(hostile())])
 def test_what_was_stored_stays_text(hostile_run: Path, number: int, payload: str) -> None:
     page = exported(hostile_run, "train_step_9", 2 * number)
     assert page.tags <= OURS
