@@ -335,7 +335,7 @@ def _unit_events(profiled: profile) -> Iterator[tuple[float, str]]:
 
 
 def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Adapters with a reference that is their base: gradients, three steps, what is saved."""
+    """Adapters with a reference that is their base: gradients, two steps, what is saved."""
     results: dict[str, Any] = {"gradients": {}}
     for name in ("all_at_once", "one_row_for_two_workers", "gradient_checkpointing", "top_k_kl"):
         num_rows, overrides = CASES[name]
@@ -343,7 +343,7 @@ def adapt(folder: Path, model_path: str, other_model_path: str, sharding: tuple[
         engine.update(make_batch(12, seed=1))  # from zeros A has no gradient
         results["gradients"][name] = gradients(engine, make_batch(num_rows))
     engine = make_engine(model_path, folder, *KL, *LORA, *sharding, *MINI_BATCHES, with_anchor=True)
-    results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(3)]
+    results["metrics"] = [engine.update(make_batch(12, seed=seed)) for seed in range(2)]
     results["policy"], results["anchor"] = full_state(engine), full_state(engine, "anchor")
     engine.save_pretrained(folder / "saved", None)
     return results | {"base": json.loads((save_state(engine, folder / "state") / "base.json").read_text())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -163,39 +164,47 @@ def test_a_state_before_the_first_step(model_path: str, other_model_path: str, r
     assert_same(broken, straight)
 
 
-def test_random_numbers_go_on(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
-    engine = make(model_path, other_model_path, run_dir)
+@pytest.fixture(scope="module")
+def trained(
+    model_path: str, other_model_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PolicyEngine, Path]:
+    """An engine and its state after a step."""
+    folder = tmp_path_factory.mktemp("trained")
+    engine = make(model_path, other_model_path, folder)
+    train(engine, range(1))
+    return engine, save_state(engine, folder / "state")
+
+
+def test_random_numbers_go_on(trained: tuple[PolicyEngine, Path], tmp_path: Path) -> None:
+    engine, _ = trained
     save_state(engine, tmp_path)
     drawn = torch.rand(3)
     engine.load_state(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
 
 
-@pytest.mark.parametrize("harm", ["cut", "gone", "no_metadata", "other_shape"])
+@pytest.mark.parametrize("harm", ["cut", "gone", "no_metadata", "without_anchor"])
 def test_a_damaged_state_is_named(
-    model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path, harm: str
+    trained: tuple[PolicyEngine, Path], model_path: str, tmp_path: Path, harm: str
 ) -> None:
-    engine = make(model_path, other_model_path, run_dir)
-    train(engine, range(1))
-    save_state(engine, tmp_path)
-    data = next(tmp_path.glob("__0_*"))
-    if harm == "cut":
-        data.write_bytes(data.read_bytes()[:1000])
-    elif harm == "gone":
-        data.unlink()
-    elif harm == "no_metadata":
-        (tmp_path / ".metadata").unlink()
+    engine, state = trained
+    folder = tmp_path / "state"
+    if harm == "without_anchor":
+        other = make_engine(model_path, tmp_path)
+        other.load_state(state)  # what it asks for is there
+        save_state(other, folder)
     else:
-        engine = make_engine(model_path, run_dir)  # has no anchor: what is asked for is there
-        engine.load_state(tmp_path)
-        tmp_path = save_state(engine, tmp_path / "without")
-        engine = make(model_path, other_model_path, run_dir)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        engine.load_state(tmp_path)
+        data = next(shutil.copytree(state, folder).glob("__0_*"))
+        if harm == "cut":
+            data.write_bytes(data.read_bytes()[:1000])
+        else:
+            (data if harm == "gone" else folder / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=str(folder)):
+        engine.load_state(folder)
 
 
-def test_a_failed_write_is_told(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:
-    engine = make(model_path, other_model_path, run_dir)
+def test_a_failed_write_is_told(trained: tuple[PolicyEngine, Path], tmp_path: Path) -> None:
+    engine, _ = trained
     (tmp_path / "file").write_text("in the way")
     engine.start_saving_state(tmp_path / "file")
     for _ in range(2):  # whoever asks again is told again: the state must not pass for a saved one

@@ -112,21 +112,17 @@ def own_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def actor(folder: Path, model_path: str) -> TrainedEngine:
-    return make_engine(model_path, folder)
-
-
-def critic(folder: Path, model_path: str) -> TrainedEngine:
-    return value_cases.value_engine(value_cases.write_critic(folder), folder)
-
-
 @READS_PROC
-@pytest.mark.parametrize("make", [actor, critic])
+@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_an_update_gives_the_holes_in_the_heap_back(
-    make, tmp_path: Path, model_path: str, monkeypatch: pytest.MonkeyPatch
+    role: str, tmp_path: Path, model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heap, "_returned_at", -math.inf)  # an update before, in this process, may have done it just now
-    engine, batch = make(tmp_path, model_path), make_batch() if make is actor else value_cases.value_batch()
+    engine: TrainedEngine = make_engine(model_path, tmp_path)
+    batch = make_batch()
+    if role == "critic":
+        engine = value_cases.value_engine(value_cases.write_critic(tmp_path), tmp_path)
+        batch = value_cases.value_batch()
     bytearray(2**25 - 2**12)  # from now on smaller blocks lie on the heap
     blocks = [bytearray(b"x" * 2**19) for _ in range(400)]
     del blocks[::2]  # 100 MiB of holes

@@ -55,13 +55,6 @@ def test_gradients_agree(engines: dict[bool, PolicyEngine]) -> None:
     assert relative_error(packed, padded) < 1e-5
 
 
-def test_log_probs_agree(engines: dict[bool, PolicyEngine]) -> None:
-    batch = rl_batch()
-    padded, packed = (engines[way].log_probs(batch, 1.0) for way in (False, True))
-    assert padded.rows == packed.rows == list(range(len(batch)))
-    torch.testing.assert_close(packed.tokens["log_prob"], padded.tokens["log_prob"], rtol=1e-5, atol=1e-5)
-
-
 def test_no_token_is_computed_that_is_not_real(engines: dict[bool, PolicyEngine]) -> None:
     """Counted at the model's embedding, through a whole pass of the engine."""
     batch = rl_batch()
