@@ -26,6 +26,10 @@ GAE = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=false"]
 TOP_K = [KL_LOSS, f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_topk_tokens=32"]
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1"]
 CORRECTION = f"{ACTOR}.rollout_correction"
+SPLIT = "trainer.layout=split"
+NODES = [SPLIT, f"{ROLLOUT}.nnodes=2"]
+PER_NODE = ["retriever.placement=per_node", "retriever.launch=serve"]
+OF_ROLLOUT = f"{ACTOR}.use_rollout_log_probs=true"
 GUARD = "trainer.collapse_guard"
 NO_DEFAULT_LIMITS = [
     f"{GUARD}.{name}=null" for name in ("dead_run_steps", "max_invalid_action_ratio", "max_repetition")
@@ -57,48 +61,33 @@ NO_DEFAULT_LIMITS = [
         (["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"], "parallelism across nodes is not available"),
         (
             ["trainer.nnodes=2", "trainer.n_gpus_per_node=6", f"{ROLLOUT}.tensor_model_parallel_size=4"],
-            "(4) must divide the number of GPUs per node that sample (6): the ranks of an engine are processes of",
+            "(4) must divide the number of GPUs per node that sample (6): the ranks of an engine are",
         ),
-        (
-            ["trainer.layout=split", "trainer.rollout_gpus_per_node=3"],
-            f"{ROLLOUT}.tensor_model_parallel_size (2) must divide the number of GPUs per node that sample (3)",
-        ),
-        (["trainer.layout=split"], "trainer.rollout_gpus_per_node=null: set it to the number of GPUs per node that"),
-        (["trainer.layout=split", "trainer.rollout_gpus_per_node=8"], "fewer than the 8 of trainer.n_gpus_per_node"),
+        ([SPLIT, "trainer.rollout_gpus_per_node=3"], "(2) must divide the number of GPUs per node that sample (3)"),
+        ([SPLIT], "trainer.rollout_gpus_per_node=null: set it to the number of GPUs per node that"),
+        ([SPLIT, "trainer.rollout_gpus_per_node=8"], "fewer than the 8 of trainer.n_gpus_per_node"),
         (["retriever.launch=serve"], "retriever.launch has no effect with retriever.placement=apart"),
         (["retriever.placement=per_node"], "needs the command that starts a retriever: "),
         (
-            ["retriever.placement=per_node", "retriever.launch=serve", "retriever.url=http://10.0.0.1:8000/retrieve"],
-            "retriever.url=http://10.0.0.1:8000/retrieve is not a loopback address",
+            [*PER_NODE, "retriever.url=http://10.0.0.1:8000/retrieve"],
+            "url=http://10.0.0.1:8000/retrieve is not a loopback",
         ),
-        (
-            ["retriever.placement=per_node", "retriever.launch=serve", "retriever.engine=mine.Engine"],
-            "but retriever.engine is used instead",
-        ),
+        ([*PER_NODE, "retriever.engine=mine.Engine"], "but retriever.engine is used instead"),
         (["trainer.min_nnodes=2"], "trainer.min_nnodes=2 is more than trainer.nnodes=1"),
         (["trainer.rollout_gpus_per_node=4"], "has no effect with trainer.layout=colocated"),
         (
-            ["trainer.layout=split", "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],
-            "trainer.layout=split divides GPUs, but this run has none",
+            [SPLIT, "trainer.rollout_gpus_per_node=4", "trainer.device=cpu"],
+            "layout=split divides GPUs, but this run has none",
         ),
         ([f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes=1 nodes would only sample, but with trainer.layout=colocated"),
         ([f"{ROLLOUT}.max_nnodes=4"], f"are for nodes that only sample, but {ROLLOUT}.nnodes=0"),
         (
-            ["trainer.layout=split", f"{ROLLOUT}.nnodes=1", "trainer.rollout_gpus_per_node=4"],
+            [SPLIT, f"{ROLLOUT}.nnodes=1", "trainer.rollout_gpus_per_node=4"],
             "trainer.rollout_gpus_per_node=4 divides each node",
         ),
-        (
-            ["trainer.layout=split", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.max_nnodes=2"],
-            f"{ROLLOUT}.max_nnodes=2 is fewer than {ROLLOUT}.nnodes=3",
-        ),
-        (
-            ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", "trainer.device=cpu", f"{ROLLOUT}.num_engines=3"],
-            f"{ROLLOUT}.num_engines=3 cannot be divided equally by {ROLLOUT}.nnodes=2",
-        ),
-        (
-            ["trainer.layout=split", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=3"],
-            "(2) must divide the number of GPUs per node that sample (3)",
-        ),
+        ([SPLIT, f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.max_nnodes=2"], f"max_nnodes=2 is fewer than {ROLLOUT}.nnodes=3"),
+        ([*NODES, "trainer.device=cpu", f"{ROLLOUT}.num_engines=3"], "num_engines=3 cannot be divided equally by"),
+        ([*NODES, f"{ROLLOUT}.n_gpus_per_node=3"], "(2) must divide the number of GPUs per node that sample (3)"),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron is not available"),
         (["critic.strategy=megatron"], "critic.strategy=megatron is not available"),
         ([*GRPO, "algorithm.norm_adv_by_batch_std=true"], "and algorithm.norm_adv_by_std_in_grpo"),
@@ -125,17 +114,11 @@ NO_DEFAULT_LIMITS = [
         ([f"{ACTOR}.use_kl_iw=true"], f"no effect with use_kl_loss=False: set {ACTOR}.use_kl_loss=T"),
         (
             [f"{ACTOR}.kl_topk_tokens=32", f"{ACTOR}.kl_loss_type=full_reverse"],
-            f"kl_topk_tokens=32 has no effect with use_kl_loss=False: set {ACTOR}.use_kl_loss=True",
+            "kl_topk_tokens=32 has no effect with use_kl_loss=False",
         ),
         ([f"{ACTOR}.kl_topk_gradient=published"], "kl_topk_gradient=published has no effect with use_kl_loss=False"),
-        (
-            [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
-            "algorithm.kl_ctrl.type=adaptive adapts the coefficient of a KL in the reward, and there is none: set algo",
-        ),
-        (
-            [KL_LOSS, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"],
-            f"and there is none: set algorithm.use_kl_in_reward=True (and {ACTOR}.use_kl_loss=False)",
-        ),
+        ([*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"], "coefficient of a KL in the reward, and there is none"),
+        ([KL_LOSS, *ADAPTIVE, "algorithm.kl_ctrl.horizon=10000"], f"=True (and {ACTOR}.use_kl_loss=False)"),
         (["algorithm.kl_ctrl.target_kl=0.1"], "algorithm.kl_ctrl.target_kl has no effect with type=fixed"),
         (["algorithm.kl_ctrl.horizon=1000"], "algorithm.kl_ctrl.horizon has no effect with type=fixed"),
         (
@@ -159,14 +142,8 @@ NO_DEFAULT_LIMITS = [
             [*ONE_UPDATE, f"{ACTOR}.clip_ratio_c=3", f"{ACTOR}.policy_loss=reinforce"],
             "no effect with policy_loss=reinforce",
         ),
-        (
-            [f"{CORRECTION}.importance=token", f"{ACTOR}.use_rollout_log_probs=true"],
-            "set actor_rollout_ref.actor.use_roll",
-        ),
-        (
-            [f"{CORRECTION}.reject=geometric", f"{ACTOR}.use_rollout_log_probs=true"],
-            "set actor_rollout_ref.actor.use_rol",
-        ),
+        ([f"{CORRECTION}.importance=token", OF_ROLLOUT], f"set {ACTOR}.use_rollout"),
+        ([f"{CORRECTION}.reject=geometric", OF_ROLLOUT], f"set {ACTOR}.use_rollout"),
         ([*GRPO, f"{ACTOR}.old_log_probs=update"], "is too late: after the first of 16 optimizer steps the policy has"),
         ([*ONE_GRPO_UPDATE, "trainer.critic_warmup=2", *GAE], "the actor is not updated while the critic warms up"),
         ([*ONE_GRPO_UPDATE, "algorithm.use_kl_in_reward=true"], "is too late: the KL in the reward uses them"),
@@ -238,7 +215,7 @@ def test_a_contradiction_is_an_error(overrides: list[str], message: str) -> None
         [*GRPO, "data.train_batch_size=64"],
         ONE_GRPO_UPDATE,
         [KL_LOSS, "actor_rollout_ref.ref.log_probs=update"],
-        [*ONE_GRPO_UPDATE, f"{ACTOR}.use_rollout_log_probs=true", f"{ACTOR}.llds_coef=0.1"],
+        [*ONE_GRPO_UPDATE, OF_ROLLOUT, f"{ACTOR}.llds_coef=0.1"],
         [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.5"],
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=205"],
         [*ADAPTIVE, "algorithm.kl_ctrl.horizon=204", "trainer.val_only=true"],

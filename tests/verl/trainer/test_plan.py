@@ -189,13 +189,13 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("composed_once")
 def test_what_binds_it_on_more_and_more_gpus(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The batch stays as it is: the last of 4,096 GPUs that are whole nodes sample as many iterations as the first."""
+    """The batch stays as it is: the last multiple up to 4,096 GPUs samples as many iterations as the first."""
     assert main((*plan(model, "64x6xH100", *ONE_COPY), "--png", str(tmp_path / "plan.png"))) == 0
     table = capsys.readouterr().out.split("efficiency  bound by\n")[1].split("\n\n")[0]
     rows = [line.split(maxsplit=3) for line in table.splitlines()]
-    assert [int(row[0]) for row in rows] == [384, 1536, 4092]
+    assert [int(row[0]) for row in rows] == [384, 1536, 3840]
     assert {row[3] for row in rows} == {f"sample: {STEPPING}"}
-    assert [row[2] for row in rows] == ["100%", "25%", "9%"]
+    assert [row[2] for row in rows] == ["100%", "25%", "10%"]
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 

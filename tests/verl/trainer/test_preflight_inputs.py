@@ -21,6 +21,16 @@ from verl.trainer.preflight.__main__ import main, parse
 from verl.trainer.preflight.inputs import check_inputs
 from verl.trainer.preflight.models import require_engines_share_heads
 
+MODEL = "actor_rollout_ref.model"
+ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+
+
+@pytest.fixture
+def wrong(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
+    """The config of a run without a retriever: what else is wrong is said before one is asked."""
+    dead = "retriever.url=http://127.0.0.1:1/retrieve"
+    return lambda *overrides: run_config(small_run(prompt_file, tmp_path / "run", tiny_model_dir, dead, *overrides))
+
 
 def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, caplog: pytest.LogCaptureFixture
@@ -53,58 +63,39 @@ def test_a_run_that_can_start_leaves_no_trace(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "message"),
+    ("overrides", "message"),
     [
         # The model was made for 1024 tokens; 910 of them are the prompt's.
-        (["data.max_response_length=115"], ConfigError, "= 1025 tokens, but .* was made for 1024"),
-        (
-            [
-                "data.max_response_length=115",
-                "+actor_rollout_ref.model.override_config={max_position_embeddings: 1025}",
-            ],
-            EnvironmentUnavailable,  # the window is large enough now, and the next thing is wrong
-            "http://127.0.0.1:1/retrieve",
-        ),
-        (
-            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[qproj]"],
-            ConfigError,
-            "has no linear layer qproj. It has down_proj, gate_proj, ",
-        ),
+        ("data.max_response_length=115", "= 1025 tokens, but .* was made for 1024"),
+        (f"{MODEL}.lora_rank=4 {MODEL}.target_modules=[qproj]", "has no linear layer qproj. It has down_proj, gate_pr"),
         # The model has 3 attention heads, of one key and value head.
         (
-            ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
-            ConfigError,
-            "actor.ulysses_sequence_parallel_size=2 does not divide the 3 attention heads .* set it to one of 1, 3",
+            f"trainer.n_gpus_per_node=2 {ULYSSES}=2",
+            f"{ULYSSES}=2 does not divide the 3 attention heads .* set it to one of 1, 3",
         ),
-        (["trainer.default_local_dir=/dev/null/run"], ConfigError, "run folder: /dev/null/run: /dev/null is a file"),
-        (["data.tokenizer=/no/such/folder"], ConfigError, "no tokenizer could be loaded"),
-        (["reward.function=no.such.Reward"], ConfigError, "no.such"),
-        (
-            ["data.train_batch_size=3"],
-            ConfigError,
-            r"data.train_batch_size=3 is more than the 2 prompts of .*train.parquet: .* set it to 2 or less",
-        ),
-        (
-            ["data.train_batch_size=2", "data.train_data_num=1"],
-            ConfigError,
-            "is more than the 1 prompts of .*data_num=1",
-        ),
+        ("trainer.default_local_dir=/dev/null/run", "run folder: /dev/null/run: /dev/null is a file"),
+        ("data.tokenizer=/no/such/folder", "no tokenizer could be loaded"),
+        ("reward.function=no.such.Reward", "no.such"),
+        ("data.train_batch_size=3", r"=3 is more than the 2 prompts of .*train.parquet: .* set it to 2 or less"),
+        ("data.train_batch_size=2 data.train_data_num=1", "is more than the 1 prompts of .*data_num=1"),
         # Made with search_r1, whose passages stand between <information> tags; research reads <result> and a box.
         (
-            ["agent.template=research"],
-            ConfigError,
+            "agent.template=research",
             r"template: .*train.parquet: .*<information>.* as template search_r1, but agent.template=rese.* <result>",
         ),
-        (["agent.template=r1"], ConfigError, "template: .*<search>"),
+        ("agent.template=r1", "template: .*<search>"),
     ],
 )
-def test_what_is_wrong_is_said(
-    overrides: list[str], kind: type[Exception], message: str, prompt_file: Path, tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    url = "retriever.url=http://127.0.0.1:1/retrieve"
-    settings = small_run(prompt_file, tmp_path / "run", tiny_model_dir, url, *overrides)
-    with pytest.raises(kind, match=message):
-        check_inputs(run_config(settings))
+def test_what_is_wrong_is_said(wrong: Callable[..., Config], overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(wrong(*overrides.split()))
+
+
+def test_a_window_that_is_widened(wrong: Callable[..., Config]) -> None:
+    """It is large enough now, and the next thing is wrong."""
+    wide = f"+{MODEL}.override_config={{max_position_embeddings: 1025}}"
+    with pytest.raises(EnvironmentUnavailable, match="http://127.0.0.1:1/retrieve"):
+        check_inputs(wrong("data.max_response_length=115", wide))
 
 
 @pytest.mark.parametrize(
@@ -141,38 +132,30 @@ def unavailable(data_source, solution_str, ground_truth, extra_info=None):
     raise RewardUnavailable("the judge is down")
 
 
-@pytest.fixture
-def trying(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
-    """Without a retriever: what is wrong with a reward is said before one is asked."""
-
-    def config(function: Callable[..., object], *overrides: str) -> Config:
-        name = f"reward.function={__name__}.{function.__name__}"
-        dead = "retriever.url=http://127.0.0.1:1/retrieve"
-        return run_config(small_run(prompt_file, tmp_path / "run", tiny_model_dir, name, dead, *overrides))
-
-    return config
+def named(function: Callable[..., object]) -> str:
+    return f"reward.function={__name__}.{function.__name__}"
 
 
-def test_a_reward_that_is_no_number_ends_the_run_at_its_start(trying: Callable[..., Config]) -> None:
+def test_a_reward_that_is_no_number_ends_the_run_at_its_start(wrong: Callable[..., Config]) -> None:
     with pytest.raises(RewardError) as caught:
-        check_inputs(trying(never_a_number))
+        check_inputs(wrong(named(never_a_number)))
     for part in (f"{__name__}.never_a_number", "gave nan", "data_source 'nq'", f"question '{QUESTION}"):
         assert part in str(caught.value)
 
 
-def test_a_judge_that_is_down_is_not_the_rewards_fault(trying: Callable[..., Config]) -> None:
+def test_a_judge_that_is_down_is_not_the_rewards_fault(wrong: Callable[..., Config]) -> None:
     with pytest.raises(RewardUnavailable, match="the judge is down"):
-        check_inputs(trying(unavailable))
+        check_inputs(wrong(named(unavailable)))
 
 
-def test_every_data_source_is_tried(trying: Callable[..., Config], prompt_file: Path) -> None:
+def test_every_data_source_is_tried(wrong: Callable[..., Config], prompt_file: Path) -> None:
     """Validation asks about sets that training has not; the first row of each is tried."""
     table = pq.read_table(prompt_file)
     other = table.set_column(table.column_names.index("data_source"), "data_source", pa.array(["nq", "musique"]))
     validation = prompt_file.with_name("validation.parquet")
     pq.write_table(other, validation)
     with pytest.raises(RewardError, match="knows_nq_alone raised KeyError: 'musique' .*data_source 'musique'"):
-        check_inputs(trying(knows_nq_alone, f"data.val_files={validation}"))
+        check_inputs(wrong(named(knows_nq_alone), f"data.val_files={validation}"))
 
 
 @pytest.mark.usefixtures("no_dry_run")
@@ -180,9 +163,9 @@ def test_the_command_says_what_the_reward_gave(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = small_run(prompt_file, tmp_path / "run", tiny_model_dir, f"retriever.url={osk_url}")
-    main([*arguments, f"reward.function={__name__}.half"])
+    main([*arguments, named(half)])
     assert f"ok   reward: {__name__}.half gave 0.5" in capsys.readouterr().out
-    assert main([*arguments, f"reward.function={__name__}.never_a_number"]) == 1
+    assert main([*arguments, named(never_a_number)]) == 1
     out = capsys.readouterr().out
     assert f"FAIL reward: reward {__name__}.never_a_number gave nan" in out and "ok   environment" in out
 

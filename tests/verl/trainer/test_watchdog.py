@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
+from ahead_world import World
+from forked import ranks
 
 from verl.trainer.janitor import Janitor
 from verl.trainer.watchdog import Watchdog
@@ -44,19 +47,16 @@ def test_a_stopped_watchdog_is_no_more() -> None:
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-WAITING = """
-from ahead_world import World
-from verl.trainer.watchdog import Watchdog
-
-watchdog = Watchdog(2.0, lambda seconds: print("stalled", flush=True))
-World(1, 2).take(1)  # its sampler is let go by nobody
-"""
+def wait_for_a_sampler(rank: int, sender: Connection) -> None:
+    Watchdog(2.0, lambda seconds: sender.send("stalled"))
+    World(1, 2).take(1)  # its sampler is let go by nobody
 
 
 def test_a_loop_that_waits_for_a_thread_that_hangs_is_ended() -> None:
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", WAITING], env=variables, capture_output=True, text=True, timeout=280)
-    assert (done.returncode, done.stdout) == (1, "stalled\n"), done.stderr
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with ranks(1, wait_for_a_sampler, sender) as [loop]:
+        loop.join(280)
+        assert loop.exitcode == 1 and receiver.poll() and receiver.recv() == "stalled"
 
 
 KILLED = """
