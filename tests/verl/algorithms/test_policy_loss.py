@@ -77,6 +77,27 @@ def test_gspo_by_hand() -> None:
     close(log_prob_T.grad, f64(-5.0, 0.0, -5.0, 0.0, 0.0, 2.0))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_gspo_has_the_value_and_gradient_of_the_sequence_objective(seed: int) -> None:
+    """The mean over each row's tokens, against min(s A, clip(s) A) of the row's length-normalised ratio s."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 4, 7, 3]
+    row_T = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    old_T = -torch.rand(15, generator=generator, dtype=torch.float64)
+    log_prob_T = (old_T + 0.3 * torch.randn(15, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantage_B = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    loss_T = POLICY_LOSSES["gspo"](log_prob_T, old_T, advantage_B[row_T], row_T, Clip(0.05, 0.1)).loss_T
+    loss = torch.stack([part.mean() for part in loss_T.split(lengths)]).sum()
+
+    sequence = f64(0.0)
+    for new, old, advantage in zip(log_prob_T.split(lengths), old_T.split(lengths), advantage_B, strict=True):
+        s = (new.sum() - old.sum()).div(len(new)).exp()
+        sequence = sequence - torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage)
+    close(loss.reshape(1), sequence)
+    close(torch.autograd.grad(loss, log_prob_T)[0], torch.autograd.grad(sequence, log_prob_T)[0])
+
+
 def test_cispo_by_hand() -> None:
     # l = log rho - 1; weights: 1.5 -> 1.28, 0.5 -> 0.8, 1.1 stays. Clipped tokens keep their gradient -weight A
     log_prob_T, old_T = with_ratios(1.5, 0.5, 1.1)
