@@ -117,20 +117,13 @@ def test_files_with_different_further_columns(tmp_path, byte_tokenizer):
     assert [prompt.row.get("metadata") for prompt in prompts] == [{"type": "bridge"}] * 2 + [None] * 2
 
 
-def test_state_goes_on_where_it_stopped(ten, byte_tokenizer):
-    source = source_of(ten, byte_tokenizer)
-    source.next(23)
-    state = source.state_dict()
-    resumed = source_of(ten, byte_tokenizer)
-    resumed.load_state_dict(state)
-    assert indices(resumed.next(40)) == indices(source.next(40))
-
-
-def test_state_at_the_end_of_an_epoch(ten, byte_tokenizer):
+@pytest.mark.parametrize("drawn", [23, 10])
+def test_state_goes_on_where_it_stopped(ten, byte_tokenizer, drawn):
+    """In the middle of an epoch, and at the end of one."""
     source, resumed = source_of(ten, byte_tokenizer), source_of(ten, byte_tokenizer)
-    source.next(10)
+    source.next(drawn)
     resumed.load_state_dict(source.state_dict())
-    assert indices(resumed.next(10)) == indices(source.next(10))
+    assert indices(resumed.next(40)) == indices(source.next(40))
 
 
 def test_state_of_other_prompts_is_refused(ten, byte_tokenizer):
@@ -151,18 +144,12 @@ def test_subsample_is_seeded_and_keeps_the_order(ten, byte_tokenizer):
         source_of(ten, byte_tokenizer, num_rows=11)
 
 
-def test_overlong_prompt_names_file_row_and_column(tmp_path, byte_tokenizer):
+def test_overlong_prompts_are_named_or_dropped_and_counted(tmp_path, byte_tokenizer, caplog):
     rows = rows_of(4)
     rows[2]["prompt"][0]["content"] = "long " * 50
     path = write(tmp_path / "long.parquet", rows)
     with pytest.raises(DataError, match=r"long\.parquet: row 2, column 'prompt': the prompt has \d+ tokens"):
         source_of(path, byte_tokenizer, max_start_length=30)
-
-
-def test_overlong_prompts_are_dropped_and_counted(tmp_path, byte_tokenizer, caplog):
-    rows = rows_of(4)
-    rows[2]["prompt"][0]["content"] = "long " * 50
-    path = write(tmp_path / "long.parquet", rows)
     source = source_of(path, byte_tokenizer, max_start_length=30, filter_overlong=True)
     assert indices(source.all()) == [0, 1, 3] and len(source) == 3
     assert "dropped 1 of 4" in caplog.text

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
+import multiprocessing
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e_world import ENV, ROOT, free_port
+from forked import ranks
 from preflight_run import levels, small_run
 
 from verl.config import Config
 from verl.trainer.dry_run.gpus import GIB
+from verl.trainer.main_ppo import main
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight import disk, machine
 from verl.trainer.preflight.devices import check_devices, judge_nodes
@@ -113,22 +121,14 @@ def test_a_cluster_that_does_not_answer_is_a_warning(make_config: Callable[..., 
     assert found.level == "warn" and "nobody listens" in found.found
 
 
-# Disks of its own, which end with the shell: in the folders `small`, `full` and `read_only` of $1. Then a command.
+# In the folder $1, of a process that has left the machine's namespace: they end with it.
 DISKS = """
 cd "$1" && mkdir small full read_only
 mount -t tmpfs -o size=2m tmpfs small
 mount -t tmpfs -o size=1m tmpfs full && { cat /dev/zero >full/zeros || true; }
 mount -t tmpfs -o ro tmpfs read_only
-cd "$OLDPWD" && shift && exec "$@"
 """
-NAMESPACE = ("unshare", "--map-root-user", "--mount")
-RUNS = """
-import sys
-from verl.trainer.main_ppo import main
-folder, settings = sys.argv[1], sys.argv[2:]
-for name in ("small", "full", "read_only"):
-    print(name, main([*settings, f"trainer.default_local_dir={folder}/{name}/run"]))
-"""
+NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000
 
 
 def test_what_checkpoints_take(make_config: Callable[..., Config]) -> None:
@@ -160,21 +160,46 @@ def test_run_folder(tmp_path: Path) -> None:
     assert disk.check_folder(tmp_path / "file" / "run").level == "FAIL"
 
 
+def leave_namespace() -> bool:
+    """Whether this process may now mount disks of its own, as root of what it alone sees."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None).unshare(NEW_MOUNTS | NEW_USER):
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(text)
+    except OSError:
+        return False
+    return subprocess.run(["mount", "--make-rprivate", "/"]).returncode == 0
+
+
+def start_on_small_disks(rank: int, folder: Path, settings: list[str], sender: Connection) -> None:
+    """In a process of its own. Sends the status of each start and what it said; nothing if no disk may be mounted."""
+    if not leave_namespace():
+        return
+    subprocess.run(["bash", "-ec", DISKS, "-", folder], check=True, capture_output=True)
+    for name in ("small", "full", "read_only"):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            status = main([*settings, f"trainer.default_local_dir={folder}/{name}/run"])
+        sender.send((status, said.getvalue()))
+
+
 def test_no_training_starts_without_room(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
-    if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a disk of his own")
     settings = small_run(prompt_file, tmp_path, tiny_model_dir, "retriever.url=http://127.0.0.1:1/retrieve")
-    done = subprocess.run(
-        [*NAMESPACE, "bash", "-ec", DISKS, "-", tmp_path, sys.executable, "-c", RUNS, tmp_path, *settings],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["small 2", "full 2", "read_only 2"], done.stderr
-    small, full, read_only = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with ranks(1, start_on_small_disks, tmp_path, settings, sender) as [starting]:
+        starting.join(280)
+        assert starting.exitcode == 0
+    if not receiver.poll():
+        pytest.skip("this machine lets nobody mount a disk of his own")
     # 324864 parameters, in float32: exported, weights, two moments.
-    assert small.startswith(f"error: disk: {tmp_path}/small/run: 2.0 MiB free, one checkpoint takes 5.0 MiB; free some")
-    assert full.startswith(f"error: run folder: {tmp_path}/full/run: [Errno 28] No space left on device")
-    assert read_only.startswith(f"error: run folder: {tmp_path}/read_only/run: [Errno 30] Read-only file system")
-    assert "Traceback" not in done.stderr
+    for message in (
+        f"disk: {tmp_path}/small/run: 2.0 MiB free, one checkpoint takes 5.0 MiB; free some",
+        f"run folder: {tmp_path}/full/run: [Errno 28] No space left on device",
+        f"run folder: {tmp_path}/read_only/run: [Errno 30] Read-only file system",
+    ):
+        status, said = receiver.recv()
+        assert status == 2 and f"error: {message}" in said and "Traceback" not in said
 
 
 NOWHERE = "no-such-host.invalid"  # a name that no DNS may ever resolve (RFC 6761)

@@ -102,8 +102,9 @@ def test_one_that_does_not_listen_for_others_is_an_error_that_says_so(ray_sessio
     end_servers([started])
 
 
-def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(tinywiki: Path, tiny_model_dir: Path) -> None:
-    files = (f"data.train_files={tinywiki / 'train.parquet'}", f"data.val_files={tinywiki / 'validation.parquet'}")
+def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(prompt_file: Path, tiny_model_dir: Path) -> None:
+    files = [f"data.{name}_files={prompt_file}" for name in ("train", "val")]
+    files += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     model = f"actor_rollout_ref.model.path={tiny_model_dir}"
     check_sources(config_of(LAUNCH, *files, model))
     with pytest.raises(ConfigError, match="url must look like http://host:port/v1"):
