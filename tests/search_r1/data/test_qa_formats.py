@@ -67,9 +67,9 @@ POPQA = (
     '4222362\tGeorge Rankin\toccupation\tpolitician\t"[""politician"", ""political leader"", ""pol""]"\t'
     "What is George Rankin's occupation?\n"
 )
+WHO = "Who was president of the United States in the year that Citibank was founded?"
 BAMBOOGLE = (
-    "Question,Answer\r\n"
-    "Who was president of the United States in the year that Citibank was founded?,James Madison\r\n"
+    f"Question,Answer\r\n{WHO},James Madison\r\n"
     '"When was the composer of ""Carol of the Bells"" born?","December 13, 1877"\r\n'
 )
 
@@ -86,11 +86,7 @@ def saved(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        (
-            "flashrag.jsonl",
-            '{"id": "test_0", "question": " who ", "golden_answers": ["A"]}',
-            [("test_0", "who?", ["A"])],
-        ),
+        ("flashrag.jsonl", '{"id": "x_0", "question": " who ", "golden_answers": ["A"]}', [("x_0", "who?", ["A"])]),
         ("numbers.jsonl", '{"id": 7, "question": "q?", "golden_answers": ["A", ""]}', [("7", "q?", ["A", ""])]),
         ("truth.jsonl", '{"id": "a", "question": "q", "golden_answers": [true]}', [("a", "q?", ["yes"])]),
         (
@@ -124,11 +120,7 @@ def saved(path: Path, text: str) -> Path:
             "bamboogle.csv",
             "\ufeff" + BAMBOOGLE,
             [
-                (
-                    "test_0",
-                    "Who was president of the United States in the year that Citibank was founded?",
-                    ["James Madison"],
-                ),
+                ("test_0", WHO, ["James Madison"]),
                 ("test_1", 'When was the composer of "Carol of the Bells" born?', ["December 13, 1877"]),
             ],
         ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,22 @@ FOUND = [
 ]
 
 
-def as_lines(path: Path) -> None:
-    write_lines(path, ROWS)
-
-
-def as_array(path: Path) -> None:
-    path.write_text(json.dumps(ROWS, indent=1))
-
-
-def as_table(path: Path) -> None:
-    path.write_text(
-        "question,golden_answers,type\nWho wrote Emma,Jane Austen,book\n"
-        'Is the Rhine a river?,"[""yes"", ""it is""]",place\n"When was ""Émile"" published?",1762,book\n'
-    )
-
-
-def as_parquet(path: Path) -> None:
-    answers = [row["answer"] if isinstance(row["answer"], list) else [str(row["answer"])] for row in ROWS]
-    rows = [row | {"answer": texts} for row, texts in zip(ROWS, answers, strict=True)]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """In the format of the name. Several answers are JSON in a table; all answers are lists of texts in Parquet."""
+    if path.suffix == ".jsonl":
+        write_lines(path, rows)
+    elif path.suffix == ".json":
+        path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "]")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["question", "golden_answers", "type"])
+            for row in rows:
+                answer = json.dumps(row["answer"]) if isinstance(row["answer"], list) else row["answer"]
+                table.writerow([row["question"], answer, row["type"]])
+    else:
+        answers = [row["answer"] if isinstance(row["answer"], list) else [str(row["answer"])] for row in rows]
+        pq.write_table(pa.Table.from_pylist([row | {"answer": a} for row, a in zip(rows, answers, strict=True)]), path)
 
 
 def answered(source: PromptSource, tokenizer, text: str) -> Trajectory:
@@ -66,16 +63,11 @@ def answered(source: PromptSource, tokenizer, text: str) -> Trajectory:
     return Trajectory("g", prompt, segments, Status.ANSWERED)
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("own.jsonl", as_lines), ("own.json", as_array), ("own.csv", as_table), ("own.parquet", as_parquet)],
-)
-def test_own_questions_are_trained_on_and_evaluated(
-    name: str, write: Callable[[Path], None], tmp_path: Path, byte_tokenizer, capsys
-) -> None:
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.csv", "own.parquet"])
+def test_own_questions_are_trained_on_and_evaluated(name: str, tmp_path: Path, byte_tokenizer, capsys) -> None:
     """One file, read by data processing and by evaluation: same questions, answers, ids and subset; reward is EM."""
     path = tmp_path / name
-    write(path)
+    write(path, ROWS)
     assert run_script(TRAIN_MERGE, "--data_sources", f"mine={path}", "--local_dir", tmp_path / "out") == 0
     assert f"{tmp_path}/out/train.parquet: 3 prompts (3 of mine from {name})" in capsys.readouterr().out
     made = tmp_path / "out/train.parquet"
@@ -87,9 +79,8 @@ def test_own_questions_are_trained_on_and_evaluated(
     assert [found.key for found in asked] == ["mine/own_0", "mine/own_1", "mine/own_2"]
     for field in ("key", "text", "golden_answers", "stratum"):
         assert [getattr(found, field) for found in prompts] == [getattr(found, field) for found in asked]
-    assert [found.key for found in stratified_subset(prompts, 2)] == [
-        found.key for found in stratified_subset(asked, 2)
-    ]
+    subsets = [[found.key for found in stratified_subset(some, 2)] for some in (prompts, asked)]
+    assert subsets[0] == subsets[1]
 
     config = load_config("ppo_trainer")
     reward = make_reward(config, config.reward.function, config.reward.kwargs)
@@ -120,18 +111,10 @@ def test_a_prompt_file_can_be_made_anew_with_another_template(tmp_path: Path) ->
     assert [row | {"prompt": 0} for row in after] == [row | {"prompt": 0} for row in before]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_a_bad_row_names_file_and_row_to_both(suffix: str, tmp_path: Path, capsys) -> None:
-    path, rows = tmp_path / f"mine.{suffix}", [{"question": "a", "answer": "b"}, {"question": " ", "answer": "c"}]
-    if suffix == "jsonl":
-        write_lines(path, rows)
-    elif suffix == "json":
-        path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "]")
-    elif suffix == "csv":
-        path.write_text("question,answer\na,b\n ,c\n")
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    place = {"jsonl": ":2", "json": ":3", "csv": ":3", "parquet": ": row 1"}[suffix]
+@pytest.mark.parametrize(("suffix", "place"), [("jsonl", ":2"), ("json", ":3"), ("csv", ":3"), ("parquet", ": row 1")])
+def test_a_bad_row_names_file_and_row_to_both(suffix: str, place: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / f"mine.{suffix}"
+    write(path, [ROWS[0], ROWS[1] | {"question": " "}])
     assert run_script(TRAIN_MERGE, "--data_sources", f"mine={path}", "--local_dir", tmp_path / "o") == 1
     assert f"{path}{place}: the question is ' ', not a text" in capsys.readouterr().err
     with pytest.raises(DataError, match="the question is ' ', not a text") as error:
@@ -210,18 +193,15 @@ def test_other_sets_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         assert run_script(TEST_MERGE, "--data_sources", "web_question", "--local_dir", tmp_path / "o") == 1
     assert "has no web_question/test.jsonl or web_question/dev.jsonl or " in capsys.readouterr().err
     assert "4 prompts (2 of web_questions from test.jsonl, 2 of squad from dev.jsonl)" in said
-    assert [found.key for found in load_questions([str(tmp_path / "o/test.parquet")], None)] == [
-        *("web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1")
-    ]
+    made = load_questions([str(tmp_path / "o/test.parquet")], None)
+    assert [found.key for found in made] == ["web_questions/wq_0", "web_questions/wq_1", "squad/sq_0", "squad/sq_1"]
 
 
 def test_the_originals_in_a_folder_are_evaluated_too(tmp_path: Path) -> None:
     table = tmp_path / "qa/bamboogle/Bamboogle Prerelease - Sheet1.csv"
     table.parent.mkdir(parents=True)
     table.write_text("Question,Answer\nWho?,Me\n")
-    assert (
-        run_script(TEST_MERGE, "--data_sources", "bamboogle", "--input_dir", tmp_path / "qa", "--local_dir", tmp_path)
-        == 0
-    )
+    arguments = ("--data_sources", "bamboogle", "--input_dir", tmp_path / "qa", "--local_dir", tmp_path)
+    assert run_script(TEST_MERGE, *arguments) == 0
     [asked], [prompt] = load_questions([], tmp_path / "qa"), load_questions([str(tmp_path / "test.parquet")], None)
     assert asked.key == prompt.key == "bamboogle/test_0" and asked.golden_answers == prompt.golden_answers

@@ -11,7 +11,8 @@ from search_r1.rewards.format_grammar import check_format
 
 OPENING = ["<think>", "<search>", "<information>", "<answer>"]
 ALL_TAGS = [*OPENING, "</think>", "</search>", "</information>", "</answer>"]
-SEARCH = Turn("<think>a</think><search>q</search>", Reply.OBSERVATION)
+QUERY = "<think>a</think><search>q</search>"
+SEARCH = Turn(QUERY, Reply.OBSERVATION)
 ANSWER = Turn("<think>b</think><answer>c</answer>")
 
 
@@ -32,66 +33,50 @@ def test_valid(turns):
 
 
 @pytest.mark.parametrize(
-    ("turns", "reason"),
+    ("turns", "found", "expected"),
     [
-        ([], "the trajectory ends where <think> should stand"),
-        ([Turn("")], "turn 0: the end of the turn where <think> should stand"),
-        ([Turn("<answer>c</answer>")], "turn 0: <answer> where <think> should stand"),
-        ([SEARCH, Turn("<answer>c</answer>")], "turn 1: <answer> where <think> should stand"),
-        ([Turn("Well. <think>a</think>")], "turn 0: the text 'Well.' where <think> should stand"),
-        (
-            [Turn("<think>a</think> so <answer>c</answer>")],
-            "turn 0: the text 'so' where <search> or <answer> should stand",
-        ),
-        ([Turn("<think>a</think><answer>c</answer>.")], "turn 0: the text '.' where the end of the turn should stand"),
-        ([Turn("<think>a<answer>c</answer>")], "turn 0: <answer> where </think> should stand"),
-        ([Turn("<think>a<think>b</think></think>")], "turn 0: <think> where </think> should stand"),
-        ([Turn("<think>a</think><search>q<answer>c</answer>")], "turn 0: <answer> where </search> should stand"),
-        ([Turn("<think>a</think>")], "turn 0: the end of the turn where <search> or <answer> should stand"),
-        ([Turn("<think>a</think><answer>c")], "turn 0: the end of the turn where </answer> should stand"),
-        ([Turn("<think>a</think></answer>c<answer>")], "turn 0: </answer> where <search> or <answer> should stand"),
-        (
-            [Turn("<think>a</think><think>b</think><answer>c</answer>")],
-            "turn 0: <think> where <search> or <answer> should stand",
-        ),
+        ([], "the trajectory ends", "<think>"),
+        ([Turn("")], "turn 0: the end of the turn", "<think>"),
+        ([Turn("<answer>c</answer>")], "turn 0: <answer>", "<think>"),
+        ([SEARCH, Turn("<answer>c</answer>")], "turn 1: <answer>", "<think>"),
+        ([Turn("Well. <think>a</think>")], "turn 0: the text 'Well.'", "<think>"),
+        ([Turn("<think>a</think> so <answer>c</answer>")], "turn 0: the text 'so'", "<search> or <answer>"),
+        ([Turn("<think>a</think><answer>c</answer>.")], "turn 0: the text '.'", "the end of the turn"),
+        ([Turn("<think>a<answer>c</answer>")], "turn 0: <answer>", "</think>"),
+        ([Turn("<think>a<think>b</think></think>")], "turn 0: <think>", "</think>"),
+        ([Turn("<think>a</think><search>q<answer>c</answer>")], "turn 0: <answer>", "</search>"),
+        ([Turn("<think>a</think>")], "turn 0: the end of the turn", "<search> or <answer>"),
+        ([Turn("<think>a</think><answer>c")], "turn 0: the end of the turn", "</answer>"),
+        ([Turn("<think>a</think></answer>c<answer>")], "turn 0: </answer>", "<search> or <answer>"),
+        ([Turn("<think>a</think><think>b</think><answer>c</answer>")], "turn 0: <think>", "<search> or <answer>"),
         # The policy writes the reply itself: in one breath with its query, and inside a thought.
+        ([Turn(QUERY + "<information>p</information>", Reply.OBSERVATION)], "turn 0: <information>", "an observation"),
+        ([Turn("<think>a<information>p</information></think>")], "turn 0: <information>", "</think>"),
         (
-            [Turn("<think>a</think><search>q</search><information>p</information>", Reply.OBSERVATION)],
-            "turn 0: <information> where an observation should stand",
-        ),
-        ([Turn("<think>a<information>p</information></think>")], "turn 0: <information> where </think> should stand"),
-        (
-            [Turn("<think>a</think><search>q</search>an observation", Reply.OBSERVATION), ANSWER],
-            "turn 0: the text 'an observation' where an observation should stand",
+            [Turn(QUERY + "an observation", Reply.OBSERVATION), ANSWER],
+            "turn 0: the text 'an observation'",
+            "an observation",
         ),
         # Replies.
-        ([SEARCH], "the trajectory ends where <think> should stand"),
-        ([Turn("<think>a</think><search>q</search>")], "turn 0: the end of the turn where an observation should stand"),
-        (
-            [Turn("<think>a</think><search>q</search>", Reply.FEEDBACK), ANSWER],
-            "turn 0: feedback of the environment where an observation should stand",
-        ),
-        ([Turn("", Reply.FEEDBACK), ANSWER], "turn 0: feedback of the environment where <think> should stand"),
-        (
-            [Turn("<think>a</think><search>q", Reply.OBSERVATION), ANSWER],
-            "turn 0: an observation where </search> should stand",
-        ),
+        ([SEARCH], "the trajectory ends", "<think>"),
+        ([Turn(QUERY)], "turn 0: the end of the turn", "an observation"),
+        ([Turn(QUERY, Reply.FEEDBACK), ANSWER], "turn 0: feedback of the environment", "an observation"),
+        ([Turn("", Reply.FEEDBACK), ANSWER], "turn 0: feedback of the environment", "<think>"),
+        ([Turn("<think>a</think><search>q", Reply.OBSERVATION), ANSWER], "turn 0: an observation", "</search>"),
         (
             [Turn("<think>a</think><answer>c</answer>", Reply.OBSERVATION), ANSWER],
-            "turn 0: an observation where the end of the turn should stand",
+            "turn 0: an observation",
+            "the end of the turn",
         ),
         # A block does not reach across turns, and nothing comes after the answer.
-        (
-            [Turn("<think>a"), Turn("</think><answer>c</answer>")],
-            "turn 0: the end of the turn where </think> should stand",
-        ),
-        ([ANSWER, ANSWER], "turn 1: <think> where nothing should stand"),
-        ([ANSWER, Turn(" ")], "turn 1: the end of the turn where nothing should stand"),
+        ([Turn("<think>a"), Turn("</think><answer>c</answer>")], "turn 0: the end of the turn", "</think>"),
+        ([ANSWER, ANSWER], "turn 1: <think>", "nothing"),
+        ([ANSWER, Turn(" ")], "turn 1: the end of the turn", "nothing"),
     ],
 )
-def test_invalid_says_what_came_first_and_where(turns, reason):
+def test_invalid_says_what_came_first_and_where(turns, found, expected):
     verdict = check_format(turns)
-    assert (verdict.valid, verdict.reason) == (False, reason)
+    assert (verdict.valid, verdict.reason) == (False, f"{found} where {expected} should stand")
 
 
 def test_a_reason_quotes_no_more_than_the_start_of_a_long_text():

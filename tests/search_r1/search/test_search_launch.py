@@ -19,6 +19,7 @@ from search_engines import Engine
 
 from search_r1.search import index_builder, retrieval_server
 from search_r1.search.corpus import Corpus
+from search_r1.search.mcp_server import tool as mcp_tool
 
 _ROOT = Path(__file__).resolve().parents[3]
 _EXAMPLES = "example/retriever/retrieval_launch"
@@ -215,3 +216,18 @@ assert not heavy, heavy
 """
     variables = server_environment | {"BRAVE_API_KEY": "a-key-of-the-tests"}
     subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=variables, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (mcp_tool.main, ["--url", "http://127.0.0.1:1/retrieve"]),
+        (retrieval_server.main, ["--corpus_path", "never_read.jsonl", "--retriever_name", "bm25", "--mcp"]),
+    ],
+)
+def test_without_the_package_mcp_the_error_names_the_extra(main, arguments, monkeypatch, capsys) -> None:
+    for name in ("mcp", "mcp.server", "mcp.server.stdio"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(arguments) == 1
+    message = capsys.readouterr().err
+    assert "pip install -e '.[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")

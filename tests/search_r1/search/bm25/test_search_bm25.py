@@ -1,8 +1,13 @@
-"""BM25: the formula, its order, what finds nothing, the saved index, recall on real text."""
+"""BM25: the formula, what finds nothing, the saved index, recall on real text; the compiled search, bit for bit."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import bm25s
@@ -11,9 +16,14 @@ import pytest
 from search_corpora import corpus_of
 
 from search_r1.errors import CorpusError, IndexMismatchError
+from search_r1.search.bm25 import kernel as bm25_kernel
+from search_r1.search.bm25 import postings
 from search_r1.search.bm25.analyzer import terms
+from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.index import Bm25Retriever
+from search_r1.search.bm25.postings import Postings
 from search_r1.search.corpus import Corpus
+from search_r1.search.retriever import Hit
 
 
 def test_scores_are_the_formula_worked_out_by_hand(tmp_path: Path) -> None:
@@ -135,3 +145,150 @@ def test_finds_gold_answers_of_real_questions(wiki_mini: Path, wiki_index: Path,
     )
     assert len(asked) > 150
     assert recalled / len(asked) > 0.4  # measured 0.485; three random passages: 0.06
+
+
+# --- the compiled search against a plain numpy definition, and its weights against bm25s
+
+
+_ROWS, _COLUMNS = 400, 30
+
+
+def _matrix(seed: int, index_type: type = np.int32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A random matrix whose weights take few values, so that many scores are equal; some columns are empty."""
+    random = np.random.default_rng(seed)
+    columns = [np.flatnonzero(random.random(_ROWS) < share) for share in random.random(_COLUMNS) ** 3]
+    columns[4] = columns[5] = columns[4][:0]
+    indptr = np.cumsum([0, *map(len, columns)])
+    data = random.choice(np.array([0.1, 0.3, 0.7, 1.9], dtype=np.float32), indptr[-1])
+    return data, np.concatenate(columns).astype(index_type), indptr
+
+
+def _queries(seed: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [[], [4], [5, 4, 5], *(random.integers(0, _COLUMNS, random.integers(1, 9)).tolist() for _ in range(60))]
+
+
+def _by_numpy(matrix: tuple[np.ndarray, np.ndarray, np.ndarray], columns: list[int], k: int) -> list[Hit]:
+    """The definition: float32 sums over all rows in the order of the query, then a full sort."""
+    data, indices, indptr = matrix
+    scores = np.zeros(_ROWS, dtype=np.float32)
+    for column in columns:
+        span = slice(indptr[column], indptr[column + 1])
+        scores[indices[span]] += data[span]
+    rows = np.flatnonzero(scores > 0)
+    best = rows[np.lexsort((rows, -scores[rows]))][:k]
+    return [Hit(int(row), float(scores[row])) for row in best]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 10, 64, _ROWS, _ROWS + 5])
+def test_hits_are_those_of_the_definition_bit_for_bit(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and runs end inside columns and inside the matrix; short queries have few weights in a block."""
+    matrix, queries = _matrix(k), _queries(k)
+    expected = [_by_numpy(matrix, query, k) for query in queries]
+    assert sum(map(len, expected)) > 50  # the queries do find something
+    for block, run in itertools.product((7, 64, 300, 1 << 15), (3, 256)):
+        monkeypatch.setattr(postings, "BLOCK_ROWS", block)
+        monkeypatch.setattr(postings, "RUN_ROWS", run)
+        searched = Postings(*matrix, _ROWS)
+        assert searched.search(queries, k) == expected, (block, run)
+        assert [searched.search([query], k)[0] for query in queries] == expected, (block, run)  # alone
+
+
+def test_memory_mapped_and_wide_arrays_are_searched_as_they_are(tmp_path: Path) -> None:
+    matrix, queries = _matrix(1, np.int64), _queries(1)
+    for name, array in zip("abc", matrix, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+    mapped = Postings(*(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "abc"), _ROWS)
+    assert mapped.search(queries, 7) == [_by_numpy(matrix, query, 7) for query in queries]
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, queries = _matrix(2), _queries(2)
+    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 1)
+    expected = [_by_numpy(matrix, query, 5) for query in queries]
+    for num_threads in (2, 3, 8):
+        searched = Postings(*matrix, _ROWS, num_threads)
+        for _ in range(5):  # the scratch memory of every thread is clean again
+            assert searched.search(queries, 5) == expected
+        assert searched.search(queries[3:4], 5) == expected[3:4]
+        assert searched.search([[], []], 5) == [[], []]
+
+
+def test_work_is_cut_into_equal_parts_when_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    indptr = np.array([0, 1, 7, 8, 9])  # columns of 1, 6, 1 and 1 weights
+    rows = np.array([0, 0, 1, 2, 3, 4, 5, 0, 0], np.int32)
+    searched = Postings(np.ones(9, np.float32), rows, indptr, 6, num_threads=3)
+    columns, bounds = np.array([0, 1, 2, 3]), np.array([0, 1, 2, 3, 4])  # four queries of one column
+    assert searched._cuts(columns, bounds) == [0, 4]
+    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 4)
+    assert searched._cuts(columns, bounds) == [0, 2, 4]  # 9 // 4 parts; 4.5 is passed after the second query
+    monkeypatch.setattr(postings, "_WEIGHTS_A_THREAD", 1)
+    assert searched._cuts(columns, bounds) == [0, 2, 2, 4]
+
+
+def test_weights_are_added_in_the_order_of_the_query() -> None:
+    # one row; float32 has no 2^24 + 1, so that sum stays at 2^24
+    data = np.array([2**24, 1.0, 1.0], dtype=np.float32)
+    searched = Postings(data, np.zeros(3, np.int32), np.arange(4), 1)
+    assert searched.search([[0, 1, 2], [1, 2, 0]], 1) == [[Hit(0, 2.0**24)], [Hit(0, 2.0**24 + 2)]]
+
+
+def test_a_score_that_is_not_above_zero_is_no_hit() -> None:
+    data = np.array([0.0, 0.0, 2.0], dtype=np.float32)
+    searched = Postings(data, np.arange(3, dtype=np.int32), np.array([0, 3]), 4)
+    assert searched.search([[0], [0, 0]], 4) == [[Hit(2, 2.0)], [Hit(2, 4.0)]]
+
+
+def test_nothing_is_asked_for() -> None:
+    searched = Postings(*_matrix(3), _ROWS)
+    assert searched.search([], 3) == []
+    assert searched.search([[0], []], 0) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("indices", "indptr", "reason"),
+    [
+        ([0, 1, 3], [0, 2, 3], "column 1 has a row outside"),
+        ([0, -1, 2], [0, 2, 3], "column 0 has a row outside"),
+        ([1, 0, 2], [0, 2, 3], "column 0 .* out of order"),
+        ([0, 1, 1], [0, 1, 3], "column 1 .* out of order"),
+        ([0, 1], [0, 2, 2], "differ in length"),
+        ([0, 1, 2], [0, 2, 4], "differ in length"),
+        ([0, 1, 2], [1, 2, 3], "differ in length"),
+        ([0, 1, 2], [0, 5, 3], "out of order"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(indices: list[int], indptr: list[int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Postings(np.ones(3, np.float32), np.array(indices, np.int32), np.array(indptr), 3)
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_weights_that_are_no_scores_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="column 1 .* not a number of 0 or more"):
+        Postings(np.array([1.0, weight], np.float32), np.array([0, 0], np.int32), np.array([0, 1, 2]), 1)
+
+
+def test_weights_are_those_of_bm25s_bit_for_bit(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    words = [f"w{i}" for i in range(60)]
+    texts = [" ".join(random.choice(words, random.integers(1, 40)) if row % 9 else ["the"]) for row in range(300)]
+    ours = build_index(corpus_of(tmp_path, *texts), k1=1.3, b=0.6)
+    theirs = bm25s.BM25(k1=1.3, b=0.6, method="lucene")
+    known = ours.vocab_dict
+    theirs.index(([[known[term] for term in terms(text)] for text in texts], dict(known)), show_progress=False)
+    assert len(known) == 60 and len(ours.scores["data"]) > 2000
+    for key in ("data", "indices", "indptr"):
+        np.testing.assert_array_equal(ours.scores[key], theirs.scores[key])
+    assert ours.scores["data"].dtype == np.float32 and ours.scores["indices"].dtype == np.int32
+    assert ours.scores["num_docs"] == theirs.scores["num_docs"] == 300
+
+
+def test_compiles_without_a_folder_for_machine_code(tmp_path: Path) -> None:
+    shutil.copy(bm25_kernel.__file__, tmp_path / "kernel.py")
+    (tmp_path / "__pycache__").write_text("not a folder")
+    script = "import kernel; print(kernel._is_worse(1.5, 3, 1.5, 2), kernel._is_worse._cache.cache_path)"
+    nowhere = {"XDG_CACHE_HOME": "/dev/null/none", "NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True None\n", done.stderr

@@ -22,7 +22,6 @@ from search_scheduling import GatedRetriever, Stage
 from search_servers import PATIENCE_S, running_app, served, wait_until
 
 from search_r1.llm_agent.observations import format_passage
-from search_r1.search import retrieval_server
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.mcp_server import tool as mcp_tool
@@ -31,7 +30,7 @@ from search_r1.search.server.app import AppOptions
 from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
 _INSTALLED = importlib.util.find_spec("mcp") is not None
-needs_mcp = pytest.mark.skipif(not _INSTALLED, reason="the package mcp is not installed (extra retrieval-mcp)")
+pytestmark = pytest.mark.skipif(not _INSTALLED, reason="the package mcp is not installed (extra retrieval-mcp)")
 
 Ask = Callable[[Any], Awaitable[Any]]
 
@@ -142,7 +141,6 @@ def stage(corpus_path: Path) -> Iterator[Callable[..., Stage]]:
     servers.close()
 
 
-@needs_mcp
 @pytest.mark.parametrize(
     ("transport", "mode"), [("http", "auto"), ("http", "legacy"), ("stdio", "legacy"), ("memory", "auto")]
 )
@@ -183,15 +181,13 @@ def test_the_tool_is_listed_and_answers(
     assert result.structured_content == {"results": results}
 
 
-@needs_mcp
 def test_a_document_reads_as_in_training_and_topk_is_obeyed(words: str) -> None:
-    one, default = search("city of Morn", topk=1), search("city of Morn")
-    for over in (over_http, over_memory):
-        assert over(words, one).content[0].text + "\n" == format_passage(1, MORN)
-    assert len(over_http(words, default).structured_content["results"][0]["passages"]) == 2
+    for over, default in ((over_http, 2), (over_memory, 3)):
+        assert over(words, search("city of Morn", topk=1)).content[0].text + "\n" == format_passage(1, MORN)
+        found = over(words, search("city of Morn in Tarsia"))
+        assert len(found.structured_content["results"][0]["passages"]) == default
 
 
-@needs_mcp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -207,7 +203,6 @@ def test_bad_arguments_are_a_tool_error(words: str, arguments: dict, message: st
     assert error_of(over_http(words, lambda client: client.call_tool("search", arguments))) == message
 
 
-@needs_mcp
 def test_an_unknown_tool_is_a_protocol_error(words: str) -> None:
     from mcp import MCPError
 
@@ -216,7 +211,6 @@ def test_an_unknown_tool_is_a_protocol_error(words: str) -> None:
     assert refused.group_contains(MCPError, match="no tool 'find'; use 'search'")
 
 
-@needs_mcp
 @pytest.mark.parametrize("mode", ERAS)
 def test_a_failed_search_is_a_tool_error_and_counted(stage, mode: str) -> None:
     gated = stage()
@@ -229,14 +223,12 @@ def test_a_failed_search_is_a_tool_error_and_counted(stage, mode: str) -> None:
     assert result.structured_content["results"][0]["passages"][0]["score"] == 1.0
 
 
-@needs_mcp
 def test_a_late_answer_is_a_tool_error(stage) -> None:
     gated = stage(timeout_s=0.3)
     assert error_of(over_http(gated.url, search("q 1"))) == "not answered within the deadline of 0.3 s"
     assert gated.value("retrieval_expired_total") == 1
 
 
-@needs_mcp
 def test_a_full_queue_is_a_tool_error(stage) -> None:
     gated = stage(max_queue=1)
     with ThreadPoolExecutor(2) as pool:
@@ -250,7 +242,6 @@ def test_a_full_queue_is_a_tool_error(stage) -> None:
     assert gated.value("retrieval_rejected_total") == 1
 
 
-@needs_mcp
 @pytest.mark.parametrize("version", ["2025-06-18", "2026-07-28"])
 def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: str) -> None:
     gated = stage()
@@ -286,14 +277,12 @@ def test_a_client_that_leaves_takes_its_query_out_of_the_queue(stage, version: s
     assert gated.retriever.batches[1:] == [["q 1"], ["q 2"]]  # once: not for the one who left
 
 
-@needs_mcp
 def test_a_server_that_is_not_there_is_a_tool_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     message = error_of(over_memory(url, search("q"), "--timeout_s", "0.5"))
     assert message.startswith(f"retriever {url}/retrieve is not available") and "retrieval_launch.sh" in message
 
 
-@needs_mcp
 def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mcp import MCPError
 
@@ -311,7 +300,6 @@ def test_the_token_of_the_server_guards_the_tool(serve, corpus_path: Path, monke
     assert 'retrieval_requests_total{route="/mcp",status="200"}' in metrics
 
 
-@needs_mcp
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -327,26 +315,6 @@ def test_any_name_of_the_server_but_no_foreign_web_page(words: str, headers: dic
     assert requests.post(f"{words}/mcp", json=body, headers=accept | headers, timeout=PATIENCE_S).status_code == status
 
 
-@needs_mcp
 def test_there_is_no_stream_to_hold_open(words: str) -> None:
     reply = requests.get(f"{words}/mcp", headers={"Accept": "text/event-stream"}, timeout=PATIENCE_S)
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
-
-
-def test_without_the_flag_there_is_no_tool(small_server: str) -> None:
-    assert requests.post(f"{small_server}/mcp", json={}, timeout=PATIENCE_S).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("main", "arguments"),
-    [
-        (mcp_tool.main, ["--url", "http://127.0.0.1:1/retrieve"]),
-        (retrieval_server.main, ["--corpus_path", "never_read.jsonl", "--retriever_name", "bm25", "--mcp"]),
-    ],
-)
-def test_without_the_package_the_error_names_the_extra(main, arguments, monkeypatch, capsys) -> None:
-    for name in ("mcp", "mcp.server", "mcp.server.stdio"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert main(arguments) == 1
-    message = capsys.readouterr().err
-    assert "pip install -e '.[retrieval-mcp]'" in message and message.splitlines()[-1].startswith("error: MCP needs")

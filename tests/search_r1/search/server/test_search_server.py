@@ -139,6 +139,10 @@ def test_the_interface_is_published(small_server: str) -> None:
     assert requests.get(f"{small_server}/docs", timeout=60).status_code == 200
 
 
+def test_without_its_flag_there_is_no_mcp_tool(small_server: str) -> None:
+    assert requests.post(f"{small_server}/mcp", json={}, timeout=60).status_code == 404
+
+
 def test_a_burst_of_threads_gets_the_answers_that_one_gets(small_server: str) -> None:
     queries = [f"{word} {number % 7}" for number, word in enumerate(["Morn", "Tarsia", "river", "singer"] * 32)]
     alone = {query: _post(small_server, queries=[query], return_scores=True).json() for query in set(queries)}
