@@ -18,11 +18,12 @@ from threading import Thread
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError
 
-from verl.errors import CheckpointError, Stalled, StorageError, VerlError, WorkerDied, translated
+from verl.errors import CheckpointError, StorageError, VerlError, translated
 from verl.single_controller.progress import note_progress
 from verl.single_controller.resource_pool import ResourcePool
+from verl.single_controller.waiting import typed
 from verl.storage import Digests, could_not_write, sync, writing
 from verl.working_dir import enter_working_dir
 
@@ -245,13 +246,9 @@ def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
     """Like `wait_for`, but it does not count as the driver's progress, since it also runs in the background."""
     try:
         return ray.get(references, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise Stalled(f"copying between run folders: no answer to '{method}' within {timeout_s:.0f} s") from error
-    except RayActorError as error:
-        raise WorkerDied(f"copying between run folders: a node was lost ('{method}')") from error
-    except RayTaskError as error:
-        if isinstance(error.cause, VerlError):
-            raise error.cause from error
+    except RayError as error:
+        if known := typed(error, f"copying between run folders ('{method}')", timeout_s):
+            raise known from error
         raise
 
 

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl.engine.batching import RankValues, merge_rows
 from verl.protocol import TrainBatch
+from verl.single_controller.waiting import put
 
 _columns = WeakTensorKeyDictionary()  # tensor -> its reference in the object store
 
@@ -72,7 +73,7 @@ def merged(batch: TrainBatch, answers: Sequence[SharedValues]) -> dict[str, torc
 
 def _put(column: torch.Tensor) -> ray.ObjectRef:
     if column not in _columns:
-        _columns[column] = ray.put(column.numpy())
+        _columns[column] = put(column.numpy(), "sharing the batch with the workers")
     return _columns[column]
 
 

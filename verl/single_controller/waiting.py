@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl.errors import Stalled, VerlError, WorkerDied
 from verl.single_controller.progress import note_progress
 
 FETCH_S = 1.0  # minimum timeout, for results that are available
-OTHERS_S = 2.0  # how long the death of one worker may take to show after another has failed because of it
+OTHERS_S = 2.0  # how long the failure of one worker may take to show after another has failed because of it
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def wait_beside(call: Call, others: Sequence[Call]) -> list[Any]:
     while left and theirs:
         done = wait_for_any([*left, *theirs], call.phase, call.timeout_s, call.since)
         for one in (call, *others):
-            if any(_has_failed(reference) for reference in one.references if reference in done):
+            if any(_failure(reference) for reference in one.references if reference in done):
                 one()
         left, theirs = ([one for one in references if one not in done] for references in (left, theirs))
     return call()
@@ -49,26 +48,57 @@ def wait_beside(call: Call, others: Sequence[Call]) -> list[Any]:
 def wait_for(references: list[Any], phase: str, timeout_s: float, since: float | None = None) -> list[Any]:
     """Results of all references, in order.
 
-    A typed error of a worker is raised here unchanged. A dead worker raises `WorkerDied`; one that did not answer
-    within `timeout_s` seconds from now, or from `since` (`time.monotonic`), raises `Stalled`. Both name `phase`.
+    A typed error of a worker is raised here unchanged. A dead worker raises `WorkerDied`, and so does a call that Ray
+    ended for another reason; one that did not answer within `timeout_s` seconds from now, or from `since`
+    (`time.monotonic`), raises `Stalled`. All name `phase`.
     """
     note_progress()
     passed_s = 0.0 if since is None else time.monotonic() - since
     try:
         return ray.get(references, timeout=max(FETCH_S, timeout_s - passed_s))
-    except GetTimeoutError as error:
-        raise _stalled(phase, timeout_s) from error
-    except RayActorError as error:
-        raise _died(phase, error) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, VerlError):
-            raise error.cause from error
-        # When a worker dies, the others' collectives fail: the death is what to report.
-        if death := _death_among(references):
-            raise _died(phase, death) from error
-        raise
+    except RayError as error:
+        # When a worker dies, or fails with a typed error, the others' collectives fail: the cause is what to report.
+        known = typed(error, phase, timeout_s) or _cause_among(references, phase, timeout_s)
+        if known is None:
+            raise
+        raise known from error
     finally:
         note_progress()
+
+
+def typed(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
+    """What `wait_for` raises for an error of Ray. None: the worker's own code raised an error that is not typed."""
+    if isinstance(error, GetTimeoutError):
+        return _stalled(phase, timeout_s)
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, VerlError):
+            return error.cause
+        return typed(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
+    told = " ".join(str(error).partition("Some common causes")[0].split())
+    if isinstance(error, OutOfMemoryError):
+        told = told.partition(" Object store memory usage")[0]
+        return WorkerDied(
+            f"{phase}: Ray ended a worker process because the machine was running out of memory. Give the run less to "
+            "hold (actor_rollout_ref.rollout.kv_cache_gib, num_engines, fewer workers), or let Ray wait longer with "
+            f"RAY_memory_usage_threshold (a share of the memory; 0.95 unless set). Ray says: {told}"
+        )
+    if isinstance(error, RayActorError):
+        return WorkerDied(
+            f"{phase}: a worker process ended; it was killed (out of memory? see dmesg) or it crashed (its log "
+            f"is in /tmp/ray/session_latest/logs). Ray says: {told}"
+        )
+    return WorkerDied(
+        f"{phase}: Ray ended the call ({type(error).__name__}); its logs are in /tmp/ray/session_latest/logs. "
+        f"Ray says: {told}"
+    )
+
+
+def put(value: Any, what: str) -> ray.ObjectRef:
+    """`ray.put`, with a typed error that says `what` was put: the object store or its disk may be full."""
+    try:
+        return ray.put(value)
+    except RayError as error:
+        raise typed(error, what, 0.0) or error from None
 
 
 def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: float) -> list[Any]:
@@ -85,13 +115,13 @@ def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: flo
     return ready
 
 
-def _has_failed(reference: Any) -> bool:
-    """Whether a finished call failed."""
+def _failure(reference: Any) -> RayError | None:
+    """Why a finished call failed, if it did."""
     try:
         ray.get(reference)
-    except RayError:
-        return True
-    return False
+    except RayError as error:
+        return error
+    return None
 
 
 def _stalled(phase: str, timeout_s: float) -> Stalled:
@@ -100,20 +130,8 @@ def _stalled(phase: str, timeout_s: float) -> Stalled:
     )
 
 
-def _died(phase: str, error: RayActorError) -> WorkerDied:
-    told = " ".join(str(error).partition("Some common causes")[0].split())
-    return WorkerDied(
-        f"{phase}: a worker process ended; it was killed (out of memory? see dmesg) or it crashed (its log "
-        f"is in /tmp/ray/session_latest/logs). Ray says: {told}"
-    )
-
-
-def _death_among(references: list[Any]) -> RayActorError | None:
+def _cause_among(references: list[Any], phase: str, timeout_s: float) -> VerlError | None:
     ready, _ = ray.wait(references, num_returns=len(references), timeout=OTHERS_S)
-    for reference in ready:
-        with contextlib.suppress(RayTaskError):
-            try:
-                ray.get(reference)
-            except RayActorError as error:
-                return error
-    return None
+    failures = (_failure(reference) for reference in ready)
+    known = (typed(failure, phase, timeout_s) for failure in failures if failure)
+    return next((error for error in known if error), None)

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from verl.single_controller.resource_pool import ResourcePool
-from verl.single_controller.waiting import Call, wait_for
+from verl.single_controller.waiting import Call, put, wait_for
 
 
 class WorkerGroup:
@@ -34,7 +34,7 @@ class WorkerGroup:
 
     def begin_all(self, method: str, *args: Any, timeout_s: float | None = None) -> Call:
         """Like `call_all`, but returns a `Call` to wait for; a rank runs its calls one after the other."""
-        shared = args if len(self.workers) == 1 else [ray.put(arg) for arg in args]
+        shared = args if len(self.workers) == 1 else [put(arg, f"{self.name}.{method}") for arg in args]
         references = [getattr(worker, method).remote(*shared) for worker in self.workers]
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return Call(references, f"{self.name}.{method}", limit_s)

@@ -1,17 +1,21 @@
-"""Calls of two groups of workers side by side: both are begun first, and the failure of either is told at once."""
+"""Waiting for workers: calls side by side, and one typed line for every way in which Ray ends a call."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray import exceptions
 
 from verl.errors import NumericalError, Stalled, WorkerDied
 from verl.single_controller import ResourcePool, WorkerGroup
-from verl.single_controller.waiting import wait_beside
+from verl.single_controller.waiting import typed, wait_beside
 
 LONG_S = 60.0
 
@@ -79,3 +83,74 @@ def test_a_worker_that_dies_beside_a_call_is_named(groups: Groups) -> None:
         wait_beside(first.begin_all("play", LONG_S), [other])
     killer.join()
     assert time.monotonic() - began < LONG_S / 2
+
+
+# What Ray's constructors need, where it is not a text.
+ARGUMENTS: dict[str, tuple[object, ...]] = {
+    name: ("ab" * 28, None, "")
+    for name in (
+        *("ObjectLostError", "ObjectFetchTimedOutError", "ReferenceCountingAssertionError", "ObjectFreedError"),
+        *("OwnerDiedError", "ObjectReconstructionFailedError", "PlasmaObjectNotAvailable"),
+    )
+} | {
+    "ActorUnavailableError": ("lost", None),
+    "ObjectReconstructionFailedError": ("ab" * 28, None, None, ""),
+    "ActorDiedError": (),
+    "RayActorError": (),
+    "TaskPlacementGroupRemoved": (),
+    "ActorPlacementGroupRemoved": (),
+    "LocalRayletDiedError": (),
+    "WorkerCrashedError": (),
+    "TaskCancelledError": (),
+}
+OF_RAY = sorted(
+    (
+        kind
+        for kind in vars(exceptions).values()
+        if isinstance(kind, type)
+        and issubclass(kind, exceptions.RayError)
+        and not issubclass(kind, exceptions.RayTaskError | exceptions.GetTimeoutError | exceptions.CrossLanguageError)
+    ),
+    key=lambda kind: kind.__name__,
+)
+
+
+@pytest.mark.parametrize("kind", OF_RAY)
+def test_every_error_of_ray_becomes_one_typed_line(kind: type[exceptions.RayError]) -> None:
+    """Also where a worker's own code met it, which is how one that waits for another one fails."""
+    error = kind(*ARGUMENTS.get(kind.__name__, ("first line\nsecond line",)))
+    inside = exceptions.RayTaskError("update", "a traceback", error)
+    for raised in (error, inside, inside.as_instanceof_cause()):
+        found = typed(raised, "ActorWorker.update", 60.0)
+        assert isinstance(found, WorkerDied) and str(found).startswith("ActorWorker.update: ")
+        assert len(str(found).splitlines()) == 1
+
+
+SHORT_OF_MEMORY = """
+import time
+from verl.errors import WorkerDied
+from verl.single_controller import ResourcePool, WorkerGroup, cluster
+
+class Worker:
+    def __init__(self, rank, world_size): pass
+    def work(self): time.sleep(300)
+
+cluster.connect(worker_logs=False)
+try:
+    WorkerGroup(Worker, ResourcePool(1, 1, "cpu"), timeout_s=200.0, env_vars={}).call_all("work")
+except WorkerDied as error:
+    print(error)
+finally:
+    cluster.disconnect()
+"""
+
+
+def test_what_ray_ends_for_want_of_memory_is_told_so() -> None:
+    """With a limit that any machine exceeds; Ray would kill the same way at its own."""
+    limit = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100", "RAY_ADDRESS": "local"}
+    script = [sys.executable, "-c", SHORT_OF_MEMORY]
+    done = subprocess.run(script, env=os.environ | limit, capture_output=True, text=True, timeout=280)
+    [line] = done.stdout.splitlines()
+    assert line.startswith("Worker.work: Ray ended a worker process because the machine was running out of memory. ")
+    assert "exceeded threshold" in line and len(line) < 1000, line
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
