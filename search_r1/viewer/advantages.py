@@ -16,8 +16,8 @@ def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> 
     """One advantage per sample, and the formula; no numbers and "" if the run used another estimator.
 
     GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (R - mean) / (std + 1e-6) with the unbiased std of the group,
-    or R - mean without `norm_adv_by_std_in_grpo`. The samples that failed (None) are left out. A group of one has its
-    reward as advantage, over 1 + 1e-6. A KL in the reward or scaling by the batch cannot be recomputed from one group.
+    or R - mean without `norm_adv_by_std_in_grpo`. The samples that failed (None) are left out; one that is left alone
+    has advantage 0. A KL in the reward or scaling by the batch cannot be recomputed from one group.
     """
     nothing: list[float | None] = [None] * len(rewards)
     whole = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
@@ -44,9 +44,7 @@ def stored_advantages(columns: Sequence[Sequence[float | None] | None]) -> tuple
 
 
 def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
-    """0 and 1 for a group of one; equal rewards have exactly their own value as mean."""
-    if len(rewards) == 1:
-        return 0.0, 1.0
+    """Equal rewards have exactly their own value as mean."""
     low = min(rewards)
     mean = low + sum(reward - low for reward in rewards) / len(rewards)
-    return mean, math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return mean, math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))

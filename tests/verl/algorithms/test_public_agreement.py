@@ -59,7 +59,10 @@ class Batch(Layout):
 def random_batch(
     name: str, seed: int, num_rows: int, length: int, dtype: torch.dtype, share: float = 0.6, empty_row: bool = False
 ) -> Batch:
-    """Rows of random length; each token is the policy's with probability `share`; the last row is a group of one."""
+    """Rows of random length; each token is the policy's with probability `share`.
+
+    No row is alone in its group: public veRL makes its reward its advantage, even where the others only failed.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -72,8 +75,7 @@ def random_batch(
     mask_BL[:, 0] = True
     if empty_row:
         mask_BL[1] = False
-    group_B = torch.randint(max(1, num_rows // 4), (num_rows,), generator=generator)
-    group_B[-1] = num_rows
+    group_B = torch.arange(num_rows) % max(1, num_rows // 4)
     log_prob_BL = -3 * torch.rand(num_rows, length, generator=generator, dtype=dtype)
     numbers = {
         "reward": normal(num_rows, length) * mask_BL,

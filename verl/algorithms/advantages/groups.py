@@ -18,14 +18,13 @@ def group_size(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def centred(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None = None) -> Tensor:
-    """[B]: R_i minus its group's (weighted) mean; a group of one has nothing to compare with, so its baseline is 0.
+    """[B]: R_i minus its group's (weighted) mean.
 
     Equal rewards give exactly 0: the mean is taken of what is above the group's lowest reward, which is then 0.
     """
     weight_B = torch.ones_like(reward_B) if weight_B is None else weight_B
     above_B = reward_B - _group_lowest(reward_B, group_B)
-    centred_B = above_B - group_sum(weight_B * above_B, group_B) / group_sum(weight_B, group_B)
-    return torch.where(group_size(reward_B, group_B) == 1, reward_B, centred_B)
+    return above_B - group_sum(weight_B * above_B, group_B) / group_sum(weight_B, group_B)
 
 
 def _group_lowest(value_B: Tensor, group_B: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from verl.algorithms.advantages.scaling import over_batch_std
 def reinforce(inputs: AdvantageInput, settings: AdvantageSettings) -> Advantages:
     """R_i minus the batch's mean; ValueError for the scale "batch_std" with fewer than two rows."""
     rows = policy_rows(inputs)
-    advantage_B, batch_std = centred(rows.reward_B, torch.zeros_like(rows.group_B)), None
+    batch_B = torch.zeros_like(rows.group_B)
+    advantage_B, batch_std = (centred(rows.reward_B, batch_B) if len(batch_B) > 1 else rows.reward_B), None
     if settings.scale == "batch_std":
         advantage_B, batch_std = over_batch_std(advantage_B)
     return Advantages(spread(advantage_B, rows, inputs), batch_std=batch_std)

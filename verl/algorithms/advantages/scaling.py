@@ -12,17 +12,18 @@ WHITENING_EPSILON = 1e-8  # as veRL has it, inside the square root
 
 
 def over_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
-    """[B]: c_i / (sigma_g + 1e-6), sigma_g the unbiased std of the group (1 for a group of one)."""
-    size_B = group_size(centred_B, group_B)
-    std_B = (group_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)).sqrt().masked_fill(size_B == 1, 1.0)
-    return centred_B / (std_B + EPSILON)
+    """[B]: c_i / (sigma_g + 1e-6), sigma_g the unbiased std of the group, which has two rows or more."""
+    variance_B = group_sum(centred_B.square(), group_B) / (group_size(centred_B, group_B) - 1)
+    return centred_B / (variance_B.sqrt() + EPSILON)
 
 
 def over_batch_std(centred_B: Tensor) -> tuple[Tensor, Tensor]:
     """[B] and scalar: c_i / `batch_divisor(s)` and s, the unbiased std over all rows.
 
-    Raises ValueError for fewer than two rows.
+    Without a row s is 0. Raises ValueError for a single one.
     """
+    if len(centred_B) == 0:
+        return centred_B, centred_B.new_zeros(())
     if len(centred_B) < 2:
         raise ValueError(
             f"the std over a batch needs at least two trajectories with policy tokens, not {len(centred_B)}: "
