@@ -22,13 +22,13 @@ import aiohttp
 from search_r1.evaluation.completion_reply import generation_of
 from search_r1.http.address import without_credentials
 from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import is_temporary
 from verl.agent.environment import Generation, Sampling
 from verl.errors import RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 _CHECK_DEADLINE_S = 10.0
 _KEY_VARIABLE = "OPENAI_API_KEY"
@@ -139,7 +139,7 @@ class OpenAISampler:
             raise RolloutError(f"--server {self._name} is not an http:// or https:// URL") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _Passing(without_credentials(f"{type(error).__name__}: {error}")) from error
-        if status in _RETRIED:
+        if is_temporary(status):
             raise _Passing(f"HTTP {status}: {text[:300]}")
         if status != 200:
             return await self._refused(method, path, body, timeout_s, f"HTTP {status}: {text[:500]}", status)

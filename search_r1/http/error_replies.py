@@ -1,4 +1,4 @@
-"""What a client reads from an error reply: the message, and when to retry."""
+"""What a client reads from an error reply: the message, whether to retry, and when."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 SHOWN_CHARS = 300  # of a message
+_TRY_LATER = frozenset({408, 425, 429})  # of the statuses that blame the client: too slow, too early, too many requests
+_NEVER = frozenset({501, 505, 510, 511})  # of those that blame the server: it cannot do this at all
+
+
+def is_temporary(status: int) -> bool:
+    """Whether a request that had this HTTP status may succeed later, as it is.
+
+    Proxies have statuses of their own from 520 on (unreachable, timed out, overloaded).
+    """
+    return status in _TRY_LATER or (status >= 500 and status not in _NEVER)
 
 
 def server_message(payload: bytes) -> str:

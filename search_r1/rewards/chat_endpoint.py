@@ -17,7 +17,7 @@ import aiohttp
 from search_r1.errors import OnlineError
 from search_r1.http.api_key import ApiKey
 from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import retry_after_s, server_message
+from search_r1.http.error_replies import is_temporary, retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ _NO_TIMEOUT = aiohttp.ClientTimeout()
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _SHOWN_CHARS = 200
-_PASSING = frozenset({408, 429})  # and every 5xx
 _BLAMES_THE_REQUEST = frozenset({400, 413, 422})
 _WITHOUT_FORMAT = _BLAMES_THE_REQUEST | {500, 501}  # what servers say to a response_format that they cannot serve
 _ADVICE = {
@@ -190,7 +189,7 @@ class ChatEndpoint:
         if status == 200:
             return
         said = f"HTTP {status}: {server_message(text.encode())}"
-        if status in _PASSING or status >= 500:
+        if is_temporary(status) or status in _WITHOUT_FORMAT - _BLAMES_THE_REQUEST:
             raise _Trouble(said, status, retry_after_s(response.headers.get("Retry-After")))
         if status in _BLAMES_THE_REQUEST:
             raise RequestRefused(f"the judge {self._who} refused a request with {said}", status)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
 
 from search_r1.errors import RetrieverRejected, RetrieverUnavailable
 from search_r1.http.address import without_credentials
-from search_r1.http.error_replies import retry_after_s, server_message
+from search_r1.http.error_replies import is_temporary, retry_after_s, server_message
 from search_r1.search.client.pending_query import FAILED
 from search_r1.search.client.replicas import Replica
 from search_r1.search.client.reply import Passages, QueryFailure, parse_reply
-
-_RETRIED = frozenset({500, 502, 503, 504})
 
 
 class TemporaryFailure(Exception):
     """An attempt failed in a way that a retry may fix; `pause_s` is the value of Retry-After.
 
-    `failed`: the server answered HTTP 500, which may be the fault of one query. `explained`: the error came as JSON, so
-    the application itself is running.
+    `failed`: the server answered HTTP 500, which may be the fault of one query.
     """
 
-    def __init__(
-        self, server: Replica, cause: str, pause_s: float = 0.0, failed: bool = False, explained: bool = False
-    ) -> None:
+    def __init__(self, server: Replica, cause: str, pause_s: float = 0.0, failed: bool = False) -> None:
         super().__init__(f"{server.name}: {without_credentials(cause)}")
-        self.pause_s, self.failed, self.explained = pause_s, failed, explained
+        self.pause_s, self.failed = pause_s, failed
 
 
 @dataclass(frozen=True)
@@ -74,18 +67,12 @@ async def post(
 
 def _refusal(server: Replica, response: aiohttp.ClientResponse, payload: bytes) -> TemporaryFailure | RetrieverRejected:
     status, message = response.status, server_message(payload)
-    if status in _RETRIED:
+    if is_temporary(status):
         pause_s = retry_after_s(response.headers.get("Retry-After"))
-        return TemporaryFailure(server, f"HTTP {status}: {message}", pause_s, status == FAILED, _is_object(payload))
+        return TemporaryFailure(server, f"HTTP {status}: {message}", pause_s, status == FAILED)
     rejected = RetrieverRejected(f"retriever {server.name} refused the request with HTTP {status}: {message}")
     rejected.status = status
     return rejected
-
-
-def _is_object(payload: bytes) -> bool:
-    with suppress(ValueError):
-        return isinstance(json.loads(payload), dict)
-    return False
 
 
 def _number(header: str | None) -> int | None:

@@ -7,7 +7,7 @@ import time
 
 from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.http.backoff import backoff_s
-from search_r1.search.client.replicas import Replica
+from search_r1.http.error_replies import is_temporary
 from search_r1.search.client.reply import Passages, QueryFailure
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -28,7 +28,6 @@ class PendingQuery:
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         self._num_answered_before = num_answered
         self._num_failures = self._num_pauses = 0
-        self._accused: set[Replica] = set()
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
@@ -40,12 +39,6 @@ class PendingQuery:
             self.answer.set_exception(outcome)
         else:
             self.answer.set_result(outcome)
-
-    def accuses(self, server: Replica) -> bool:
-        """Whether its failure at `server` counts against the server's health: only the first one does."""
-        is_first = server not in self._accused
-        self._accused.add(server)
-        return is_first
 
     def failed_alone(self, num_answered: int, message: str) -> None:
         """The server answered HTTP 500 to a request with this query alone.
@@ -61,7 +54,7 @@ class PendingQuery:
     def pause_after(self, failure: QueryFailure, num_answered: int, retriever: str) -> float:
         """Seconds until the next attempt. Raises a `RetrieverError` if there is no further attempt."""
         message = f"retriever {retriever}: HTTP {failure.status}: {failure.detail}"
-        if failure.status < FAILED:
+        if not is_temporary(failure.status):
             rejected = RetrieverRejected(f"{message}; the server rejects this query")
             rejected.status = failure.status
             raise rejected

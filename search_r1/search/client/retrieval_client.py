@@ -250,9 +250,9 @@ class RetrievalClient:
         except TemporaryFailure as failure:
             if failure.pause_s:
                 server.pause(failure.pause_s)
-            elif failure.explained and failure.failed:
-                server.record_success()  # an error that the application reports says nothing of its health
-            elif self._is_held_against(server, batch, failure, timeout_s, is_probe):
+            elif failure.failed:
+                server.record_success()  # it answers; resting it for one bad query would make all others wait
+            elif timeout_s >= self._fair_s or not isinstance(failure.__cause__, TimeoutError):
                 server.record_failure(is_probe)
             raise
         except RetrieverError:
@@ -263,16 +263,6 @@ class RetrievalClient:
         server.record_success()
         self._learn(server, reply)
         return reply.outcomes
-
-    def _is_held_against(
-        self, server: Replica, batch: list[PendingQuery], failure: TemporaryFailure, timeout_s: float, is_probe: bool
-    ) -> bool:
-        """Whether this is a sign of a sick server: of a bad query only the first time, and of a list not yet."""
-        if isinstance(failure.__cause__, TimeoutError):
-            return timeout_s >= self._fair_s
-        if not failure.failed:
-            return True
-        return is_probe or (len(batch) == 1 and batch[0].accuses(server))
 
     def _learn(self, server: Replica, reply: Reply) -> None:
         """What the server says of itself: what index it has, and how long lists should be."""

@@ -14,7 +14,7 @@ import aiohttp
 from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.http.api_key import ApiKey
 from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import retry_after_s
+from search_r1.http.error_replies import is_temporary, retry_after_s
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.providers import Fields, Provider
 from search_r1.search.online.rate_limit import RateLimit, RequestQueue
@@ -163,7 +163,7 @@ class Transport:
         if status == 200:
             return
         message = f"HTTP {status}: {shown(text)}"
-        if status != 429 and status < 500:
+        if not is_temporary(status):
             raise OnlineRejected(f"{self._provider.name} refused the request with {message}")
         pause_s = retry_after_s(response.headers.get("Retry-After"))
         if status == 429:

@@ -100,16 +100,16 @@ def test_unreachable_retriever_is_told_before_a_model_loads(infer, model_folder,
     assert url in said and "retrieval_launch.sh" in said
 
 
-def test_own_engine_is_found_where_the_command_is_given(infer, model_folder, tmp_path, monkeypatch, capsys):
-    """The engine's complaint comes before a model loads."""
+def test_own_engine_is_found_where_the_command_is_given(model_folder, tmp_path):
+    """Started by its path from another folder; the engine's complaint comes before a model loads."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "my_search_of_this_test.py").write_text(OWN_ENGINE)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    command = ["--model", model_folder, "--question", "who", "retriever.engine=my_search_of_this_test.Engine"]
-    assert infer.main(command) == 1
-    assert "the index is not built" in capsys.readouterr().err
+    (folder / "my_search.py").write_text(OWN_ENGINE)
+    program = [sys.executable, str(ROOT / "infer.py"), "--model", model_folder, "--question", "who"]
+    command = [*program, "retriever.engine=my_search.Engine"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "the index is not built" in done.stderr and "Traceback" not in done.stderr
 
 
 def episode(tokenizer) -> Trajectory:

@@ -125,7 +125,7 @@ def test_missing_id_and_score_become_none(address_of) -> None:
     ]
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 507, 520, 522, 524, 529])
 def test_server_errors_are_retried_with_growing_pauses(address_of, status: int) -> None:
     peer = Peer(_error(status), _error(status), _error(status))
     passages = search(address_of(peer))
@@ -207,7 +207,7 @@ def test_a_server_that_is_still_loading_is_waited_for(address_of) -> None:
     assert len(peer.requests) == 1
 
 
-@pytest.mark.parametrize("status", [400, 404, 422, 429])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 501])
 def test_client_errors_are_not_retried(address_of, status: int) -> None:
     peer = Peer(_error(status), forever=True)
     with pytest.raises(RetrieverRejected, match=f"HTTP {status}: trouble {status}") as caught:
