@@ -1,4 +1,7 @@
-"""The run's Ray: the cluster that RAY_ADDRESS names, or one that is started on this machine."""
+"""The run's Ray: the cluster that RAY_ADDRESS names, or one that is started on this machine.
+
+Ray itself would join whatever cluster was started last on this machine, by whomever.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +43,27 @@ ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s 
 START_IT = "is it running? On the head: ray start --head --port=6379; to train on this machine only: unset RAY_ADDRESS"
 
 
-def connect(worker_logs: bool) -> None:
-    """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError."""
-    where = os.environ.get(ADDRESS, "")
-    if where in ("", "local"):
+def connect(worker_logs: bool, num_nodes: int = 1) -> None:
+    """Start Ray, or join the cluster. `worker_logs`: what workers print is printed here. Raises WorkerError.
+
+    Without RAY_ADDRESS, a run on one node starts a Ray of its own, and one on several joins the cluster that runs on
+    this machine.
+    """
+    where = os.environ.get(ADDRESS) or ("local" if num_nodes == 1 else "auto")
+    if where == "local":
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
     try:
         reach(where)  # Ray would try for minutes
     except (OSError, ValueError) as error:
-        raise WorkerError(_why(error)) from error
+        raise WorkerError(_why(where, error)) from error
     try:
         # Colocated roles share the devices and take turns, so Ray's own accounting of cores is not used.
-        init_patiently(log_to_driver=worker_logs, logging_level="error")
+        init_patiently(address=where, log_to_driver=worker_logs, logging_level="error")
     except Exception as error:
-        raise WorkerError(_why(error)) from error
+        raise WorkerError(_why(where, error)) from error
+    if where != "local":
+        log.info("this run uses the Ray cluster at %s", ray.get_runtime_context().gcs_address)
 
 
 def disconnect() -> None:
@@ -67,8 +76,11 @@ def disconnect() -> None:
 
 
 def init_patiently(**options: Any) -> None:
-    """`ray.init`, retried if the machine was too slow for it. Raises what it raises, even a bare Exception."""
-    if os.environ.get(ADDRESS, "") in ("", "local"):
+    """`ray.init`, of a new Ray unless an `address` is given; retried if the machine was too slow for it.
+
+    Raises what it raises, even a bare Exception.
+    """
+    if options.setdefault("address", "local") == "local":
         options["runtime_env"] = _python_in_quotes() | options.get("runtime_env", {})
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -90,9 +102,9 @@ def _python_in_quotes() -> dict[str, str]:
 def reach(address: str) -> None:
     """Raise OSError when nobody listens at `address` (host:port or ray://host:port), ValueError when it is malformed.
 
-    Accepts "", "local" and "auto", which are left to Ray.
+    Accepts "local" and "auto", which are left to Ray.
     """
-    if address in ("", "local", "auto"):
+    if address in ("local", "auto"):
         return
     parts = urlsplit(address if "://" in address else f"//{address}")
     port = parts.port or (CLIENT_PORT if parts.scheme == "ray" else None)
@@ -101,9 +113,9 @@ def reach(address: str) -> None:
     socket.create_connection((parts.hostname, port), REACH_S).close()
 
 
-def _why(error: Exception) -> str:
-    where = os.environ.get(ADDRESS)
-    if not where or where == "local":
+def _why(where: str, error: Exception) -> str:
+    if where == "local":
         return f"Ray could not be started on this machine: {error}"
     told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT
-    return f"the Ray cluster at {ADDRESS}={where} cannot be joined ({error}); {told}"
+    named = f"at {ADDRESS}={where}" if os.environ.get(ADDRESS) else f"on this machine (there is no {ADDRESS})"
+    return f"the Ray cluster {named} cannot be joined ({error}); {told}"

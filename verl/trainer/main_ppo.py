@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
 from verl.config.doubtful import doubts
+from verl.config.placement import devices_of_nodes
 from verl.startup import log_to_stderr, phase, tell
 from verl.trainer.exit_status import exit_status
 from verl.trainer.interrupts import heed_interrupts
@@ -77,7 +78,7 @@ def run(config: Config) -> None:
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
             with phase("starting Ray"):
-                connect(worker_logs=bool(os.environ.get("VERL_WORKER_LOGS")))
+                connect(bool(os.environ.get("VERL_WORKER_LOGS")), len(devices_of_nodes(config)))
             at_the_end.callback(disconnect)
             heed_interrupts()  # Ray put its own handler there, which would end all at once
         janitor.watch()

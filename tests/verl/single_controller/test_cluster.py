@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e_world import ENV, ROOT, free_port
@@ -68,15 +69,38 @@ from verl.single_controller.cluster import connect, disconnect
 connect(worker_logs=False)
 own = ray.remote(lambda: sys.executable).options(runtime_env={"env_vars": {"ANY": "1"}})
 print(ray.get(own.remote(), timeout=200))
+print(ray.get_runtime_context().gcs_address)
 disconnect()
 """
 
 
-def test_a_clone_may_be_in_a_folder_with_a_space(tmp_path: Path) -> None:
-    """And with an accent: Ray's workers are started with the Python that is there."""
+def test_a_run_has_a_ray_of_its_own_also_from_a_folder_with_a_space(tmp_path: Path, ray_session: Any) -> None:
+    """And with an accent: Ray's workers are started with the Python that is there. No cluster that runs is joined."""
     folder = tmp_path / "d'\u00e9 \u6cb3"
     folder.mkdir()
     (folder / "venv").symlink_to(sys.prefix)
     command = [str(folder / "venv/bin/python"), "-c", WORKERS_PYTHON]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280, check=False)
-    assert done.stdout.splitlines() == command[:1], done.stderr[-4000:]
+    env = {name: value for name, value in ENV.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout.splitlines()[:1] == command[:1], done.stderr[-4000:]
+    assert done.stdout.splitlines()[1] != ray_session.get_runtime_context().gcs_address
+
+
+def test_a_run_on_several_nodes_joins_the_cluster_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ray_session: Any
+) -> None:
+    """That is named; and if there is none, so is the reason."""
+    asked = []
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(cluster.ray, "init", lambda **settings: asked.append(settings["address"]))
+    with caplog.at_level("INFO"):
+        cluster.connect(worker_logs=False, num_nodes=2)
+    assert asked == ["auto"]
+    assert f"the Ray cluster at {ray_session.get_runtime_context().gcs_address}" in caplog.text
+
+    def init(**settings: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(WorkerError, match=r"on this machine \(there is no RAY_ADDRESS\) cannot be joined \(Could not"):
+        cluster.connect(worker_logs=False, num_nodes=2)

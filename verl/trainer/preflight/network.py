@@ -42,7 +42,7 @@ def check_port(host: str) -> Finding:
 def check_ray(address: str | None, nnodes: int) -> Finding:
     """Whether the head of the cluster at `address` (host:port or ray://host:port) can be reached."""
     if not address:
-        found = "no RAY_ADDRESS: a cluster that runs on this machine, else a new one of one node"
+        found = f"no RAY_ADDRESS: {'a new one of' if nnodes == 1 else 'the cluster that runs on'} this machine"
         todo = f"for {nnodes} nodes start a cluster with `ray start --head`, or set RAY_ADDRESS=host:port"
         return judge(nnodes == 1, "ray", found, todo, "warn")
     if address == "local":
