@@ -31,16 +31,17 @@ def test_one_step_off(async_command: Command, tmp_path: Path) -> None:
 
 
 def test_a_rollback_throws_away_what_the_collapsed_weights_sampled(
-    async_command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    async_command: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Versions 3 and 4 have collapsed. The first batch of one of them sets the alarm off, while others are sampled;
     the run goes back to the checkpoint before that version, and no other batch of a collapsed version is trained.
     """
+    caplog.set_level("INFO")
     reward = ("reward.function=tests.helpers.collapsing_reward.CollapsingReward", "reward.kwargs={collapsed: [3, 4]}")
     settings = ("action=rollback", "min_reward=0.25", "patience=1", "max_rollbacks=9")
     guard = [f"trainer.collapse_guard.{setting}" for setting in settings]
     assert run_here(*async_command(tmp_path, *BOUNDED, *PLAIN, *reward, *guard, "trainer.save_freq=1")) == 0
-    said = capfd.readouterr().err
+    said = caplog.text
     assert said.count("Going back to step") == 1, said[-4000:]
     versions = {step: versions_of(tmp_path, step) for step in range(1, STEPS + 1)}
     [(step, (version,))] = [(step, found) for step, found in versions.items() if found & {3, 4}]

@@ -26,13 +26,14 @@ def test_a_run_with_adapters(
     policy: Path,
     tinywiki_url: str,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def train(folder: Path, *overrides: str) -> str:
         critic = f"{CRITIC}.path={policy}"
         assert run_here(*small_run(tinywiki, policy, tinywiki_url, folder, critic, *LORA, *overrides)) == 0
-        return capfd.readouterr().err
+        return caplog.text
 
+    caplog.set_level("INFO")
     told = train(tmp_path / "straight")
     assert "policy 0.75 M (0.06 M trained), critic" in told and "anchor" not in told.split("loads ")[1].splitlines()[0]
     steps = metrics_by_step(tmp_path / "straight")

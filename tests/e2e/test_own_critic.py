@@ -47,10 +47,11 @@ def world(
     return world
 
 
-def test_a_critic_of_its_own_learns_the_same(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_critic_of_its_own_learns_the_same(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """All metrics of all steps, and all weights."""
+    caplog.set_level("INFO")
     world.train("apart", *APART)
-    assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in capfd.readouterr().err
+    assert "layout: 1 rank of the actor, 1 of the critic and 1 engine on CPU" in caplog.text
     turns, apart = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "apart"))
     assert sorted(apart) == [1, 2, 3] and len(apart[2]) > 60 and {"critic/vf_loss", "critic/kl"} <= apart[2].keys()
     assert apart == turns
@@ -60,12 +61,13 @@ def test_a_critic_of_its_own_learns_the_same(world: World, capfd: pytest.Capture
     assert {"memory_gib/score/critic", "memory_gib/update/critic"} <= timed.keys()
 
 
-def test_a_state_is_of_either_layout(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_state_is_of_either_layout(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A run goes on with a critic of its own where it had none."""
+    caplog.set_level("INFO")
     state = world.folder / "turns" / "state" / "global_step_2"
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={state}")
     world.train("on", *APART, *resume)
-    assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in capfd.readouterr().err
+    assert "critic.n_gpus_per_node: None -> 1 (does not change what is learned)" in caplog.text
     turns, on = (learned(world.folder / name, OF_THE_LAYOUT) for name in ("turns", "on"))
     assert on == {STEPS: turns[STEPS]}
     world.assert_same("turns", "on")
