@@ -184,6 +184,7 @@ def test_a_script_for_several_nodes_asks_for_a_cluster(script: str, prompts: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", ON_SEVERAL_NODES)
 def test_a_script_for_several_nodes_fits_the_cluster_that_it_is_for(
     script: str, prompts: Path, checkout: Checkout, capsys: pytest.CaptureFixture[str]
