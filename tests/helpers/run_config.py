@@ -12,13 +12,13 @@ from verl.config.compose import compose_tree, overridden, typed
 from verl.config.run import completed
 
 
-def run_config(overrides: Iterable[str] = ()) -> Config:
-    """What `load_config("ppo_trainer", overrides)` gives, in a fifth of the time: the tree is composed once."""
-    return completed(typed(Config, overridden(Config, _tree(), overrides), "config 'ppo_trainer'"))
+def run_config(overrides: Iterable[str] = (), name: str = "ppo_trainer") -> Config:
+    """What `load_config(name, overrides)` gives, in a fifth of the time: a tree is composed once."""
+    return completed(typed(Config, overridden(Config, _tree(name), overrides), f"config '{name}'"))
 
 
 @cache
-def _tree() -> DictConfig:
-    tree = compose_tree(Config, "ppo_trainer", ())
+def _tree(name: str) -> DictConfig:
+    tree = compose_tree(Config, name, ())
     OmegaConf.set_struct(tree, False)  # open mappings get new keys, as in the file of a run
     return tree

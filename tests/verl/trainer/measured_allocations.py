@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tinywiki_config import tinywiki_config
+from run_config import run_config
 from torch.profiler import ProfilerActivity, profile
 
 from verl.config import Config
@@ -56,7 +56,7 @@ def measure_rank(overrides: list[str], batch: TrainBatch, rank: int, num_ranks: 
     if num_ranks > 1:
         dist.Work.wait = _wait_until_let_go  # type: ignore[method-assign]
     init_process_group(rank, num_ranks, f"file://{folder}/rendezvous", CPU)
-    config = tinywiki_config(overrides)
+    config = run_config(overrides, "tinywiki")
     found = _actor(config, batch)
     if config.algorithm.adv_estimator == "gae":
         found |= _critic(config, batch)

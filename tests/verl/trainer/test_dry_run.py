@@ -11,7 +11,6 @@ import pytest
 import torch
 from measured_allocations import measure, measure_rank
 from run_config import run_config
-from tinywiki_config import tinywiki_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
@@ -91,7 +90,7 @@ def save_model(folder: Path, sizes: dict[str, int]) -> Path:
 
 def actor_of(overrides: list[str], kind: str, *phases: Phase) -> Role:
     """The actor of a run, of which these phases are measured."""
-    return run_role("actor", tinywiki_config(overrides), kind, phases)
+    return run_role("actor", run_config(overrides, "tinywiki"), kind, phases)
 
 
 def pass_of(role: Role, name: str) -> Pass:
@@ -131,7 +130,7 @@ def measured(overrides: list[str], folder: Path) -> set[str]:
     given = [*overrides, f"{ACTOR}.ppo_max_token_len_per_gpu={PACKED}"]
     rows = full_rows(([WINDOW] * 2 + [PACKED - 2 * WINDOW]) * 2)
     real = measure_rank(given, rows, 0, 1, folder)
-    require_same_peaks(run_roles(tinywiki_config(given), "cpu"), real)
+    require_same_peaks(run_roles(run_config(given, "tinywiki"), "cpu"), real)
     return {*real}
 
 
@@ -159,7 +158,7 @@ def test_more_peaks(sizes: dict[str, int], num_ranks: int, overrides: list[str],
     given = overrides_of(model, SCORE[0], f"critic.model.path={model}", *ROWS, *overrides)
     rows = 4 if sizes is MODEL_300M else 16
     real = measure(given, full_rows([WINDOW] * rows), num_ranks, tmp_path)
-    require_same_peaks(run_roles(tinywiki_config([*given, f"trainer.n_gpus_per_node={num_ranks}"]), "cpu"), real)
+    require_same_peaks(run_roles(run_config([*given, f"trainer.n_gpus_per_node={num_ranks}"], "tinywiki"), "cpu"), real)
 
 
 def test_a_rank_of_many_by_hand(tmp_path: Path) -> None:
@@ -256,16 +255,16 @@ def test_what_is_looked_up_is_what_pytorch_says(tmp_path: Path, monkeypatch: pyt
     """The same peaks and the same work, operation by operation, as when every operation is asked for."""
     overrides = [*overrides_of(save_model(tmp_path, SMALL), CHECKPOINTING, f"{ACTOR}.kl_topk_tokens=8"),
                  f"{ACTOR}.fsdp_config.param_offload=true", "trainer.n_gpus_per_node=2"]  # fmt: skip
-    [quick] = run_roles(tinywiki_config(overrides), "cuda")
+    [quick] = run_roles(run_config(overrides, "tinywiki"), "cuda")
     monkeypatch.setattr(Learned, "key", lambda *_: None)
-    [asked] = run_roles(tinywiki_config(overrides), "cuda")
+    [asked] = run_roles(run_config(overrides, "tinywiki"), "cuda")
     assert asked == quick
 
 
 def test_split_devices(tmp_path: Path) -> None:
     """Of eight GPUs two sample, and six train: neither has what the other needs."""
     split = ["trainer.layout=split", "trainer.rollout_gpus_per_node=2", "trainer.n_gpus_per_node=8"]
-    config = tinywiki_config(overrides_of(save_model(tmp_path, SMALL), "trainer.device=auto", *split))
+    config = run_config(overrides_of(save_model(tmp_path, SMALL), "trainer.device=auto", *split), "tinywiki")
     found = dry_run(config, parse_gpus("8x80"))
     assert [(phase.phase, phase.device) for phase in found.phases] == [
         ("sample", "samples"), ("score", "trains"), ("update", "trains"), ("sync", "trains")
@@ -311,7 +310,7 @@ JUDGE = [
     ],
 )
 def test_the_gpus_of_a_judge_are_none_of_the_roles(gpus: str, server: int, nodes: tuple[int, int]) -> None:
-    config = tinywiki_config(overrides_of(Path("model"), *JUDGE, f"reward.n_gpus={server}"))
+    config = run_config(overrides_of(Path("model"), *JUDGE, f"reward.n_gpus={server}"), "tinywiki")
     trainer = located(config, parse_gpus(gpus)).trainer
     assert (trainer.nnodes, trainer.n_gpus_per_node) == nodes
 
@@ -328,14 +327,14 @@ def test_a_judge_is_where_the_layout_of_the_roles_leaves_room(server: int, layou
     """On two nodes, of which one trains."""
     rollout = [f"actor_rollout_ref.rollout.{setting}" for setting in layout]
     rollout += ["trainer.layout=split"] if "nnodes=1" in layout else []
-    config = tinywiki_config(overrides_of(Path("model"), *JUDGE, *rollout, f"reward.n_gpus={server}"))
+    config = run_config(overrides_of(Path("model"), *JUDGE, *rollout, f"reward.n_gpus={server}"), "tinywiki")
     trainer = located(config, parse_gpus("2x8x80")).trainer
     assert (trainer.nnodes, trainer.n_gpus_per_node) == (1, gpus)
 
 
 def test_a_judge_that_leaves_no_gpu_is_refused_and_one_that_does_is_reported(tmp_path: Path) -> None:
     def config_of(server: int, *more: str) -> Config:
-        return tinywiki_config(overrides_of(tmp_path, *JUDGE, f"reward.n_gpus={server}", *more))
+        return run_config(overrides_of(tmp_path, *JUDGE, f"reward.n_gpus={server}", *more), "tinywiki")
 
     for gpus in ("8x80", "1x8x80"):
         with pytest.raises(ConfigError, match=r"reward\.n_gpus=8 .* of 8: none is left"):
@@ -361,7 +360,7 @@ def test_a_judge_that_leaves_no_gpu_is_refused_and_one_that_does_is_reported(tmp
 
 def test_a_critic_on_gpus_of_its_own(tmp_path: Path) -> None:
     """Each role is sharded over its own GPUs, and takes nothing of the other's; engines are beside the actor alone."""
-    config = tinywiki_config(own_critic(tmp_path))
+    config = run_config(own_critic(tmp_path), "tinywiki")
     found = dry_run(config, parse_gpus("8x80"))
     assert [(phase.phase, phase.device) for phase in found.phases] == [
         *((phase, "trains the actor") for phase in ("sample", "score", "update", "sync")),
@@ -393,8 +392,8 @@ def test_the_least_time_of_a_critic_beside_the_actor(tmp_path: Path) -> None:
 
     h100 = next(gpu for gpu in GPUS if gpu.name == "H100")
     roles = [role("actor", 3, 5), role("critic", 4, 2)]
-    own = tinywiki_config(own_critic(tmp_path))
-    turns = tinywiki_config([*own_critic(tmp_path), "critic.n_gpus_per_node=null"])
+    own = run_config(own_critic(tmp_path), "tinywiki")
+    turns = run_config([*own_critic(tmp_path), "critic.n_gpus_per_node=null"], "tinywiki")
     assert least_seconds_of_step(own, roles, h100) == pytest.approx(4 + 5)
     assert least_seconds_of_step(turns, roles, h100) == pytest.approx(7 + 7)
 
@@ -409,7 +408,7 @@ def test_the_three_settings_that_gain_most(tmp_path: Path, monkeypatch: pytest.M
         return Role("actor", GIB, Peak(0, 300), [Pass(Phase.UPDATE, "update", peak, Work(), 1.0, True)], Groups(1))
 
     monkeypatch.setattr("verl.trainer.dry_run.advice.run_role", actor)
-    config, place = tinywiki_config(overrides_of(tmp_path, "trainer.device=auto")), parse_gpus("1xH100")
+    config, place = run_config(overrides_of(tmp_path, "trainer.device=auto"), "tinywiki"), parse_gpus("1xH100")
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     roles = [actor("actor", config, "cuda", [])]
     [worst] = [use for use in device_phases(config, roles, place) if use.phase is Phase.UPDATE]
@@ -423,7 +422,7 @@ def test_the_three_settings_that_gain_most(tmp_path: Path, monkeypatch: pytest.M
 def test_a_critic_of_its_own_on_cpu_by_hand(tmp_path: Path) -> None:
     """A worker of each role, beside an engine: each has half of the engine, and of the machine."""
     cpu = ("trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1", "trainer.device=cpu")
-    config = tinywiki_config(own_critic(tmp_path, *cpu))
+    config = run_config(own_critic(tmp_path, *cpu), "tinywiki")
     rollout = config.actor_rollout_ref.rollout
     rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 1, 0.5, "bfloat16"
     values = Pass(Phase.SCORE, "values", Peak(700, 0), Work(), 1.0, by_tokens=True)
@@ -437,7 +436,7 @@ def test_a_critic_of_its_own_on_cpu_by_hand(tmp_path: Path) -> None:
 
 def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:
     """Two workers of two roles, beside three engines: each has half of the engines, and of the machine."""
-    config = tinywiki_config(overrides_of(tmp_path, CHECKPOINTING, "trainer.n_gpus_per_node=2"))
+    config = run_config(overrides_of(tmp_path, CHECKPOINTING, "trainer.n_gpus_per_node=2"), "tinywiki")
     rollout = config.actor_rollout_ref.rollout
     rollout.num_engines, rollout.kv_cache_gib, rollout.dtype = 3, 0.5, "bfloat16"
     update = Pass(Phase.UPDATE, "update", Peak(1000, 0), Work(), 1.0, by_tokens=True)
@@ -462,7 +461,7 @@ def test_workers_on_cpu_by_hand(tmp_path: Path) -> None:
 def test_an_engine_that_sleeps_by_hand(eager: str, graphs: dict[str, int], tmp_path: Path) -> None:
     """It keeps its process and its CUDA graphs, which are in its share while it samples."""
     rollout = "actor_rollout_ref.rollout"
-    config = tinywiki_config(overrides_of(tmp_path, f"{rollout}.enforce_eager={eager}", "trainer.device=auto"))
+    config = run_config(overrides_of(tmp_path, f"{rollout}.enforce_eager={eager}", "trainer.device=auto"), "tinywiki")
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     passes = [Pass(Phase.UPDATE, "update", Peak(0, 1000), Work(), 1.0, by_tokens=True)]
     role = Role("actor", GIB, Peak(0, 300), passes, Groups(1))
@@ -476,7 +475,7 @@ def test_an_engine_that_sleeps_by_hand(eager: str, graphs: dict[str, int], tmp_p
 
 def test_a_run_that_the_devices_do_not_divide(tmp_path: Path) -> None:
     ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
-    config = tinywiki_config(overrides_of(save_model(tmp_path, SMALL), ranks, "trainer.device=cpu"))
+    config = run_config(overrides_of(save_model(tmp_path, SMALL), ranks, "trainer.device=cpu"), "tinywiki")
     with pytest.raises(ConfigError, match="must divide the number of GPUs per node that sample"):
         dry_run(config, parse_gpus("8x80"))
 
@@ -552,14 +551,14 @@ def test_gpus_by_size_or_name(text: str, ranks: int, names: list[str]) -> None:
 )
 def test_nodes_of_gpus(gpus: str, nodes: int, each: int, tmp_path: Path) -> None:
     """Nodes stay as large as the settings say where that divides the GPUs; the settings themselves stay as they are."""
-    config = tinywiki_config(overrides_of(tmp_path, "trainer.n_gpus_per_node=8"))
+    config = run_config(overrides_of(tmp_path, "trainer.n_gpus_per_node=8"), "tinywiki")
     trainer = located(config, parse_gpus(gpus)).trainer
     assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.device) == (nodes, each, "cuda")
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device) == (1, 8, "cpu")
 
 
 def test_gpus_that_are_no_whole_nodes(tmp_path: Path) -> None:
-    config = tinywiki_config(overrides_of(tmp_path, "trainer.n_gpus_per_node=8"))
+    config = run_config(overrides_of(tmp_path, "trainer.n_gpus_per_node=8"), "tinywiki")
     with pytest.raises(ConfigError, match="12 GPUs do not fill whole nodes of 8: .* 3x4x80"):
         located(config, parse_gpus("12x80"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from e2e_world import ROOT, free_port
-from tinywiki_config import tinywiki_config
+from run_config import run_config
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards.component import ComponentReward
@@ -41,7 +41,7 @@ class JudgeReward(ComponentReward):
 def config_of(launch: str | None, *more: str, url: str = "http://{server}/v1") -> Config:
     reward = [f"reward.function={__name__}.JudgeReward", f"reward.kwargs={{url: '{url}'}}"]
     reward += [f"reward.port={free_port()}"] + ([f"reward.launch='{launch}'"] if launch else [])
-    return tinywiki_config(["actor_rollout_ref.model.path=m", *reward, *more])
+    return run_config(["actor_rollout_ref.model.path=m", *reward, *more], "tinywiki")
 
 
 def test_it_is_asked_where_it_runs_and_ends_with_the_run(ray_session: Any) -> None:
