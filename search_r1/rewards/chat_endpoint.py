@@ -189,10 +189,10 @@ class ChatEndpoint:
         if status == 200:
             return
         said = f"HTTP {status}: {server_message(text.encode())}"
-        if is_temporary(status) or status in _WITHOUT_FORMAT - _BLAMES_THE_REQUEST:
-            raise _Trouble(said, status, retry_after_s(response.headers.get("Retry-After")))
         if status in _BLAMES_THE_REQUEST:
             raise RequestRefused(f"the judge {self._who} refused a request with {said}", status)
+        if is_temporary(status) or status in _WITHOUT_FORMAT:
+            raise _Trouble(said, status, retry_after_s(response.headers.get("Retry-After")))
         advice = _NO_KEY if status == 401 and self._key is None else _ADVICE.get(status, "check url")
         raise ConfigError(f"the judge {self._who} refused with {said}; {advice}")
 

@@ -78,7 +78,8 @@ def run(config: Config) -> None:
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
             with phase("starting Ray"):
-                connect(bool(os.environ.get("VERL_WORKER_LOGS")), len(devices_of_nodes(config)))
+                worker_logs = bool(os.environ.get("VERL_WORKER_LOGS"))
+                connect(worker_logs=worker_logs, num_nodes=len(devices_of_nodes(config)))
             at_the_end.callback(disconnect)
             heed_interrupts()  # Ray put its own handler there, which would end all at once
         janitor.watch()
