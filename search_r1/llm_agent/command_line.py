@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.llm_agent.run_folder import checkpoint_of, config_file_of
+from search_r1.llm_agent.templates import TEMPLATE_FILE
 from verl.agent.environment import Sampling
 from verl.agent.sampling import sampling_of
 from verl.config import Config, load_config, load_stored_config
@@ -115,6 +116,9 @@ def _config_of_run(args: argparse.Namespace, chosen: dict[str, Any], overrides: 
     settings: dict[str, Any] = {"data.tokenizer": None}
     if not chooses(args, "model"):
         settings[KEYS["model"]] = str(checkpoint_of(args.run, args.checkpoint or "last"))
+    template = file.with_name(TEMPLATE_FILE)  # that of the config is relative to where the run was started
+    if not chooses(args, "template") and template.is_file():
+        settings[KEYS["template"]] = str(template)
     config = load_stored_config(file, [*_texts(settings | chosen), *overrides, *args.overrides])
     if MASK in config.retriever.url:
         raise ConfigError(f"{file} holds retriever.url without its secret: give the address, --retriever_url URL")

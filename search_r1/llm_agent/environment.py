@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from search_r1.http.address import addresses_of
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.prompt_check import prompt_problem
-from search_r1.llm_agent.search_engine import Searcher
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.search_engine import Searcher, index_named, retriever_info
+from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
 from search_r1.search.corpus import title_and_text
 from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
@@ -86,6 +88,22 @@ class SearchEnvironment(Environment):
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
         """See `verl.agent.environment.Environment`."""
         return prompt_problem(load_template(config.agent.template), metadata, prompt)
+
+    @classmethod
+    def files(cls, config: Config) -> dict[str, str]:
+        """See `verl.agent.environment.Environment`."""
+        return {TEMPLATE_FILE: load_template(config.agent.template).source}
+
+    @classmethod
+    async def sources(cls, config: Config) -> dict[str, str]:
+        """See `verl.agent.environment.Environment`."""
+        found = {"the template": load_template(config.agent.template).fingerprint}
+        retriever = config.retriever
+        if config.do_search and retriever.engine is None and retriever.placement == "apart":
+            infos = await asyncio.gather(*map(retriever_info, addresses_of(retriever.url)))
+            if index := next(filter(None, map(index_named, infos)), None):
+                found["the retriever's index"] = index
+        return found
 
     async def probe(self, query: str) -> list[str] | None:
         """See `verl.agent.environment.Environment`."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
 
 from search_r1.errors import RetrieverError
 from search_r1.llm_agent.daemon_threads import DaemonThreads
@@ -14,6 +19,9 @@ from search_r1.search.client import RetrievalClient
 from verl.by_name import load_by_name
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
+
+INDEX_VERSION = "index_version"
+_INFO_DEADLINE_S = 5.0
 
 Document = Mapping[str, Any] | str
 
@@ -112,6 +120,31 @@ class _Function:
 
     def __init__(self, search: Any, name: str) -> None:
         self.search, self.name = search, name
+
+
+async def retriever_info(url: str) -> dict[str, Any] | None:
+    """The JSON object from `/info`, or else `/healthz`, of the service at `url`; None if it has neither."""
+    parts = urlsplit(url)
+    token = os.environ.get("RETRIEVAL_AUTH_TOKEN", "").strip()
+    headers = {"Authorization": f"Bearer {token}"} if token and parts.username is None else {}
+    timeout = aiohttp.ClientTimeout(total=_INFO_DEADLINE_S)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        for path in ("/info", "/healthz"):
+            try:
+                async with session.get(f"{parts.scheme}://{parts.netloc}{path}") as response:
+                    found = json.loads(await response.text()) if response.status == 200 else None
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                continue
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def index_named(info: Mapping[str, Any] | None) -> str | None:
+    """The index of which a service reports `info`, in words; None if it does not say."""
+    if info is None or INDEX_VERSION not in info:
+        return None
+    return f"version {info[INDEX_VERSION]} ({info.get('retriever')}, {info.get('corpus_size')} passages)"
 
 
 def _make_engine(name: str, arguments: Mapping[str, Any]) -> SearchEngine:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from verl.errors import ConfigError, DataError
 
 # In the metadata of a prompt file: the template it was made with.
 TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
+
+TEMPLATE_FILE = "template.txt"
+"""The copy of its template in the folder of a run."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _HEADER = re.compile(r"---[ \t]*\n(.*?\n)?---[ \t]*\n", re.DOTALL)
@@ -44,6 +47,7 @@ class Template:
     text: str
     grammar: Grammar
     system: str | None = None
+    source: str = field(default="", repr=False, compare=False)  # the whole file
 
     @property
     def needs_context(self) -> bool:
@@ -73,7 +77,7 @@ def load_template(name_or_path: str) -> Template:
     for slot, allowed in (("{question}", (1,)), ("{context}", (0, 1))):
         if text.count(slot) not in allowed:
             raise ConfigError(f"{path}: it contains {slot} {text.count(slot)} times, but must contain it once")
-    return Template(str(name_or_path), text, _grammar(header, path), header.get("system"))
+    return Template(str(name_or_path), text, _grammar(header, path), header.get("system"), content)
 
 
 def shipped_templates() -> list[str]:

@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
 from verl.errors import ConfigError, DataError
 from verl.tracking.tracker import CONFIG_FILE
 
@@ -44,7 +44,8 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
     notes: list[str] = []
     grammar = SEARCH_R1
     agent = config.get("agent")
-    template = agent.get("template") if isinstance(agent, dict) else None
+    own = folder / TEMPLATE_FILE
+    template = own if own.is_file() else agent.get("template") if isinstance(agent, dict) else None
     if template:
         try:
             grammar = load_template(str(template)).grammar

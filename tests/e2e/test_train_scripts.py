@@ -21,6 +21,7 @@ import pytest
 from e2e_world import ENV, GRADIENT, ROOT, run_here
 from transformers import AutoModelForTokenClassification
 
+from search_r1.llm_agent.templates import TEMPLATE_FILE
 from verl.tracking.trajectory_store import read_trajectories
 from verl.trainer import saved_state
 from verl.trainer.main_ppo_format import with_format_reward
@@ -89,60 +90,65 @@ def test_grpo(command: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     assert run.metrics[2]["health/mismatch/mean_abs"] < 1e-4
 
 
-class Interrupted(NamedTuple):
-    """A PPO run after Ctrl-C, which came when two steps had been saved."""
+class Stopped(NamedTuple):
+    """A PPO run after SIGTERM, which came after its first step; it saves nothing but because of that."""
 
     run: Run
+    last: int  # step
     said: str
     begun: list[str]  # its processes before, by their command lines
     left: list[str]  # and after
 
 
 @pytest.fixture(scope="module")
-def ppo(command: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+def ppo(command: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     folder = tmp_path_factory.mktemp("ppo")
     critic = ("critic.optim.lr=1e-3", "critic.optim.lr_warmup_steps_ratio=0", "critic.ppo_micro_batch_size=24")
-    endless = ("trainer.total_training_steps=1000", "trainer.save_freq=1")
+    endless = ("trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.sigterm_grace_s=600")
     given = command(
         "train_ppo.sh", folder / "run", "data.train_batch_size=24", "trainer.critic_warmup=1", *critic, *endless
     )
     given["env"] = given["env"] | {MARK: str(folder)}
     with (folder / "log").open("w+") as log:
-        trainer = subprocess.Popen(**given, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_heed_ctrl_c)
-        while trainer.poll() is None and not saved_state.state_path(folder / "run", 2).is_dir():
+        trainer = subprocess.Popen(**given, stdout=log, stderr=subprocess.STDOUT)
+        metrics = folder / "run" / "metrics.jsonl"
+        while trainer.poll() is None and not (metrics.is_file() and "critic/vf_loss" in metrics.read_text()):
             time.sleep(0.2)
         begun = _marked(folder)
-        trainer.send_signal(signal.SIGINT)
+        trainer.send_signal(signal.SIGTERM)
         status = trainer.wait(timeout=300)
         deadline = time.monotonic() + 120
         while (left := _marked(folder)) and time.monotonic() < deadline:
             time.sleep(0.2)
         said = Path(log.name).read_text()
     assert status == 130, said[-6000:]
-    return Interrupted(Run(folder / "run"), said, begun, left)
+    run = Run(folder / "run")
+    return Stopped(run, max(run.metrics), said, begun, left)
 
 
-def test_ppo_with_a_critic(ppo: Interrupted) -> None:
+def test_ppo_with_a_critic(ppo: Stopped) -> None:
     first, second = ppo.run.metrics[1], ppo.run.metrics[2]
     assert first["critic/values/max"] == 0 and second["critic/values/mean"] != 0, "values start at zero, then learn"
     assert "actor/pg_loss" not in first and "actor/pg_loss" in second, "the first step trained the critic alone"
     assert second["critic/kl"] == pytest.approx(0, abs=1e-6) and second["critic/kl_coeff"] == 0.001
     assert first["critic/vf_loss"] > 0 and second["critic/lr"] == 1e-3
-    critic_model = AutoModelForTokenClassification.from_pretrained(ppo.run.folder / "critic" / "global_step_2")
+    critic = ppo.run.folder / "critic" / f"global_step_{ppo.last}"
+    critic_model = AutoModelForTokenClassification.from_pretrained(critic)
     assert critic_model.score.weight.any()
 
 
-def test_ctrl_c_stops_everything(ppo: Interrupted) -> None:
+def test_sigterm_saves_the_step_in_hand_and_stops_everything(ppo: Stopped) -> None:
     """The script is the trainer by then: it gets the signal."""
-    assert ppo.said.splitlines()[-1].startswith("interrupted") and "Traceback" not in ppo.said
-    assert (ppo.run.folder / "actor" / "global_step_2" / "model.safetensors").is_file()
+    state = saved_state.state_path(ppo.run.folder, ppo.last)
+    assert [path.name for path in saved_state.saved(ppo.run.folder)] == [state.name]
+    saved_state.verify(state)
+    assert ppo.said.splitlines()[-1].startswith("interrupted") and str(state) in ppo.said.splitlines()[-1]
+    assert "Traceback" not in ppo.said and "SIGTERM: the run ends after this step and saves it" in ppo.said
+    assert (ppo.run.folder / "actor" / state.name / "model.safetensors").is_file()
+    shipped = ROOT / "search_r1" / "llm_agent" / "templates" / "tinywiki.txt"
+    assert (ppo.run.folder / TEMPLATE_FILE).read_bytes() == shipped.read_bytes()
     assert len(ppo.begun) > 4, "the trainer, Ray, its workers and the engine carry the mark"
     assert ppo.left == []
-
-
-def _heed_ctrl_c() -> None:
-    """A test run in the background of a shell passes on that Ctrl-C is to be ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 MARK = "VERL_TEST_FOLDER"

@@ -103,7 +103,8 @@ def _stack_of(process: psutil.Process) -> str:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [report for key in ("failed", "error") for report in terminalreporter.stats.get(key, ())]
-    hung = {report.nodeid: where for report in reports for name, where in report.user_properties if name == HUNG}
+    ran = [report for report in reports if isinstance(report, pytest.TestReport)]  # others are of files
+    hung = {report.nodeid: where for report in ran for name, where in report.user_properties if name == HUNG}
     if hung:
         terminalreporter.section("hung")
         for test, where in hung.items():

@@ -149,6 +149,22 @@ class Environment(ABC):
         """
         return None
 
+    @classmethod
+    def files(cls, config: Config) -> dict[str, str]:
+        """Text files that the environment is made from, by name. The run folder keeps a copy of each, for use where the
+        file that the config names is gone.
+        """
+        return {}
+
+    @classmethod
+    async def sources(cls, config: Config) -> dict[str, str]:
+        """What the answers come from, where no setting says it: the version of an index, say, by a name for people.
+
+        It is saved with the state of a run, and a run that is resumed warns of what has changed. Something that cannot
+        be found out is left out.
+        """
+        return {}
+
     async def probe(self, query: str) -> list[str] | None:
         """Call the tool once for real; returns the titles of the results, best first, or None if there is no such tool.
 
@@ -159,6 +175,17 @@ class Environment(ABC):
 
 def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environment:
     """Construct the environment `agent.environment`. Raises `ConfigError`, which says what the class lacks."""
+    name, kind = config.agent.environment, environment_class(config)
+    try:
+        return kind.from_config(config, tokenizer)
+    except VerlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"agent.environment={name} cannot be made: {in_words(error)}") from error
+
+
+def environment_class(config: Config) -> type[Environment]:
+    """The class that `agent.environment` names. Raises `ConfigError`, which says what it lacks."""
     name = config.agent.environment
     kind = load_by_name(name, "agent.environment")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
@@ -173,9 +200,4 @@ def make_environment(config: Config, tokenizer: PreTrainedTokenizerBase) -> Envi
         )
     if not inspect.iscoroutinefunction(kind.step):
         raise ConfigError(f"agent.environment={name}: step is a plain function; write `async def step`")
-    try:
-        return kind.from_config(config, tokenizer)
-    except VerlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"agent.environment={name} cannot be made: {in_words(error)}") from error
+    return kind

@@ -118,4 +118,10 @@ class TrainerConfig:
         "Maximum wait for a worker, in seconds: for its part of a phase, or for an engine to finish a trajectory.",
         gt=0,
     )
+    sigterm_grace_s: float = setting(
+        30.0,
+        "Seconds from SIGTERM until the sender kills the run (30 for many schedulers). All but the last 20 are used to "
+        "finish the step in hand and save it; without time for that, the run ends at once.",
+        ge=0,
+    )
     collapse_guard: CollapseGuardConfig = section(CollapseGuardConfig)

@@ -38,7 +38,7 @@ _NAMES = {
     "reward": ("cliprange_value structure_format_score final_format_score retrieval_score min_reward max_score_drop"),
     "nats per token": "target_kl min_entropy max_entropy max_kl max_mismatch",
     "norm": "grad_clip max_grad_norm",
-    "seconds": "timeout_s deadline_s step_timeout_s",
+    "seconds": "timeout_s deadline_s step_timeout_s sigterm_grace_s",
     "GiB": "kv_cache_gib",
     "MiB": "bucket_mib",
     "workers": "ulysses_sequence_parallel_size fsdp_size",

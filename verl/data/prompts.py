@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +58,9 @@ class PromptSource:
     `num_rows` draws a seeded subset (kept in file order). Prompts longer than `max_start_length` tokens are an error;
     with `filter_overlong` they are skipped, and their number is logged. With `shuffle`, each epoch has its own order,
     which depends only on `seed` and the epoch number. Raises `DataError` naming file, row (from 0) and column.
+
+    `digest` is the SHA-256 of the roles and texts of its rows, in file order. Unlike a digest of ids, it does not
+    change with a chat template that writes the date.
     """
 
     def __init__(
@@ -72,10 +78,11 @@ class PromptSource:
         total = check_files(files, prompt_key)
         self._paths = file_list(files)
         self._tables = [read_table(path, required=("data_source", "reward_model")) for path in self._paths]
+        self._prompt_key = prompt_key
         self._shuffle, self._seed = shuffle, seed
         self._rows = self._subset(num_rows, total)
-        self._ids = self._encode(tokenizer, prompt_key)
-        self._check_lengths(prompt_key, max_start_length, filter_overlong)
+        self._ids = self._encode(tokenizer)
+        self._check_lengths(max_start_length, filter_overlong)
         self._epoch = self._position = 0
         self._again: list[int] = []  # drawn before, and to be drawn first
         self._order = self._order_of(0)
@@ -92,21 +99,66 @@ class PromptSource:
         """Every prompt in file order, without moving the position of `next`."""
         return [self._prompt(index) for index in range(len(self))]
 
+    def kinds(self) -> Iterator[tuple[str, Prompt]]:
+        """One prompt of each kind, and where it is ("FILE: row N"), to try on it what has to work for all of its kind.
+
+        Rows are of one kind if they have the same `data_source`, and if their `reward_model` and `extra_info` are equal
+        in fields and types, and in what is null or empty.
+        """
+        seen = set()
+        for number, table in enumerate(self._tables):
+            rows = {row: index for index, (of, row) in enumerate(self._rows) if of == number}
+            columns = [name for name in ("data_source", "reward_model", "extra_info") if name in table.column_names]
+            for row, values in enumerate(table.select(columns).to_pylist()):
+                kind = (values["data_source"], _shape(values))
+                if row in rows and kind not in seen:
+                    seen.add(kind)
+                    yield self._place((number, row)), self._prompt(rows[row])
+
+    def check_ids(self, num_embeddings: int) -> None:
+        """Raise `DataError` for the first prompt with a token that a model of so many embeddings does not have."""
+        for row, ids in zip(self._rows, self._ids, strict=True):
+            if (largest := int(ids.max(initial=0))) >= num_embeddings:
+                raise DataError(
+                    f"{self._place(row)}, column {self._prompt_key!r}: the prompt has token {largest}, but the model "
+                    f"has embeddings for 0 to {num_embeddings - 1}; use the model's own tokenizer, or enlarge the "
+                    "model's embedding (resize_token_embeddings) and save it"
+                )
+
+    @functools.cached_property
+    def ids_digest(self) -> str:
+        """SHA-256 of the token ids of all prompts, in file order."""
+        hashed = hashlib.sha256()
+        for ids in self._ids:
+            hashed.update(len(ids).to_bytes(4, "little") + ids.astype("<i4").tobytes())
+        return hashed.hexdigest()
+
     def state_dict(self, again: Sequence[Prompt] = ()) -> dict[str, Any]:
         """The position of `next`, and which prompts and seed it applies to. After a resume from this state, `next`
         first returns the prompts `again`."""
         indices = [prompt.index for prompt in again] + self._again
         place = {"epoch": self._epoch, "position": self._position, "again": indices}
-        return place | {"seed": self._seed, "num_prompts": len(self)}
+        return place | {"seed": self._seed, "num_prompts": len(self), "digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises `DataError` if it belongs to other prompts or another seed."""
-        for name, value in (("seed", self._seed), ("num_prompts", len(self))):
-            if state[name] != value:
-                raise DataError(f"cannot resume the order of prompts: {name} was {state[name]} and is {value}")
+        """Resume from `state`. Raises `DataError` as `check_state` does."""
+        self.check_state(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
         self._again = list(state.get("again", []))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `DataError` if `state` belongs to other prompts or another seed. An early one has no digest."""
+        found = {"seed": self._seed, "num_prompts": len(self), "digest": self.digest}
+        names = {"seed": "the seed", "num_prompts": "the number of prompts", "digest": "the digest of the prompts"}
+        for name, value in found.items():
+            if state.get(name, value) != value:
+                raise DataError(
+                    f"cannot resume with the prompts of {', '.join(map(str, self._paths))}: {names[name]} was "
+                    f"{state[name]} and is {value}. Give the run the files, data settings and seed that it had, or "
+                    "start another with trainer.resume_mode=disable and another trainer.default_local_dir (from the "
+                    "weights of this one, if you want: actor_rollout_ref.model.path=ITS_FOLDER/actor/global_step_N)"
+                )
 
     def _advance(self) -> int:
         if self._again:
@@ -133,30 +185,34 @@ class PromptSource:
             raise DataError(f"{num_rows} rows are requested, but {names} has {total}; give a number from 1 to {total}")
         return sorted(random.Random(self._seed).sample(rows, num_rows))
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, prompt_key: str) -> list[np.ndarray]:
+    def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
         """int32 arrays: Python lists of a large training set would take gigabytes."""
         encoded: list[np.ndarray] = []
+        hashed = hashlib.sha256()
         for start in range(0, len(self._rows), _ENCODE_ROWS):
-            texts = [self._text(tokenizer, row, prompt_key) for row in self._rows[start : start + _ENCODE_ROWS]]
+            texts = [self._text(tokenizer, row, hashed) for row in self._rows[start : start + _ENCODE_ROWS]]
             encoded += [np.asarray(ids, dtype=np.int32) for ids in _encode_texts(tokenizer, texts)]
+        self.digest = hashed.hexdigest()
         return encoded
 
-    def _text(self, tokenizer: PreTrainedTokenizerBase, row: tuple[int, int], prompt_key: str) -> str:
-        messages = self._tables[row[0]].column(prompt_key)[row[1]].as_py()
+    def _text(self, tokenizer: PreTrainedTokenizerBase, row: tuple[int, int], hashed: hashlib._Hash) -> str:
+        messages = self._tables[row[0]].column(self._prompt_key)[row[1]].as_py()
         try:
-            return _prompt_text(tokenizer, messages)
+            text = _prompt_text(tokenizer, messages)
+            hashed.update(json.dumps([[message["role"], message["content"]] for message in messages]).encode())
+            return text
         except DataError as error:
-            raise DataError(f"{self._place(row)}, column {prompt_key!r}: {error}") from error
+            raise DataError(f"{self._place(row)}, column {self._prompt_key!r}: {error}") from error
 
-    def _check_lengths(self, prompt_key: str, max_start_length: int, filter_overlong: bool) -> None:
+    def _check_lengths(self, max_start_length: int, filter_overlong: bool) -> None:
         kept = [index for index, ids in enumerate(self._ids) if len(ids) <= max_start_length]
         if len(kept) == len(self._ids):
             return
         if not filter_overlong:
-            index = next(index for index, ids in enumerate(self._ids) if len(ids) > max_start_length)
+            row, ids = next(pair for pair in zip(self._rows, self._ids, strict=True) if len(pair[1]) > max_start_length)
             raise DataError(
-                f"{self._place(self._rows[index])}, column {prompt_key!r}: the prompt has {len(self._ids[index])} "
-                f"tokens, but data.max_start_length is {max_start_length}; raise it, or drop such rows with "
+                f"{self._place(row)}, column {self._prompt_key!r}: the prompt has {len(ids)} tokens, but "
+                f"data.max_start_length is {max_start_length}; raise it, or drop such rows with "
                 "data.filter_overlong_prompts=true"
             )
         log.warning(
@@ -174,3 +230,16 @@ class PromptSource:
 
     def _place(self, row: tuple[int, int]) -> str:
         return f"{self._paths[row[0]]}: row {row[1]}"
+
+
+def _shape(value: Any) -> Any:
+    """Equal for values with the same fields and types, of which the same are null or empty."""
+    if isinstance(value, Mapping):
+        return tuple((name, _shape(part)) for name, part in value.items())
+    if isinstance(value, list):
+        return ("list", frozenset(map(_shape, value)))
+    if isinstance(value, str):
+        return "text" if value.strip() else "empty"
+    if isinstance(value, float) and value != value:
+        return "NaN"
+    return type(value).__name__

@@ -35,10 +35,11 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenisedRow:
-    """`ids_L` int64 and `loss_mask_L` bool."""
+    """`ids_L` int64 and `loss_mask_L` bool; `where` as in `Row`."""
 
     ids_L: torch.Tensor
     loss_mask_L: torch.Tensor
+    where: str
 
 
 def read_rows(files: str | Sequence[str]) -> list[Row]:
@@ -67,7 +68,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, row: Row, phase: str, max_lengt
     if not any(mask[1:]):
         raise DataError(f"{row.where}: there is nothing to train on in phase {phase!r}")
     mask[0] = False  # nothing comes before it that could predict it
-    return TokenisedRow(torch.tensor(ids), torch.tensor(mask))
+    return TokenisedRow(torch.tensor(ids), torch.tensor(mask), row.where)
 
 
 def _ids_of_segments(tokenizer: PreTrainedTokenizerBase, row: Row) -> Sequence[Sequence[int]]:

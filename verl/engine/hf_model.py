@@ -79,9 +79,16 @@ class HfModel(ABC):
                 model: PreTrainedModel = self.auto_class.from_config(**arguments)
         _initialize_buffers(model)
         if model.can_generate():
-            with contextlib.suppress(OSError):  # there need not be a generation_config.json
-                model.generation_config = GenerationConfig.from_pretrained(self.source)
+            with self._named():
+                self._load_generation_config(model)
         return self._ready(model.eval())
+
+    def _load_generation_config(self, model: PreTrainedModel) -> None:
+        """As `from_pretrained` of the model does: without a file of its own, it is part of config.json."""
+        for options in ({}, {"config_file_name": "config.json", "_from_model_config": True}):
+            with contextlib.suppress(OSError):
+                model.generation_config = GenerationConfig.from_pretrained(self.source, **options)
+                return
 
     @abstractmethod
     def _complete(self, model: PreTrainedModel, missing: set[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from verl.engine.adapter_files import adapter_tensors, write_adapter
@@ -65,13 +66,7 @@ def _write(
         temporary.mkdir(parents=True)
         write_weights(temporary, parts, files)
         write_adapter(temporary, model, parts)
-        if model.model._auto_class is not None:  # its code came with the files it was loaded from
-            custom_object_save(model.model, temporary, config=model.model.config)
-        model.model.config.save_pretrained(temporary)
-        if model.model.can_generate() and model.model.generation_config is not None:
-            model.model.generation_config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        save_without_weights(model.model, tokenizer, temporary)
         for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
@@ -80,6 +75,22 @@ def _write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def save_without_weights(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Save what a model's folder has besides weights: config, generation config, the code that came with it, tokenizer.
+
+    The two configs are written as they were loaded: transformers refuses to save some of those that it loads (a
+    temperature without do_sample, sampling parameters in config.json), which published models have.
+    """
+    for custom in (model, model.config):
+        if custom._auto_class is not None:  # its code came with the files it was loaded from
+            custom_object_save(custom, folder, config=model.config)
+    model.config.to_json_file(folder / "config.json", use_diff=True)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:

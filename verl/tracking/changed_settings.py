@@ -19,7 +19,7 @@ HARMLESS = re.compile(
     r"|actor_rollout_ref\.rollout\.(gpu_memory_utilization|free_cache_engine|enforce_eager|load_format|kv_cache_gib)"
     r"|actor_rollout_ref\.rollout\.(tensor_model_parallel_size|max_num_batched_tokens|max_num_seqs|num_engines)"
     r"|actor_rollout_ref\.rollout\.((max_)?nnodes|n_gpus_per_node|max_concurrent|max_restarts|(val_kwargs|weight_sync)\..+)"
-    r"|trainer\.(project_name|experiment_name|logger|log_\w+|metrics_\w+|(min_)?nnodes|n_gpus_per_node|device|test_freq|step_timeout_s)"
+    r"|trainer\.(project_name|experiment_name|logger|log_\w+|metrics_\w+|(min_)?nnodes|n_gpus_per_node|device|test_freq|step_timeout_s|sigterm_grace_s)"
     r"|trainer\.(default_\w+_dir|gather_state|overwrite|resume_\w+|max_ckpt_to_keep|del_local_ckpt_after_load|save_\w+)"
     r"|trainer\.(val_before_train|val_only|eval_ref_policy_freq|layout|rollout_gpus_per_node)|critic\.n_gpus_per_node"
 )

@@ -12,7 +12,7 @@ from verl.startup import phase
 from verl.tracking.timing import Timer
 from verl.tracking.trajectory_store import Kind
 from verl.trainer.metrics import validation_metrics
-from verl.trainer.prompt_sets import PromptSets
+from verl.trainer.preflight.prompts import PromptSets
 from verl.trainer.roles import ActorGroup
 from verl.trainer.rollout_source import RolloutSource
 from verl.trainer.scoring import Scorer

@@ -13,8 +13,7 @@ from verl.stacks import collect_stacks
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import saved_state
 from verl.trainer.checkpoints import Checkpoints
-
-INTERRUPT_WAIT_S = 20.0  # schedulers kill what has not ended 30 s after their SIGTERM
+from verl.trainer.interrupts import INTERRUPT_WAIT_S
 
 log = logging.getLogger(__name__)
 

@@ -57,8 +57,8 @@ def run(config: Config) -> None:
     with phase("checking prompt files, reward, models and environment"):
         from verl.trainer.preflight.inputs import check_inputs
 
-        models = check_inputs(config)
-        tell(f"loads {models}")
+        inputs = check_inputs(config)
+        tell(f"loads {inputs.models}")
 
     with phase("importing Ray and the trainer"):
         import ray
@@ -85,8 +85,8 @@ def run(config: Config) -> None:
         janitor.watch()
         device = device_of_cluster(config.trainer.device)
         if device == "cuda":
-            require_engines_share_heads(config, models.policy)
-        trainer = RLTrainer(on_nodes_that_are_there(config, device), device)
+            require_engines_share_heads(config, inputs.models.policy)
+        trainer = RLTrainer(on_nodes_that_are_there(config, device), device, inputs)
         at_the_end.callback(trainer.shutdown)
         janitor.watch()
         print(ending(run_dir, trainer.fit()))

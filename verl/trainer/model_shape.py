@@ -24,7 +24,8 @@ class ModelShape:
 
     `num_looked_up` of `num_params` are in no matrix product: an embedding that is not also the head.
     `num_adapted`: parameters of adapters (and of a critic's output layer) that are trained in place of all; 0: all are.
-    `num_heads`: attention heads of a layer, of its queries and of its keys.
+    `num_heads`: attention heads of a layer, of its queries and of its keys. `num_embeddings`: the
+    number of token ids that have one.
     """
 
     num_params: int
@@ -37,6 +38,7 @@ class ModelShape:
     num_adapted: int = 0
     num_heads: int = 0
     num_key_heads: int = 0
+    num_embeddings: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -74,6 +76,7 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         num_adapted=0 if lora is None else _num_adapted(model, lora),
         num_heads=heads,
         num_key_heads=key_heads,
+        num_embeddings=model.get_input_embeddings().weight.shape[0],
     )
 
 

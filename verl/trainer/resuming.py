@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import yaml
 
 from verl.config import Config
 from verl.config.trainer import TrainerConfig
+from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.changed_settings import Change, changed_settings
 from verl.tracking.tracker import CONFIG_FILE, settings_text
@@ -92,6 +94,33 @@ def settings_since(config: Config) -> list[Change]:
         return []
     saved = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     return changed_settings(saved, yaml.safe_load(settings_text(asdict(config))))
+
+
+def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mapping[str, str]) -> list[str]:
+    """What the resumed run has read otherwise (`Inputs.sources`), in words.
+
+    Raises DataError if its training prompts are others. States saved before this was recorded are trusted.
+    """
+    if trainer.resume_mode == "resume_path":
+        state: Path | None = named_state(trainer)
+    else:
+        state = max(saved_state.saved(Path(trainer.default_local_dir)), key=saved_state.step_of, default=None)
+        state = state if trainer.resume_mode == "auto" else None
+    if state is None:
+        return []
+    try:
+        progress = saved_state.read_progress(state)
+    except (OSError, ValueError):
+        return []  # its verification, which comes later, says what is wrong
+    prompts.check_state(progress["prompts"])
+    before = progress.get("sources")
+    if before is None:
+        return [f"{state} does not say which prompts and index it was trained with, so they cannot be compared"]
+    return [
+        f"{name}: {before[name]} -> {now} (scores before and after it cannot be compared)"
+        for name, now in sources.items()
+        if before.get(name, now) != now
+    ]
 
 
 def resumes_here(trainer: TrainerConfig) -> bool:

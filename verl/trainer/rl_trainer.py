@@ -22,7 +22,9 @@ from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due
 from verl.trainer.failing import last_words
 from verl.trainer.health import health_metrics
+from verl.trainer.interrupts import StopAfterStep, interrupts_at_the_end
 from verl.trainer.metrics import step_metrics
+from verl.trainer.preflight.inputs import Inputs
 from verl.trainer.roles import memory_metrics
 from verl.trainer.staleness import staleness_metrics
 from verl.trainer.starting import Run
@@ -36,9 +38,9 @@ SCORE = "val/test_score/mean"
 class RLTrainer:
     """The loop over what `run` has. `device` is "cpu" or "cuda"."""
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, inputs: Inputs) -> None:
         self.config = config
-        self.run = Run(config, device)
+        self.run = Run(config, device, inputs)
         self.timer = self._new_timer()
 
     def fit(self) -> Path:
@@ -48,8 +50,10 @@ class RLTrainer:
             with last_words(run.run_dir, run.checkpoints, run.writer):
                 if trainer.val_only or (trainer.val_before_train and not run.steps_done):
                     self._log(self._evaluate_first(), run.steps_done)
-                for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
-                    self._step(step, last=step == run.total_steps)
+                with StopAfterStep(trainer.sigterm_grace_s) as self.stop:
+                    for step in range(run.steps_done + 1, 1 if trainer.val_only else run.total_steps + 1):
+                        self._step(step, last=step == run.total_steps)
+                        self._end_if_asked(step)
         except TrainingCollapsed:
             try:
                 self._finish()
@@ -72,19 +76,34 @@ class RLTrainer:
         # Before anything is saved: a checkpoint has the weights that the run continues with, and their score.
         rolled_back = self._watch(metrics, step)
         score = None if rolled_back else metrics.get(SCORE)
-        save = last or rolled_back or is_due(self.config.trainer.save_freq, step)
+        save = last or rolled_back or self.stop.requested or is_due(self.config.trainer.save_freq, step)
         if save:
             with timed("save_checkpoint"):
-                run.writer.drain()  # a run that resumes after this step does not write its files again
-                run.checkpoints.save(step)
+                self._save_models(step)
         if last:
             metrics |= run.evaluator.test(step, timed)
         run.tracker.log_samples(samples_to_show(self.config.trainer, collected.sampled, step, run.decode), step)
-        self._log(metrics, step)
-        if save:
-            run.writer.drain()  # the files of the test, of the last step
-            run.checkpoints.save_state(step, self._progress(), score)
+        with interrupts_at_the_end():  # a step that is logged as saved has a state from which it resumes
+            self._log(metrics, step)
+            if save:
+                run.writer.drain()  # the files of the test, of the last step
+                run.checkpoints.save_state(step, self._progress(), score)
         run.checkpoints.settle(wait=last)
+
+    def _save_models(self, step: int) -> None:
+        self.run.writer.drain()  # a run that resumes after this step does not write its files again
+        self.run.checkpoints.save(step)
+
+    def _end_if_asked(self, step: int) -> None:
+        """End after a step within which SIGTERM has come, with a state from which the run resumes."""
+        if not self.stop.requested or step == self.run.total_steps:
+            return
+        checkpoints = self.run.checkpoints
+        if step not in checkpoints.steps:  # the signal came after it was decided whether to save
+            self._save_models(step)
+            checkpoints.save_state(step, self._progress(), None)
+        checkpoints.settle(wait=True)
+        raise KeyboardInterrupt
 
     def train_step(self, step: int) -> tuple[Collected, TrainBatch, dict[str, float]]:
         """Collect, estimate, update, sync. Returns what was sampled, what of it was trained on, and metrics."""
@@ -120,7 +139,7 @@ class RLTrainer:
 
     def _validate(self, step: int) -> dict[str, float]:
         run, (policy, anchor) = self.run, self._due(step)
-        if not (policy or anchor):
+        if not (policy or anchor) or self.stop.requested:
             return {}
         with run.source.engines(self.timer):
             metrics = run.evaluator.validate(step, self.timer) if policy else {}
@@ -149,6 +168,7 @@ class RLTrainer:
     def _progress(self) -> dict[str, Any]:
         """What the driver needs to resume, besides what the roles hold."""
         return self.run.source.state().to_json() | {
+            "sources": self.run.sources,
             "kl_weight": self.run.estimator.kl_weight.value,
             "guard": self.run.recovery.guard.state_dict(),
         }

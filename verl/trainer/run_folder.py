@@ -32,7 +32,7 @@ RESULTS = re.compile(
 )
 """Paths in the folder that only a run with results writes; a warm start has `global_step_N` at the top."""
 BESIDES = re.compile(
-    r"config\.yaml|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
+    r"config\.yaml|template\.txt|mlruns|report\.(md|png)|((actor|critic|ref|state)/)?\.global_step_\d+\.writing"
     r"|tensorboard/events\.out\.tfevents\..+|wandb/((offline-)?run-.+|latest-run|debug.*\.log)"
     r"|failures/(critic/)?not_finite_step_\d+\.pt|stacks/.+-\d+\.txt"
 )

@@ -6,6 +6,7 @@ only. Several workers: start it with torchrun.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -91,8 +92,11 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
 
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
         engine = SftEngine(config, device)
+    with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
+        engine.save_without_weights(folder, tokenizer)
     with startup.phase(f"tokenising {len(rows)} rows"):
         batches = Batches(config, tokenizer, rows)
+        batches.check_ids(engine.num_embeddings)
     run_dir = Path(config.trainer.default_local_dir)
     main_rank = is_main_rank()
     metrics_path = run_dir / FILE_NAME
@@ -140,6 +144,15 @@ class Batches:
                 raise DataError(f"data.train_files: no row has phase {phase!r}, but {num_steps} steps need them")
             self._rows[phase] = [tokenise(tokenizer, row, phase, config.data.max_length) for row in chosen]
             self._orders[phase] = _endless_order(len(chosen), config.trainer.seed + PHASES.index(phase))
+
+    def check_ids(self, num_embeddings: int) -> None:
+        """Raise DataError for the first row with a token that a model of so many embeddings does not have."""
+        for row in itertools.chain.from_iterable(self._rows.values()):
+            if (largest := int(row.ids_L.max())) >= num_embeddings:
+                raise DataError(
+                    f"{row.where}: it has token {largest}, but the model has embeddings for 0 to {num_embeddings - 1}; "
+                    "use its own tokenizer, or enlarge the model's embedding (resize_token_embeddings) and save it"
+                )
 
     def next(self, step: int) -> tuple[str, TrainBatch]:
         """Phase and batch of `step` (from 0). Call it once for each step, in order."""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from verl.agent.environment import environment_class
 from verl.config import Config
 from verl.config.counts import num_training_steps
 from verl.config.predicates import anchor_moves, has_anchor, has_critic
@@ -17,7 +18,8 @@ from verl.determinism import seed_everything
 from verl.pretrained import load_policy_tokenizer
 from verl.rollout.manager import RolloutManager
 from verl.stacks import offer_stacks
-from verl.startup import phase, tell
+from verl.startup import tell
+from verl.storage import whole_file
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
 from verl.trainer.checkpoints import Checkpoints
@@ -28,9 +30,9 @@ from verl.trainer.failing import report_stall
 from verl.trainer.layout import reserve_pools
 from verl.trainer.model_shape import policy_shape
 from verl.trainer.performance import Performance
-from verl.trainer.prompt_sets import load_prompts
+from verl.trainer.preflight.inputs import VALIDATION_PROMPTS, Inputs
 from verl.trainer.recovery import Recovery
-from verl.trainer.resuming import prepare_folder, settings_since, state_to_resume
+from verl.trainer.resuming import prepare_folder, settings_since, sources_since, state_to_resume
 from verl.trainer.reward_server import RewardServer
 from verl.trainer.roles import ActorGroup, CriticGroup
 from verl.trainer.rollouts_ahead import rollout_source
@@ -51,12 +53,11 @@ class Run:
     If something fails, what was started is stopped again.
     """
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, inputs: Inputs) -> None:
         self.config, self.run_dir = config, Path(config.trainer.default_local_dir)
         seed_everything(config.trainer.seed)  # for rewards and environments that use the global generators
         self.tokenizer = load_policy_tokenizer(config)
-        with phase("loading the prompts"):
-            self.prompts = load_prompts(config, self.tokenizer)
+        self.prompts, self.sources = inputs.prompts, inputs.sources
         tell(f"prompts: {len(self.prompts.train)} for training, {len(self.prompts.val)} for validation")
         self.total_steps = num_training_steps(config, len(self.prompts.train))
         self.estimator = Estimator(config)
@@ -83,12 +84,17 @@ class Run:
                 "settings that differ from the earlier run: %s",
                 change,
             )
+        for changed in sources_since(trainer, self.prompts.train, self.sources):
+            log.warning("since the earlier run: %s", changed)
         offer_stacks()
         watchdog = Watchdog(trainer.step_timeout_s + WATCHDOG_GRACE_S, partial(report_stall, self.run_dir))
         started.callback(_stop, watchdog.stop)
         names = (trainer.project_name, trainer.experiment_name)
         self.tracker = Tracker(trainer.logger, *names, self.run_dir, asdict(config), self.total_steps)
         started.callback(_stop, partial(self.tracker.finish, failed=True))  # unless the run has finished it
+        for name, text in environment_class(config).files(config).items():
+            with whole_file(self.run_dir / name) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         self.writer = BackgroundWriter()
         started.callback(_stop, self.writer.close)
         # A tokenizer is not for two threads at once: the writer's, and the loop's beside sampling.
@@ -132,6 +138,8 @@ class Run:
             return 0
         progress = self.checkpoints.resume(path)
         SamplingState.from_json(progress).put_back(self.prompts.train)
+        if progress.get("sources", self.sources)[VALIDATION_PROMPTS] != self.sources[VALIDATION_PROMPTS]:
+            self.checkpoints.scores = {}  # of other prompts: the best one is to be found among those to come
         self.estimator.kl_weight.value = progress["kl_weight"]
         self.recovery.guard.load_state_dict(progress["guard"])
         log.info("resuming after step %d, from %s", progress["step"], path)

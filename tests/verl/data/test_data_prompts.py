@@ -130,8 +130,59 @@ def test_state_of_other_prompts_is_refused(ten, byte_tokenizer):
     state = source_of(ten, byte_tokenizer).state_dict()
     with pytest.raises(DataError, match="seed"):
         source_of(ten, byte_tokenizer, seed=4).load_state_dict(state)
-    with pytest.raises(DataError, match="num_prompts"):
+    with pytest.raises(DataError, match="the number of prompts was 10 and is 5"):
         source_of(ten, byte_tokenizer, num_rows=5).load_state_dict(state)
+    other = write(Path(ten).with_name("other.parquet"), rows_of(10, text="question {i} and more?"))
+    with pytest.raises(DataError, match=r"other.parquet: the digest of the prompts was .* trainer.resume_mode=disable"):
+        source_of(other, byte_tokenizer).load_state_dict(state)
+    moved = write(Path(ten).with_name("moved.parquet"), rows_of(10, "hotpotqa"))
+    source_of(moved, byte_tokenizer).load_state_dict(state)
+
+
+def test_a_chat_template_that_writes_the_date_does_not_change_the_digest(ten, byte_tokenizer):
+    today, tomorrow = copy.deepcopy(byte_tokenizer), copy.deepcopy(byte_tokenizer)
+    today.chat_template, tomorrow.chat_template = f"1 {CHAT}", f"2 {CHAT}"
+    state = source_of(ten, today).state_dict()
+    source_of(ten, tomorrow).load_state_dict(state)
+    assert source_of(ten, today).ids_digest != source_of(ten, tomorrow).ids_digest
+
+
+def test_a_state_from_before_there_were_digests(ten, byte_tokenizer):
+    source = source_of(ten, byte_tokenizer)
+    source.next(4)
+    state = source.state_dict()
+    del state["digest"]
+    resumed = source_of(ten, byte_tokenizer)
+    resumed.load_state_dict(state)
+    assert indices(resumed.next(10)) == indices(source.next(10))
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks(ten, byte_tokenizer):
+    larger = copy.deepcopy(byte_tokenizer)
+    larger.add_tokens(["question 7"])
+    source = source_of(ten, larger)
+    source.check_ids(len(larger))
+    last = len(larger) - 1
+    with pytest.raises(DataError, match=rf"ten.parquet: row 7, .* has token {last}, but .* 0 to {last - 1}"):
+        source.check_ids(len(larger) - 1)
+
+
+def test_one_prompt_of_each_kind(tmp_path, byte_tokenizer):
+    rows = rows_of(12)
+    rows[3]["reward_model"]["ground_truth"]["target"] = []
+    rows[4]["reward_model"]["ground_truth"]["target"] = [None]
+    rows[5]["reward_model"]["ground_truth"]["target"] = ["a", "b"]  # of the first row's kind
+    rows[6]["reward_model"]["ground_truth"]["target"] = ["a", " "]
+    rows[7]["reward_model"]["ground_truth"]["target"] = None
+    rows[8]["reward_model"]["ground_truth"] = None
+    rows[9]["data_source"] = "hotpotqa"
+    rows[10]["extra_info"]["index"] = None
+    file = write(tmp_path / "a.parquet", rows)
+    places = [(place, prompt.row) for place, prompt in source_of(file, byte_tokenizer).kinds()]
+    assert places == [(f"{file}: row {i}", rows[i]) for i in (0, 3, 4, 6, 7, 8, 9, 10)]
+    few = source_of(file, byte_tokenizer, num_rows=3)
+    drawn = [prompt.row for prompt in few.all()]
+    assert drawn and all(prompt.row in drawn for _, prompt in few.kinds()), "of what the run reads"
 
 
 def test_subsample_is_seeded_and_keeps_the_order(ten, byte_tokenizer):

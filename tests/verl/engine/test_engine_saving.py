@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,38 @@ def test_round_trip(model_path: str, run_dir: Path, tokenizer: PreTrainedTokeniz
     anchor = AutoModelForCausalLM.from_pretrained(run_dir / "ref" / "global_step_1", dtype=torch.float32)
     assert torch.equal(anchor.model.norm.weight, full_state(engine, "anchor")["model.norm.weight"])
     assert not torch.equal(anchor.model.norm.weight, loaded.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 0}),
+        ("generation_config.json", {"do_sample": False, "temperature": 0.1, "eos_token_id": [0, 1]}),
+        ("generation_config.json", {"num_beams": 1, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": 1}),
+        ("generation_config.json", {"top_k": 7, "do_sample": True, "eos_token_id": 1}),
+        ("config.json", {"temperature": 0.6, "top_p": 0.9}),
+        ("config.json", {"max_length": 50, "repetition_penalty": 1.1, "num_beams": 2, "eos_token_id": [3, 4]}),
+        ("config.json", {"task_specific_params": {"x": 1}, "a_key_of_theirs": [1]}),
+    ],
+)
+def test_configs_are_saved_as_they_were_loaded(
+    file: str, values: dict[str, Any], model_path: str, run_dir: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Of some of them transformers says at a save that they have to be changed first."""
+    folder = Path(shutil.copytree(model_path, run_dir / "model"))
+    (folder / "generation_config.json").unlink()
+    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(before | values))
+    for number in range(2):
+        saved = run_dir / str(number)
+        make_engine(str(folder), run_dir).save_pretrained(saved, tokenizer)
+        loaded, again = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, saved))
+        expected, found = (model.generation_config.to_diff_dict() for model in (loaded, again))
+        assert found | {"_from_model_config": None} == expected | {"_from_model_config": None}
+        kept = {name: value for name, value in values.items() if "params" not in name and name != "a_key_of_theirs"}
+        assert {name: found.get(name) for name in kept} == kept
+        assert again.config.to_diff_dict() == loaded.config.to_diff_dict()
+        folder = saved
 
 
 def test_several_files(model_path: str, run_dir: Path) -> None:

@@ -129,6 +129,9 @@ def test_phases_rows_and_order(word_model: str, tmp_path: Path) -> None:
     assert [phase for phase, _ in drawn] == ["lm"] * 4 + ["policy"] * 4
     for (_, one), (_, two) in zip(drawn, again, strict=True):
         assert torch.equal(one.tokens["ids"], two.tokens["ids"])
+    first.check_ids(len(WORDS))
+    with pytest.raises(DataError, match=rf"rows.parquet: row \d+: it has token \d+, but .* for 0 to {len(WORDS) - 2}"):
+        first.check_ids(len(WORDS) - 1)
     # 4 steps of 4 rows are 2 passes over the 8 rows of a phase: each letter is asked for 2 * 2 times
     asked = torch.cat([batch.tokens["ids"].view(4, -1)[:, 2] for phase, batch in drawn if phase == "policy"])
     assert torch.bincount(asked, minlength=7)[3:7].tolist() == [4, 4, 4, 4]

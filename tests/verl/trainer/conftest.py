@@ -26,7 +26,8 @@ def prompt_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_config(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Config]:
     def make(*overrides: str) -> Config:
-        return run_config(given(prompt_file, tmp_path / "run", tiny_model_dir, *overrides))
+        long = ("data.max_start_length=900", "data.max_prompt_length=1000")
+        return run_config(given(prompt_file, tmp_path / "run", tiny_model_dir, *long, *overrides))
 
     return make
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -30,6 +33,7 @@ from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.ending import ending
 from verl.trainer.exit_status import exit_status
 from verl.trainer.failing import last_words
+from verl.trainer.interrupts import StopAfterStep, heed_interrupts, interrupts_at_the_end
 
 
 def leave(run_dir: Path, *records: dict[str, float]) -> None:
@@ -227,3 +231,97 @@ Broken()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "Exception ignored" in done.stderr and "ValueError: of a finalizer" in done.stderr
+
+
+GRACEFUL = """
+import signal
+import sys
+import time
+from verl.startup import log_to_stderr
+from verl.trainer.exit_status import exit_status
+from verl.trainer.interrupts import StopAfterStep, heed_interrupts
+
+grace_s, step_s, signals = float(sys.argv[1]), float(sys.argv[2]), [getattr(signal, n) for n in sys.argv[3].split(",")]
+
+def train():
+    log_to_stderr()
+    heed_interrupts()
+    with StopAfterStep(grace_s) as stop:
+        for number in signals:
+            signal.raise_signal(number)
+            if number != signals[-1]:
+                time.sleep(0.3)  # so that they are not the same one, which came twice
+        time.sleep(step_s)
+        print("step done", stop.requested, flush=True)
+
+sys.exit(exit_status(train, "as asked"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "step_s", "signals", "expected"),
+    [
+        ("50", "0", "SIGTERM", (0, "step done True\n")),
+        ("21", "60", "SIGTERM", (130, "")),  # after a second: the last 20 are for what is being written
+        ("20", "60", "SIGTERM", (130, "")),
+        ("0", "60", "SIGTERM", (130, "")),
+        ("50", "60", "SIGTERM,SIGTERM", (130, "")),
+        ("50", "60", "SIGTERM,SIGINT", (130, "")),
+        ("50", "60", "SIGINT", (130, "")),
+    ],
+)
+def test_the_step_in_hand_is_finished_after_sigterm(
+    grace_s: str, step_s: str, signals: str, expected: tuple[int, str]
+) -> None:
+    command = [sys.executable, "-c", GRACEFUL, grace_s, step_s, signals]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == expected, done.stderr
+    assert ("a second signal ends it at once" in done.stderr) == (float(grace_s) > 20 and signals != "SIGINT")
+    assert time.monotonic() - start < 55, "it did not wait for the step"
+
+
+def test_a_signal_that_is_passed_on_twice_is_one() -> None:
+    """A supervisor passes it on, and so does the process group."""
+    with restored_handlers(), StopAfterStep(100) as stop:
+        heed_interrupts()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+
+
+def test_signals_wait_for_the_end_of_a_block() -> None:
+    with restored_handlers():
+        heed_interrupts()
+        done = []
+        with pytest.raises(KeyboardInterrupt), interrupts_at_the_end():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the line and its state")
+        assert done
+        with StopAfterStep(100) as stop:
+            with interrupts_at_the_end():
+                signal.raise_signal(signal.SIGTERM)
+                assert not stop.requested
+            assert stop.requested
+        with pytest.raises(ZeroDivisionError), interrupts_at_the_end():
+            signal.raise_signal(signal.SIGINT)
+            raise ZeroDivisionError
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """Ctrl-C, in the background of a shell."""
+    with restored_handlers():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        heed_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def restored_handlers() -> Iterator[None]:
+    hook, handlers = sys.unraisablehook, {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

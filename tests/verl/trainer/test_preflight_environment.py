@@ -16,14 +16,15 @@ from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import Grammar
 from tests.chaos.fault_proxy import FaultProxy, Kind
 from verl.config import Config
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.trainer.preflight import prompts
 from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.retrieval import check_environment, first_question
+from verl.trainer.preflight.retrieval import check_environment, question_in
 
 
 def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:
-    return check_environment(config, SearchEnvironment.from_config(config, tokenizer))
+    loaded = prompts.load_prompts(config, tokenizer)
+    return check_environment(config, SearchEnvironment.from_config(config, tokenizer), loaded)
 
 
 def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -37,15 +38,16 @@ def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_toke
 
 
 def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    wide = make_config("data.max_start_length=2000", "data.max_prompt_length=2000")
-    assert levels(prompts.check_lengths(wide, byte_tokenizer, 4096)) == ["ok", "ok", "ok"]
-    assert levels(prompts.check_lengths(wide, byte_tokenizer, 1024)) == ["ok", "ok", "FAIL"]
-    many = make_config("data.train_batch_size=3", "data.max_start_length=2000", "data.max_prompt_length=2000")
-    found = list(prompts.check_lengths(many, byte_tokenizer, 4096))
-    # the file of the validation is the same one
-    assert levels(found) == ["FAIL", "FAIL", "ok"] and "more than the 2 prompts" in found[0].found
-    start = make_config("data.max_start_length=10", "data.max_prompt_length=2000")
-    assert levels(prompts.check_lengths(start, byte_tokenizer, 4096))[:2] == ["FAIL", "FAIL"]
+    def found(window: int, *overrides: str) -> list[str]:
+        config = make_config("data.max_start_length=2000", "data.max_prompt_length=2000", *overrides)
+        return levels(prompts.check_lengths(config, prompts.load_prompts(config, byte_tokenizer), window))
+
+    assert found(4096) == ["ok", "ok", "ok"]
+    assert found(1024) == ["ok", "ok", "FAIL"]
+    with pytest.raises(ConfigError, match="more than the 2 prompts"):
+        found(4096, "data.train_batch_size=3")
+    with pytest.raises(DataError, match="data.max_start_length is 10"):
+        found(4096, "data.max_start_length=10")
 
 
 def failing_tags(tokenizer: PreTrainedTokenizerFast, grammar: Grammar) -> list[str]:
@@ -132,18 +134,17 @@ class Shelf:
     ],
 )
 def test_where_the_question_stands(
-    columns: dict, expected: str, make_config: Callable[..., Config], prompt_file: Path
+    columns: dict,
+    expected: str,
+    make_config: Callable[..., Config],
+    prompt_file: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     prompt = [[{"role": "user", "content": "Answer by searching.\nQuestion: who?\n"}]] * 2
     others = {"data_source": ["nq"] * 2, "reward_model": [{"ground_truth": {"target": ["x"]}}] * 2}
     write(prompt_file, {"prompt": prompt, **others, **columns})
-    assert first_question(make_config()) == expected
-
-
-def test_a_row_without_any_question(make_config: Callable[..., Config], prompt_file: Path) -> None:
-    write(prompt_file, {"prompt": [[{"role": "user", "content": ""}]]})
-    with pytest.raises(DataError, match="row 0 has neither a question nor a prompt"):
-        first_question(make_config())
+    first = prompts.load_prompts(make_config(), byte_tokenizer).train.all()[0]
+    assert question_in(first, "prompt") == expected
 
 
 def write(path: Path, columns: dict) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from preflight_run import QUESTION, small_run
 from run_config import run_config
+from tiny_models import qwen2_config, save_untrained
+from transformers import PreTrainedTokenizerFast
 
+from verl.agent.environment import Environment, Outcome
 from verl.config import Config
-from verl.errors import ConfigError, EnvironmentUnavailable, RewardError, RewardUnavailable
+from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RewardError, RewardUnavailable
+from verl.protocol import Prompt
 from verl.trainer import main_ppo
 from verl.trainer.model_shape import ModelShape
 from verl.trainer.preflight.__main__ import main, parse
@@ -50,7 +57,7 @@ def test_a_prompt_that_names_no_tags_or_is_worded_differently_is_warned_of(
     assert check(named + "<answer> ... </answer>. Who founded Osk?") == "", "other words, the same tags: as published"
     renamed = named.replace("information", "tool_response") + "<answer> ... </answer>. Who founded Osk?"
     assert "names <answer>, <search>, <think>, <tool_response>, but agent.template=search_r1 reads" in check(renamed)
-    with pytest.raises(ConfigError, match="template: .*other.parquet: the prompt names <think>, but .* reads <answer>"):
+    with pytest.raises(ConfigError, match="template: .*other.parquet: row 0: .* names <think>, but .* reads <answer>"):
         check("First <think> ... </think>, then answer. Who founded Osk?")
 
 
@@ -158,6 +165,135 @@ def test_every_data_source_is_tried(wrong: Callable[..., Config], prompt_file: P
         check_inputs(wrong(named(knows_nq_alone), f"data.val_files={validation}"))
 
 
+@pytest.mark.parametrize("files", ["train", "val", "test"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward_model": {"ground_truth": {"target": None}}}, "ground_truth.target=None is neither a text nor texts"),
+        ({"reward_model": {"ground_truth": {"target": []}}}, r"target=\[\] is neither"),
+        ({"reward_model": {"ground_truth": {"target": [None]}}}, r"target=\[None\] is neither"),
+        ({"reward_model": {"ground_truth": {"target": ["Osk", None]}}}, r"target=\['Osk', None\] is neither"),
+        ({"reward_model": {"ground_truth": None}}, "has no reward_model.ground_truth.target"),
+        ({"reward_model": None}, "column 'reward_model': is null"),
+        ({"data_source": None}, "column 'data_source': is null"),
+        ({"prompt": []}, "column 'prompt': the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": None}]}, "column 'prompt': .* a message without content"),
+        (
+            {"prompt": [{"role": "user", "content": "<think> then <answer>. Who?"}]},
+            "the prompt names <answer>, <think>",
+        ),
+    ],
+)
+def test_every_row_is_checked(
+    files: str, change: dict, message: str, wrong: Callable[..., Config], prompt_file: Path
+) -> None:
+    rows = [pq.read_table(prompt_file).to_pylist()[0] | {"id": str(i)} for i in range(24)]
+    pq.write_table(pa.Table.from_pylist(rows), prompt_file.with_name("good.parquet"))
+    schema = pq.read_schema(prompt_file.with_name("good.parquet"))
+    bad = prompt_file.with_name("bad.parquet")
+    rows[17] |= change
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), bad)
+    with pytest.raises((ConfigError, DataError), match=rf"{bad}: row 17.*{message}"):
+        check_inputs(wrong(f"data.{files}_files={bad}"))
+
+
+def answers_where_there_is_one(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth["target"][0] in solution_str)
+
+
+class ReadsTheRow(Environment):
+    """It needs what `extra_info` has in most rows."""
+
+    async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:
+        return Outcome("answer", valid=True, done=prompt.row["extra_info"]["index"] + 1 > 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "change", "message"),
+    [
+        (
+            f"reward.function={__name__}.answers_where_there_is_one",
+            {"reward_model": {"ground_truth": {"target": []}}},
+            "answers_where_there_is_one raised IndexError",
+        ),
+        (
+            f"agent.environment={__name__}.ReadsTheRow",
+            {"extra_info": {"index": None}},
+            "step of .*ReadsTheRow raised TypeError",
+        ),
+    ],
+)
+def test_code_of_the_users_is_tried_on_a_row_of_each_kind(
+    setting: str, change: dict, message: str, wrong: Callable[..., Config], prompt_file: Path
+) -> None:
+    rows = [pq.read_table(prompt_file).to_pylist()[0] for _ in range(24)]
+    rows[17] |= change
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(prompt_file)), prompt_file)
+    with pytest.raises((ConfigError, RewardError), match=rf"train.parquet: row 17: .*{message}"):
+        check_inputs(wrong(setting))
+
+
+def test_a_model_that_could_not_be_saved_is_refused(
+    wrong: Callable[..., Config], tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    own = Path(shutil.copytree(tiny_model_dir, tmp_path / "own"))
+    (own / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n"
+        "    def save_pretrained(self, *args, **kwargs):\n        raise NotImplementedError('not written yet')\n"
+    )
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"path={own} could not be saved again .* not written yet"):
+        check_inputs(wrong(f"{MODEL}.path={own}", f"{MODEL}.trust_remote_code=true"))
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("Question", r"train.parquet: row 0, .* has token 299, but .* for 0 to 298"),
+        (
+            "<search>",
+            r"the environment uses token 299 \('<search>'\), but the policy model has embeddings for 0 to 298",
+        ),
+        ("never read", None),
+    ],
+)
+def test_tokens_without_an_embedding(
+    token: str,
+    message: str | None,
+    wrong: Callable[..., Config],
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Those that were added to a tokenizer, but not to its model."""
+    larger = copy.deepcopy(byte_tokenizer)
+    larger.add_tokens([token])
+    larger.save_pretrained(tmp_path / "larger")
+    unreachable = pytest.raises(EnvironmentUnavailable)  # the next check
+    with pytest.raises((ConfigError, DataError), match=message) if message else unreachable:
+        check_inputs(wrong(f"data.tokenizer={tmp_path / 'larger'}", "retriever.deadline_s=1", "retriever.timeout_s=1"))
+
+
+def test_a_smaller_critic(
+    wrong: Callable[..., Config], tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    save_untrained(qwen2_config(100, 16, 16, 1, (1, 1), 1024), tmp_path / "critic")
+    byte_tokenizer.save_pretrained(tmp_path / "critic")
+    critic = ("algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'critic'}")
+    with pytest.raises(ConfigError, match="the critic model has embeddings for 0 to 99; use its own tokenizer"):
+        check_inputs(wrong(*critic))
+
+
+def test_a_generation_config_that_cannot_be_loaded(
+    wrong: Callable[..., Config], tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"num_return_sequences": 2}')
+    with pytest.raises(ConfigError, match=rf"from '{model}': .*num_return_sequences"):
+        check_inputs(wrong(f"{MODEL}.path={model}"))
+
+
 @pytest.mark.usefixtures("no_dry_run")
 def test_the_command_says_what_the_reward_gave(
     prompt_file: Path, tmp_path: Path, tiny_model_dir: Path, osk_url: str, capsys: pytest.CaptureFixture[str]
@@ -167,7 +303,10 @@ def test_the_command_says_what_the_reward_gave(
     assert f"ok   reward: {__name__}.half gave 0.5" in capsys.readouterr().out
     assert main([*arguments, named(never_a_number)]) == 1
     out = capsys.readouterr().out
-    assert f"FAIL reward: reward {__name__}.never_a_number gave nan" in out and "ok   environment" in out
+    assert (
+        f"FAIL reward: {prompt_file}: row 0: reward {__name__}.never_a_number gave nan" in out
+        and "ok   environment" in out
+    )
 
 
 FORMAT = ("reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1")

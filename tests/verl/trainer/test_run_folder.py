@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_config import run_config
+from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
 from verl.config.keys import leaves
-from verl.errors import CheckpointError, ConfigError, StorageError
+from verl.data.prompts import PromptSource
+from verl.errors import CheckpointError, ConfigError, DataError, StorageError
 from verl.tracking.changed_settings import HARMLESS
 from verl.tracking.run_data import load_run
 from verl.tracking.timeline import write_timeline
@@ -29,7 +32,7 @@ from verl.trainer.last_checkpoint import last_checkpoint
 from verl.trainer.main_ppo import main as main_ppo
 from verl.trainer.main_ppo import run as train
 from verl.trainer.preflight.__main__ import main as preflight
-from verl.trainer.resuming import check_start, prepare_folder, settings_since
+from verl.trainer.resuming import check_start, prepare_folder, settings_since, sources_since
 from verl.trainer.run_lock import LOCK, check_not_in_use, run_lock
 
 MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet", "metrics.jsonl.bak", "eval/a.json")
@@ -215,6 +218,37 @@ def test_settings_that_a_resumed_run_changes_are_told_apart(tmp_path: Path) -> N
     ]
     assert "12345678" not in json.dumps([str(change) for change in changes])
     assert settings_since(settings(tmp_path / "new", RESUME, *now)) == []
+
+
+def test_what_a_resumed_run_reads_otherwise(
+    prompt_file: Path, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    trainer = settings(tmp_path, RESUME).trainer
+    prompts = PromptSource(str(prompt_file), byte_tokenizer, max_start_length=900)
+    now = {"the template": "b", "the test prompts": "c"}
+    assert sources_since(trainer, prompts, now) == [], "a new run"
+
+    def saved(**progress: Any) -> None:
+        path = saved_state.state_path(tmp_path, 2)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / saved_state.TRAINER).write_text(json.dumps(progress))
+
+    state = prompts.state_dict()
+    saved(prompts=state, sources={"the template": "a", "the retriever's index": "gone"})
+    assert sources_since(trainer, prompts, now) == [
+        "the template: a -> b (scores before and after it cannot be compared)"
+    ]
+    named = settings(
+        tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/actor/global_step_2"
+    )
+    assert sources_since(named.trainer, prompts, now) == sources_since(trainer, prompts, now)
+    saved(prompts=state | {"digest": "another"}, sources=now)
+    with pytest.raises(DataError, match="train.parquet: the digest of the prompts was another and is"):
+        sources_since(trainer, prompts, now)
+    early = {name: value for name, value in state.items() if name != "digest"}
+    saved(prompts=early)
+    [line] = sources_since(trainer, prompts, now)
+    assert "global_step_2 does not say which prompts and index it was trained with" in line
 
 
 def test_keys_that_change_nothing_are_keys_and_none_of_those_that_matter() -> None:

@@ -23,7 +23,7 @@ from verl.trainer.preflight.command_line import Arguments
 from verl.trainer.preflight.devices import check_devices
 from verl.trainer.preflight.finding import Finding
 from verl.trainer.preflight.inputs import Sources, check_sources
-from verl.trainer.preflight.models import Models
+from verl.trainer.preflight.models import Models, require_embeddings, require_savable
 from verl.trainer.preflight.network import check_network
 from verl.trainer.preflight.retrieval import check_environment
 from verl.trainer.preflight.reward import try_reward
@@ -65,24 +65,39 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     tokenizer, environment, _ = sources
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
-    yield _tried_reward(config, sources)
-    lengths = list(prompts.check_lengths(config, tokenizer, models.policy.window))
-    yield from lengths
+    try:
+        loaded = prompts.load_prompts(config, tokenizer)
+        require_embeddings(models, tokenizer, environment, loaded)
+    except VerlError as error:
+        yield Finding("FAIL", "prompts", str(error))
+        return
+    if not config.trainer.val_only:
+        yield _tried_saving(config, sources)
+    yield _tried_reward(config, sources, loaded)
+    yield from prompts.check_lengths(config, loaded, models.policy.window)
     if config.retriever.placement == "per_node":
         yield Finding("ok", "environment", "the run starts its own retrievers, and checks them before the first step")
     else:
-        yield check_environment(config, environment)
-    if all(finding.level != "FAIL" for finding in lengths):
-        yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer)}")
+        yield check_environment(config, environment, loaded)
+    first = loaded.train.all()[0].ids
+    yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer, first)}")
 
 
-def _tried_reward(config: Config, sources: Sources) -> Finding:
+def _tried_reward(config: Config, sources: Sources, loaded: prompts.PromptSets) -> Finding:
     if config.reward.launch is not None:
         return Finding("ok", "reward", "the run starts a server for it, and checks that before the first step")
     try:
-        return Finding("ok", "reward", try_reward(config, sources))
+        return Finding("ok", "reward", try_reward(sources, loaded))
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
+
+
+def _tried_saving(config: Config, sources: Sources) -> Finding:
+    try:
+        require_savable(config, sources.tokenizer)
+    except VerlError as error:
+        return Finding("FAIL", "saving", str(error))
+    return Finding("ok", "saving", "config and tokenizer of each trained model can be saved")
 
 
 def _machine(arguments: Arguments, models: Models) -> Iterator[Finding]:

@@ -14,12 +14,13 @@ from verl.data.files import check_files
 from verl.errors import ConfigError
 from verl.event_loop import run_to_end
 from verl.pretrained import load_critic_tokenizer, load_model_config, load_policy_tokenizer
+from verl.startup import phase
 from verl.storage import free_bytes
 from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
-from verl.trainer.preflight.models import Models, models_of
-from verl.trainer.preflight.prompts import check_templates, require_prompts
-from verl.trainer.preflight.retrieval import try_step
+from verl.trainer.preflight.models import Models, models_of, require_embeddings, require_savable
+from verl.trainer.preflight.prompts import PromptSets, check_templates, load_prompts, require_prompts
+from verl.trainer.preflight.retrieval import try_steps
 from verl.trainer.preflight.reward import try_reward
 from verl.trainer.scoring import Scorer
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+VALIDATION_PROMPTS = "the validation prompts"
 
 
 class Sources(NamedTuple):
@@ -38,8 +41,17 @@ class Sources(NamedTuple):
     scorer: Scorer
 
 
-def check_inputs(config: Config) -> Models:
-    """The trainer's own checks, all of them fast. Returns the models that the run will load.
+class Inputs(NamedTuple):
+    """What was found: shapes of the models that the run will load, its prompts, and what it reads by a name for people
+    (digests of prompts, and the environment's `sources`)."""
+
+    models: Models
+    prompts: PromptSets
+    sources: dict[str, str]
+
+
+def check_inputs(config: Config) -> Inputs:
+    """The trainer's own checks; only reading all prompts takes time.
 
     Raises `DataError`, `ConfigError`, `RewardError`, `RewardUnavailable` or `EnvironmentUnavailable`, each saying what
     to do.
@@ -51,13 +63,21 @@ def check_inputs(config: Config) -> Models:
         require(finding)
         if finding.level == "warn":
             log.warning("%s: %s; %s", finding.what, finding.found, finding.todo)
+    with phase("loading the prompts"):
+        prompts = load_prompts(config, sources.tokenizer)
     models = models_of(config)
+    require_embeddings(models, sources.tokenizer, sources.environment, prompts)
+    if not config.trainer.val_only:
+        require_savable(config, sources.tokenizer)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
     if config.reward.launch is None:
-        try_reward(config, sources)
-    run_to_end(_check(config, sources.environment))
-    return models
+        try_reward(sources, prompts)
+    run_to_end(_check(config, sources.environment, prompts))
+    found = {"the token ids of the training prompts": prompts.train.ids_digest, VALIDATION_PROMPTS: prompts.val.digest}
+    if prompts.test is not None:
+        found["the test prompts"] = prompts.test.digest
+    return Inputs(models, prompts, found | run_to_end(sources.environment.sources(config)))
 
 
 def check_sources(config: Config) -> Sources:
@@ -100,10 +120,10 @@ def _check_critic(config: Config) -> None:
     load_critic_tokenizer(config)
 
 
-async def _check(config: Config, environment: Environment) -> None:
+async def _check(config: Config, environment: Environment, prompts: PromptSets) -> None:
     try:
         if config.retriever.placement == "apart":
             await environment.check()
-        await try_step(config, environment)
+        await try_steps(environment, prompts)
     finally:
         await environment.close()

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from verl.agent.environment import Environment
+from verl.agent.text import encode_text
 from verl.config import Config
 from verl.config.predicates import anchor_is_base, has_anchor, has_critic
+from verl.engine.hf_model import HfModel
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora
 from verl.engine.model import CausalLm
+from verl.engine.saving import save_without_weights
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
+from verl.pretrained import load_critic_tokenizer
 from verl.trainer.model_shape import CPU, ModelShape, model_shape, policy_shape
+from verl.trainer.preflight.prompts import PromptSets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -22,9 +34,12 @@ class Models:
     anchor: ModelShape | None = None
     critic: ModelShape | None = None
 
-    def __str__(self) -> str:
+    def loaded(self) -> dict[str, ModelShape]:
         roles = {"policy": self.policy, "anchor": self.anchor, "critic": self.critic}
-        parts = [f"{name} {_of(shape)}" for name, shape in roles.items() if shape is not None]
+        return {name: shape for name, shape in roles.items() if shape is not None}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {_of(shape)}" for name, shape in self.loaded().items()]
         return f"{', '.join(parts)} parameters"
 
 
@@ -53,6 +68,51 @@ def _models_of(config: Config) -> Models:
         critic = model_shape(TokenClassifier.of(model.path, model, CPU), Lora.from_config(model))
     own_anchor = has_anchor(config) and not anchor_is_base(config)
     return Models(policy, anchor if own_anchor else None, critic)
+
+
+def require_embeddings(
+    models: Models, tokenizer: PreTrainedTokenizerBase, environment: Environment, prompts: PromptSets
+) -> None:
+    """Raise ConfigError or DataError if a model has no embedding for a token that it will read.
+
+    A tokenizer may have added tokens beyond the embedding that nothing uses (Gemma 3 has one).
+    """
+    role, shape = min(models.loaded().items(), key=lambda item: item[1].num_embeddings)
+    added, tags = tokenizer.get_added_vocab().values(), (*environment.tags, environment.example_turn)
+    ordinary = max(set(tokenizer.get_vocab().values()) - set(added), default=0)
+    written = max((token for text in tags for token in encode_text(tokenizer, text)), default=0)
+    needed = {"the tokenizer": ordinary, "the environment": written, "the end of a turn": tokenizer.eos_token_id or 0}
+    for user, token in needed.items():
+        if token >= shape.num_embeddings:
+            raise ConfigError(
+                f"{user} uses token {token} ({tokenizer.decode([token])!r}), but the {role} model has embeddings for 0 "
+                f"to {shape.num_embeddings - 1}; use its own tokenizer, or enlarge the model's embedding "
+                "(resize_token_embeddings) and save it"
+            )
+    prompts.check_ids(shape.num_embeddings)
+
+
+def require_savable(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save all of each trained model but its weights, as a test. Raises ConfigError: a run would fail at its first
+    checkpoint.
+    """
+    role = config.actor_rollout_ref.model
+    _save_as_a_test(CausalLm.of(role.path, role, CPU), tokenizer)
+    if has_critic(config):
+        critic = config.critic.model
+        _save_as_a_test(TokenClassifier.of(critic.path, critic, CPU), load_critic_tokenizer(config))
+
+
+def _save_as_a_test(hf: HfModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
+        try:
+            save_without_weights(hf.blank(), tokenizer, Path(folder))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever code of others raises, it would raise it again at the first checkpoint
+            raise ConfigError(
+                f"{hf.setting}={hf.path} could not be saved again as a checkpoint: {type(error).__name__}: {error}"
+            ) from error
 
 
 def require_engines_share_heads(config: Config, policy: ModelShape) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -12,18 +13,15 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.files import file_list
 from verl.data.prompts import PromptSource
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
+from verl.protocol import Prompt
 from verl.trainer.preflight.finding import Finding, judge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TAG = re.compile(r"</?\w[\w-]*>")
 SHOWN_TOKENS = 12  # at each end of a sample
-
-
-def prompt_files(config: Config) -> Iterator[str | list[str]]:
-    data = config.data
-    yield from (files for files in (data.train_files, data.val_files, data.test_files) if files)
 
 
 def check_templates(config: Config, environment: Environment) -> Iterator[Finding]:
@@ -31,27 +29,62 @@ def check_templates(config: Config, environment: Environment) -> Iterator[Findin
 
     FAIL if the file tells the policy to use other tags than the run reads, warn for a difference that may be intended.
     """
-    for files in prompt_files(config):
-        for path in file_list(files):
-            metadata = footer(pq.read_schema(path).metadata)
-            problem = environment.check_prompt_file(config, metadata, first_prompt(path, config.data.prompt_key))
-            if problem is None:
-                yield Finding("ok", "template", f"{path}: consistent with the template of this run")
-                continue
-            todo = "make the file again with the run's template, or set agent.template to the one it was made with"
-            yield Finding("FAIL" if problem.contradicts else "warn", "template", f"{path}: {problem.found}", todo)
+    todo = "make the file again with the run's template, or set agent.template to the one it was made with"
+    data = config.data
+    for path in [path for of in (data.train_files, data.val_files, data.test_files) for path in file_list(of or [])]:
+        metadata = footer(pq.read_schema(path).metadata)
+        found: dict[str, Finding] = {}
+        for row, text in _prompts_by_tags(path, data.prompt_key):
+            if problem := environment.check_prompt_file(config, metadata, text):
+                level: Literal["warn", "FAIL"] = "FAIL" if problem.contradicts else "warn"
+                found.setdefault(level, Finding(level, "template", f"{path}: row {row}: {problem.found}", todo))
+        yield from found.values() or [Finding("ok", "template", f"{path}: consistent with the template of this run")]
 
 
-def first_prompt(path: Path, prompt_key: str) -> str:
-    """The text of all messages of the first row, of a file that was checked before."""
-    row = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[prompt_key])).to_pylist()[0]
-    return "\n".join(message["content"] or "" for message in row[prompt_key] or () if message)
+def _prompts_by_tags(path: Path, prompt_key: str) -> Iterator[tuple[int, str]]:
+    """Row and text (of all messages) of the first prompt of each set of tags, of a file that was checked before."""
+    seen, row = set(), 0
+    for batch in pq.ParquetFile(path).iter_batches(columns=[prompt_key]):
+        for messages in batch.column(0).to_pylist():
+            text = "\n".join(message["content"] or "" for message in messages or () if message)
+            if (tags := frozenset(_TAG.findall(text))) not in seen:
+                seen.add(tags)
+                yield row, text
+            row += 1
 
 
-def prompt_source(
+class PromptSets(NamedTuple):
+    """The prompts of a run, from the files that its config names."""
+
+    train: PromptSource
+    val: PromptSource
+    test: PromptSource | None
+
+    def kinds(self) -> Iterator[tuple[str, Prompt, bool]]:
+        """Those of `PromptSource.kinds`, with whether they are for validation."""
+        for source in self:
+            if source is not None:
+                yield from ((place, prompt, source is not self.train) for place, prompt in source.kinds())
+
+    def check_ids(self, num_embeddings: int) -> None:
+        """Raise DataError for a token that a model with so many embeddings does not have."""
+        for source in self:
+            if source is not None:
+                source.check_ids(num_embeddings)
+
+
+def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
+    """Raises DataError for files that cannot be used, ConfigError for fewer training prompts than a step has."""
+    data = config.data
+    train = _source(config, tokenizer, data.train_files, data.train_data_num)
+    require_prompts(config, len(train))  # what is left of them without those that are too long
+    val = _source(config, tokenizer, data.val_files, data.val_data_num)
+    return PromptSets(train, val, _source(config, tokenizer, data.test_files) if data.test_files else None)
+
+
+def _source(
     config: Config, tokenizer: PreTrainedTokenizerBase, files: str | list[str], num_rows: int | None = None
 ) -> PromptSource:
-    """The prompts of some files as a run reads them. Raises DataError."""
     data = config.data
     return PromptSource(
         files,
@@ -82,16 +115,11 @@ def footer(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in (metadata or {}).items()}
 
 
-def check_lengths(config: Config, tokenizer: PreTrainedTokenizerBase, window: int | None) -> Iterator[Finding]:
+def check_lengths(config: Config, prompts: PromptSets, window: int | None) -> Iterator[Finding]:
     """The longest prompt of each set of files against what the run allows."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    for files in prompt_files(config):
-        try:
-            source = prompt_source(config, tokenizer, files)
-            if files == data.train_files:
-                require_prompts(config, len(source))
-        except (ConfigError, DataError) as error:
-            yield Finding("FAIL", "prompt length", str(error))
+    for files, source in zip((data.train_files, data.val_files, data.test_files), prompts, strict=True):
+        if source is None:
             continue
         longest = max(len(prompt.ids) for prompt in source.all())
         found = f"{files}: {len(source)} prompts, the longest has {longest} tokens"
@@ -112,10 +140,9 @@ def check_tags(environment: Environment, tokenizer: PreTrainedTokenizerBase) -> 
         yield judge(text == tag, "tag", found, "use a tokenizer or a template whose tags do not change")
 
 
-def sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first training prompt: ids with their text, the mask 0, and what would follow with which mask."""
+def sample(config: Config, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """A training prompt's ids with their text, the mask 0, and what would follow with which mask."""
     data = config.data
-    ids = prompt_source(config, tokenizer, data.train_files).all()[0].ids
     shown = [(i, ids[i]) for i in range(len(ids)) if i < SHOWN_TOKENS or i >= len(ids) - SHOWN_TOKENS]
     lines = [f"{i:>6} {token:>7}  mask 0  {tokenizer.decode([token])!r}" for i, token in shown]
     if len(ids) > len(shown):

@@ -7,51 +7,48 @@ import time
 from verl.agent.environment import Environment, Outcome
 from verl.by_name import dotted_name, in_words
 from verl.config import Config
-from verl.data.files import file_list
 from verl.errors import ConfigError, DataError, VerlError
 from verl.event_loop import run_to_end
 from verl.protocol import Prompt
 from verl.tracking.trajectory_rows import question_of
 from verl.trainer.preflight.finding import Finding, judge
-from verl.trainer.preflight.rows import first_row
+from verl.trainer.preflight.prompts import PromptSets
 
 
-def check_environment(config: Config, environment: Environment) -> Finding:
-    """Sends the query, and closes the environment. The prompt files must have been checked."""
-    return run_to_end(_check(config, environment))
+def check_environment(config: Config, environment: Environment, prompts: PromptSets) -> Finding:
+    """Sends the query, and closes the environment."""
+    return run_to_end(_check(config.data.prompt_key, environment, prompts))
 
 
-def first_question(config: Config) -> str:
-    """The question of the first training row, or the last line of its prompt. Raises DataError."""
-    key, row = config.data.prompt_key, first_row(config)
-    question = question_of(row) or (_last_line(row[key][-1]["content"]) if row[key] else None)
+def question_in(prompt: Prompt, prompt_key: str) -> str:
+    """The question of a row, or the last line of its prompt. Raises DataError."""
+    messages = prompt.row[prompt_key]
+    question = question_of(prompt.row) or (_last_line(messages[-1]["content"]) if messages else None)
     if not question:
-        raise DataError(
-            f"{file_list(config.data.train_files)[0]}: row 0 has neither a question nor a prompt in column {key!r}"
-        )
+        raise DataError(f"the first training row has neither a question nor a prompt in column {prompt_key!r}")
     return question
 
 
-async def try_step(config: Config, environment: Environment) -> None:
-    """Call `step` with the environment's example turn, in which no tool may be used. Raises ConfigError when that fails
-    or returns no Outcome.
+async def try_steps(environment: Environment, prompts: PromptSets) -> None:
+    """Call `step` with the environment's example turn, in which no tool may be used, for a prompt of each kind. Raises
+    ConfigError, with the place of the row, when that fails or returns no Outcome.
     """
-    row = first_row(config)
-    try:
-        outcome = await environment.step(Prompt((), row["data_source"], row), environment.example_turn, False)
-    except VerlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"step of {dotted_name(environment)} raised {in_words(error)}") from error
-    if not isinstance(outcome, Outcome):
-        raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is not an Outcome")
+    for place, prompt, _ in prompts.kinds():
+        try:
+            outcome = await environment.step(prompt, environment.example_turn, False)
+        except VerlError as error:
+            raise type(error)(f"{place}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"{place}: step of {dotted_name(environment)} raised {in_words(error)}") from error
+        if not isinstance(outcome, Outcome):
+            raise ConfigError(f"step of {dotted_name(environment)} gave {outcome!r}, which is not an Outcome")
 
 
-async def _check(config: Config, environment: Environment) -> Finding:
+async def _check(prompt_key: str, environment: Environment, prompts: PromptSets) -> Finding:
     try:
         await environment.check()
-        await try_step(config, environment)
-        query = first_question(config)
+        await try_steps(environment, prompts)
+        query = question_in(prompts.train.all()[0], prompt_key)
         started = time.perf_counter()
         titles = await environment.probe(query)
         milliseconds = 1000 * (time.perf_counter() - started)
