@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,6 +16,10 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from verl.errors import Stalled, VerlError, WorkerDied
 from verl.single_controller.progress import note_progress
 
+log = logging.getLogger(__name__)
+
+START_S = 60.0
+RAY_FOLDER, LAST_LINES = Path("/tmp/ray"), 3
 FETCH_S = 1.0  # minimum timeout, for results that are available
 OTHERS_S = 2.0  # how long the failure of one worker may take to show after another has failed because of it
 
@@ -91,6 +98,36 @@ def typed(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
         f"{phase}: Ray ended the call ({type(error).__name__}); its logs are in /tmp/ray/session_latest/logs. "
         f"Ray says: {told}"
     )
+
+
+def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
+    """Wait until the processes of actors run. A warning a minute says how many do not, and quotes Ray's own log. Raises
+    `Stalled` after `timeout_s`.
+    """
+    coming = [worker.__ray_ready__.remote() for worker in workers]
+    since = time.monotonic()
+    while True:
+        _, coming = ray.wait(coming, num_returns=len(coming), timeout=min(START_S, timeout_s))
+        if not coming:
+            return
+        seconds = time.monotonic() - since
+        which = f"{len(coming)} of {len(workers)} processes of {name}"
+        told = f"{which} have not started after {seconds:.0f} s. {_last_words()}"
+        if seconds >= timeout_s:
+            raise Stalled(told)
+        log.warning(told)
+        note_progress()
+
+
+def _last_words() -> str:
+    """The end of the log of Ray's own process on this node that starts workers."""
+    of_this_run = list(RAY_FOLDER.glob(f"session_*_{os.getpid()}"))  # a cluster that was joined has another name
+    file = (of_this_run[-1] if of_this_run else RAY_FOLDER / "session_latest") / "logs" / "raylet.err"
+    try:
+        lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError as error:
+        return f"Ray's log cannot be read: {error}"
+    return f"{file} ends with: {' | '.join(lines)}" if lines else f"{file} is empty"
 
 
 def put(value: Any, what: str) -> ray.ObjectRef:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from verl.single_controller.resource_pool import ResourcePool
-from verl.single_controller.waiting import Call, put, wait_for
+from verl.single_controller.waiting import Call, put, wait_for, wait_for_start
 
 
 class WorkerGroup:
@@ -27,6 +27,10 @@ class WorkerGroup:
             remote_class.options(**pool.actor_options(rank, env_vars=env_vars)).remote(*args, rank, pool.world_size)
             for rank in range(pool.world_size)
         ]
+
+    def wait_for_start(self) -> None:
+        """Wait until every rank's process runs; `waiting.wait_for_start`."""
+        wait_for_start(self.workers, self.name, self.timeout_s)
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """The method's results on all ranks, in rank order, within `timeout_s` or the group's own deadline."""

@@ -49,6 +49,7 @@ class Role:
         timeout_s = config.trainer.step_timeout_s
         with phase(f"loading the {self.name} in {pool.world_size} process{'es' * (pool.world_size > 1)}"):
             self.group = WorkerGroup(worker_class, pool, config, *args, timeout_s=timeout_s, env_vars=env_vars)
+            self.group.wait_for_start()
             self.group.call_all("start", self.group.call_first("rendezvous"))
 
     def begin_update(self, batch: TrainBatch) -> Call:

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray import exceptions
 
 from verl.errors import NumericalError, Stalled, WorkerDied
-from verl.single_controller import ResourcePool, WorkerGroup
-from verl.single_controller.waiting import typed, wait_beside
+from verl.single_controller import ResourcePool, WorkerGroup, waiting
+from verl.single_controller.waiting import typed, wait_beside, wait_for_start
 
 LONG_S = 60.0
 
@@ -154,3 +155,22 @@ def test_what_ray_ends_for_want_of_memory_is_told_so() -> None:
     assert line.startswith("Worker.work: Ray ended a worker process because the machine was running out of memory. ")
     assert "exceeded threshold" in line and len(line) < 1000, line
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_process_that_never_starts_is_told_in_rays_words(
+    ray_session: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Idle:
+        pass
+
+    remote = ray_session.remote(Idle)
+    works = remote.options(num_cpus=0).remote()
+    wait_for_start([works], "Idle", 60)
+    monkeypatch.setattr(waiting, "START_S", 2.0)
+    never = remote.options(num_cpus=0, runtime_env={"py_executable": "/no/such/python"}).remote()
+    with pytest.raises(Stalled, match=r"^1 of 2 processes of Idle have not started after .* ends with: .*no/such"):
+        wait_for_start([works, never], "Idle", 6)
+    warned = [line for line in caplog.messages if "processes of Idle have not started" in line]
+    assert warned and "/no/such/python: No such file or directory" in warned[-1]
+    for worker in (works, never):
+        ray_session.kill(worker)
