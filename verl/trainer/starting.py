@@ -31,6 +31,7 @@ from verl.trainer.layout import reserve_pools
 from verl.trainer.model_shape import policy_shape
 from verl.trainer.performance import Performance
 from verl.trainer.preflight.inputs import VALIDATION_PROMPTS, Inputs
+from verl.trainer.preflight.reward import try_reward
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import prepare_folder, settings_since, sources_since, state_to_resume
 from verl.trainer.reward_server import RewardServer
@@ -67,6 +68,8 @@ class Run:
             self.steps_done = self._resume()
             self.rollouts.check()
             self.reward_server.check(self.scorer)
+            if config.reward.launch is not None:  # else it was tried before Ray was started
+                try_reward(self.scorer, self.tokenizer, self.prompts)
             self.source.load(self.steps_done)
             self._started = started.pop_all()
 

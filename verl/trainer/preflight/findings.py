@@ -87,7 +87,8 @@ def _tried_reward(config: Config, sources: Sources, loaded: prompts.PromptSets) 
     if config.reward.launch is not None:
         return Finding("ok", "reward", "the run starts a server for it, and checks that before the first step")
     try:
-        return Finding("ok", "reward", try_reward(sources, loaded))
+        example_turn = sources.environment.example_turn
+        return Finding("ok", "reward", try_reward(sources.scorer, sources.tokenizer, loaded, example_turn))
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
 

@@ -72,7 +72,7 @@ def check_inputs(config: Config) -> Inputs:
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
     if config.reward.launch is None:
-        try_reward(sources, prompts)
+        try_reward(sources.scorer, sources.tokenizer, prompts, sources.environment.example_turn)
     run_to_end(_check(config, sources.environment, prompts))
     found = {"the token ids of the training prompts": prompts.train.ids_digest, VALIDATION_PROMPTS: prompts.val.digest}
     if prompts.test is not None:

@@ -8,31 +8,33 @@ from verl.agent.text import encode_text
 from verl.errors import VerlError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.trainer.preflight.prompts import PromptSets
-from verl.trainer.scoring import name_of
+from verl.trainer.scoring import Scorer, name_of
 
 if TYPE_CHECKING:
-    from verl.trainer.preflight.inputs import Sources
+    from transformers import PreTrainedTokenizerBase
 
 WITHOUT_ANSWER = "I do not know."
 
 
-def try_reward(sources: Sources, prompts: PromptSets) -> str:
+def try_reward(
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompts: PromptSets, example_turn: str = WITHOUT_ANSWER
+) -> str:
     """Score made-up turns for a prompt of each kind, by the rules of training and of validation.
 
     Returns what they gave. Raises what the rules raise, with the place of the row: RewardError, DataError, or
     RewardUnavailable when a service is down.
     """
-    turns = dict.fromkeys((sources.environment.example_turn, WITHOUT_ANSWER))
+    turns = dict.fromkeys((example_turn, WITHOUT_ANSWER))
     given: list[str] = []
     for place, prompt, validate in prompts.kinds():
         for turn in turns:
-            made_up = _made_up(prompt, encode_text(sources.tokenizer, turn), turn)
+            made_up = _made_up(prompt, encode_text(tokenizer, turn), turn)
             try:
-                sources.scorer.try_on([made_up], sources.tokenizer, validate)
+                scorer.try_on([made_up], tokenizer, validate)
             except VerlError as error:
                 raise type(error)(f"{place}: {error}") from error
             given.append(f"{made_up.reward:g} for {turn!r} ({prompt.data_source})")
-    return f"{name_of(sources.scorer.train)} gave {', '.join(dict.fromkeys(given))}"
+    return f"{name_of(scorer.train)} gave {', '.join(dict.fromkeys(given))}"
 
 
 def _made_up(prompt: Prompt, ids: tuple[int, ...], turn: str) -> Trajectory:
