@@ -40,7 +40,7 @@ TOKEN = (
     "on each node, and copy the head's ~/.ray/auth_token to all of them (or set RAY_AUTH_TOKEN)"
 )
 ATTEMPTS, SLOW_START = 3, "timed out during startup"  # of what Ray allows 30 s for
-START_IT = "is it running? On the head: ray start --head --port=6379; to train on this machine only: unset RAY_ADDRESS"
+START_IT = "is it running? On the head: ray start --head --port=6379; to train on this machine only: "
 
 
 def connect(worker_logs: bool, num_nodes: int = 1) -> None:
@@ -116,6 +116,8 @@ def reach(address: str) -> None:
 def _why(where: str, error: Exception) -> str:
     if where == "local":
         return f"Ray could not be started on this machine: {error}"
-    told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT
-    named = f"at {ADDRESS}={where}" if os.environ.get(ADDRESS) else f"on this machine (there is no {ADDRESS})"
+    given = os.environ.get(ADDRESS)
+    alone = f"unset {ADDRESS}" if given else "trainer.nnodes=1"
+    told = TOKEN if "InvalidAuthToken" in "".join(format_exception(error)) else START_IT + alone
+    named = f"at {ADDRESS}={where}" if given else f"on this machine (there is no {ADDRESS})"
     return f"the Ray cluster {named} cannot be joined ({error}); {told}"
