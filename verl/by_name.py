@@ -25,7 +25,7 @@ def load_by_name(dotted_name: str, key: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{key}={dotted_name}: {error}; give module.Name of what can be imported: a module in the current folder "
-            f"({os.getcwd()}), on PYTHONPATH, or installed"
+            f"({os.getcwd()}), on PYTHONPATH ({os.environ.get('PYTHONPATH') or 'which is not set'}), or installed"
         ) from error
     except Exception as error:
         raise ConfigError(f"{key}={dotted_name}: importing {module_name} raised {in_words(error)}") from error

@@ -18,6 +18,7 @@ import infer
 from search_r1.evaluation.command_line import method_config
 from search_r1.evaluation.command_line import parse_arguments as evaluation_arguments
 from search_r1.llm_agent.command_line import agent_sampling
+from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
 from search_r1.serve.__main__ import checked_config
 from search_r1.serve.__main__ import parse_arguments as serve_arguments
 from verl.agent.environment import Sampling
@@ -111,6 +112,15 @@ def test_flags_win_over_the_run_and_overrides_over_flags(compose: Compose, run_d
 def test_a_run_that_was_moved_is_the_same_run(compose: Compose, run_dir: Path) -> None:
     moved = run_dir.rename(run_dir.with_name("moved"))
     assert compose("--run", str(moved)).actor_rollout_ref.model.path.startswith(str(moved))
+
+
+def test_a_run_brings_its_template(compose: Compose, run_dir: Path, tmp_path: Path) -> None:
+    """That of the config may be relative to where the run was started, or have changed since."""
+    (run_dir / TEMPLATE_FILE).write_text("Theirs: {question}")
+    template = compose("--run", str(run_dir)).agent.template
+    assert load_template(template).text == "Theirs: {question}"
+    assert compose("--run", str(run_dir), "--template", "r1").agent.template == "r1"
+    assert compose("--run", str(run_dir), "agent.template=r1").agent.template == "r1"
 
 
 def test_sampling_is_that_of_validation_unless_a_flag_says_otherwise(tmp_path: Path, run_dir: Path) -> None:

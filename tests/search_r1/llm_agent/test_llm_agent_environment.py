@@ -57,6 +57,30 @@ def poisoned_url(tmp_path: Path) -> Iterator[str]:
         yield f"{url}/retrieve"
 
 
+def test_what_a_run_depends_on_that_no_setting_says(tmp_path: Path) -> None:
+    """The index behind an address, and the text of a template, change without a setting."""
+    template = tmp_path / "mine.txt"
+    template.write_text("First {question}")
+
+    def sources(url: str, *overrides: str) -> dict[str, str]:
+        config = run_config([f"retriever.url={url}", f"agent.template={template}", *overrides], "tinywiki")
+        return asyncio.run(SearchEnvironment.sources(config))
+
+    without_search = ("do_search=false", "actor_rollout_ref.rollout.n_agent=1", "actor_rollout_ref.rollout.n=8")
+    found = []
+    for number in range(2):
+        corpus = Corpus(write_passages(tmp_path / f"{number}.jsonl", dict(list(PASSAGES.items())[number:])))
+        with served_app(create_app(RetrievalService(Bm25Retriever.build(corpus), corpus))) as url:
+            found.append(sources(f"{url}/retrieve"))
+            assert sources(f"{url}/retrieve") == found[-1]
+            assert set(sources(f"{url}/retrieve", *without_search)) == {"the template"}
+    first, second = (one["the retriever's index"] for one in found)
+    assert first != second and f"{len(PASSAGES)} passages" in first and f"{len(PASSAGES) - 1} passages" in second
+    template.write_text("Second {question}")
+    unreachable = sources("http://127.0.0.1:9/retrieve")
+    assert set(unreachable) == {"the template"} and unreachable["the template"] != found[0]["the template"]
+
+
 def environment_at(url: str | None, tokenizer, max_obs_length=500, topk=1, deadline_s=60.0) -> SearchEnvironment:
     client = RetrievalClient(url, topk=topk, deadline_s=deadline_s) if url else None
     return SearchEnvironment(Searcher(client, topk) if client else None, tokenizer, max_obs_length, FEEDBACK)
