@@ -37,6 +37,19 @@ def test_template_of_a_prompt_file(make_config: Callable[..., Config], byte_toke
             assert "search_r1" in found[0].found and f"agent.template={name}" in found[0].found
 
 
+def test_a_question_may_name_any_tag(
+    make_config: Callable[..., Config], prompt_file: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = pq.read_table(prompt_file).to_pylist()
+    for message in rows[1]["prompt"]:
+        message["content"] = message["content"].replace(rows[1]["question"], "What does <result> mean")
+    rows[1]["question"] = "What does <result> mean"
+    pq.write_table(pa.Table.from_pylist(rows), prompt_file)
+    config = make_config()
+    found = list(prompts.check_templates(config, SearchEnvironment.from_config(config, byte_tokenizer)))
+    assert levels(found) == ["ok", "ok"]
+
+
 def test_prompt_lengths(make_config: Callable[..., Config], byte_tokenizer: PreTrainedTokenizerFast) -> None:
     def found(window: int, *overrides: str) -> list[str]:
         config = make_config("data.max_start_length=2000", "data.max_prompt_length=2000", *overrides)

@@ -42,11 +42,18 @@ def check_templates(config: Config, environment: Environment) -> Iterator[Findin
 
 
 def _prompts_by_tags(path: Path, prompt_key: str) -> Iterator[tuple[int, str]]:
-    """Row and text (of all messages) of the first prompt of each set of tags, of a file that was checked before."""
+    """Row and text of the first prompt of each set of tags, of a file that was checked before.
+
+    The text is that of all messages, without the row's question, which may name any tag.
+    """
+    file = pq.ParquetFile(path)
+    columns = [name for name in (prompt_key, "question") if name in file.schema_arrow.names]
     seen, row = set(), 0
-    for batch in pq.ParquetFile(path).iter_batches(columns=[prompt_key]):
-        for messages in batch.column(0).to_pylist():
-            text = "\n".join(message["content"] or "" for message in messages or () if message)
+    for batch in file.iter_batches(columns=columns):
+        for values in batch.to_pylist():
+            text = "\n".join(message["content"] or "" for message in values[prompt_key] or () if message)
+            if isinstance(question := values.get("question"), str):
+                text = text.replace(question.strip(), "")
             if (tags := frozenset(_TAG.findall(text))) not in seen:
                 seen.add(tags)
                 yield row, text
