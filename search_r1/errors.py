@@ -43,6 +43,13 @@ class RetrieverRejected(RetrieverError):
     status: int = 0
 
 
+class QueryRefused(RetrieverError):
+    """An engine of your own raises this for a query of a length or content that it does not take.
+
+    It is the policy's doing: the policy reads that nothing was found.
+    """
+
+
 class RetrieverQueryFailed(RetrieverError):
     """The server works, but fails on this query every time."""
 
@@ -68,7 +75,10 @@ class OnlineBusy(OnlineUnavailable):
 
 
 class OnlineRejected(OnlineError):
-    """The online engine refused the request (a wrong key, a used-up account); a retry would not help."""
+    """The online engine refused the request with HTTP `status` (a wrong key, a used-up account); a retry would not
+    help."""
+
+    status: int = 0
 
 
 class OnlineReplyError(OnlineError):

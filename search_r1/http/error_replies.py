@@ -11,6 +11,8 @@ from email.utils import parsedate_to_datetime
 SHOWN_CHARS = 300  # of a message
 _TRY_LATER = frozenset({408, 425, 429})  # of the statuses that blame the client: too slow, too early, too many requests
 _NEVER = frozenset({501, 505, 510, 511})  # of those that blame the server: it cannot do this at all
+# 413, 414, 431: too long. 451: its content. 400, 422: either, or a request that is wrong whatever it asks.
+_BLAMES_CONTENT = frozenset({400, 413, 414, 422, 431, 451})
 
 
 def is_temporary(status: int) -> bool:
@@ -19,6 +21,14 @@ def is_temporary(status: int) -> bool:
     Proxies have statuses of their own from 520 on (unreachable, timed out, overloaded).
     """
     return status in _TRY_LATER or (status >= 500 and status not in _NEVER)
+
+
+def may_blame_query(status: int) -> bool:
+    """Whether a refusal with this HTTP status may be due to the length or the content of a query.
+
+    It may also be due to the settings of the request, as all queries have them: another query tells.
+    """
+    return status in _BLAMES_CONTENT
 
 
 def server_message(payload: bytes) -> str:

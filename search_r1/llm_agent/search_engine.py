@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from search_r1.errors import RetrieverError
+from search_r1.errors import QueryRefused, RetrieverError
+from search_r1.http.error_replies import may_blame_query
 from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
 from verl.by_name import load_by_name
@@ -24,6 +26,8 @@ INDEX_VERSION = "index_version"
 _INFO_DEADLINE_S = 5.0
 
 Document = Mapping[str, Any] | str
+_LOG = logging.getLogger(__name__)
+_CONTROL_QUERY = "health check"  # that of the client's check: an engine that takes no such query takes none
 
 
 class SearchEngine(Protocol):
@@ -39,6 +43,10 @@ class SearchEngine(Protocol):
 class Searcher:
     """Wraps any engine: at most `topk` mappings with `contents`; any failure is `EnvironmentUnavailable`.
 
+    A query that the engine refuses for its length or content finds nothing, for it is the policy's doing. That is
+    `QueryRefused`, or an exception with an HTTP status that may blame the query (`status`, `status_code`, `code`, also
+    of its `response`) if the engine takes another query.
+
     An engine may also have `check()` and `close()`, plain or coroutines.
     """
 
@@ -50,6 +58,7 @@ class Searcher:
             raise ConfigError(f"{_name(engine)} is no search engine: it has no method search(query)")
         self._engine, self._topk, self._deadline_s = engine, topk, deadline_s
         self._threads = DaemonThreads(max_concurrent)
+        self._num_answered = self._num_refused = 0
 
     @classmethod
     def from_config(cls, retriever: RetrieverConfig) -> Searcher:
@@ -67,7 +76,15 @@ class Searcher:
         return cls(client, retriever.topk)
 
     async def search(self, query: str) -> list[Mapping[str, Any]]:
-        found = await self._call("search", query)
+        num_answered = self._num_answered
+        try:
+            found = await self._call("search", query)
+        except EnvironmentUnavailable as error:
+            if not await self._blames_query(error.__cause__, num_answered):
+                raise
+            self._count_refusal(query, error)
+            return []
+        self._num_answered += 1
         if isinstance(found, str | Mapping) or not isinstance(found, Sequence):
             raise self._unavailable(
                 f"search() gave a {type(found).__name__} ({_short(found)}), not a list of documents"
@@ -79,8 +96,33 @@ class Searcher:
             await self._call("check")
 
     async def close(self) -> None:
+        if self._num_refused:
+            _LOG.warning("search engine %s refused %d queries", _name(self._engine), self._num_refused)
         if hasattr(self._engine, "close"):
             await self._call("close")
+
+    async def _blames_query(self, cause: BaseException | None, num_answered: int) -> bool:
+        """Whether the engine refused one query, but takes others: it has answered more than `num_answered` by now, or
+        it answers one that is sent to find out."""
+        if isinstance(cause, QueryRefused):
+            return True
+        if not may_blame_query(_http_status(cause)):
+            return False
+        if self._num_answered > num_answered:
+            return True
+        try:
+            await self._call("search", _CONTROL_QUERY)
+        except EnvironmentUnavailable:
+            return False
+        return True
+
+    def _count_refusal(self, query: str, error: Exception) -> None:
+        self._num_refused += 1
+        if self._num_refused == 1:
+            _LOG.warning(
+                "a query of %d characters was refused, so it finds nothing (later ones are counted): %s",
+                *(len(query), error),
+            )
 
     async def _call(self, name: str, *arguments: str) -> Any:
         method = getattr(self._engine, name)
@@ -163,6 +205,16 @@ def _make_engine(name: str, arguments: Mapping[str, Any]) -> SearchEngine:
 
 def _name(engine: Any) -> str:
     return engine.name if isinstance(engine, _Function) else type(engine).__name__
+
+
+def _http_status(error: BaseException | None) -> int:
+    """The status in an HTTP library's exception (aiohttp, httpx, requests, urllib) or in ours; 0 if it has none."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int):
+                return status
+    return 0
 
 
 def _short(value: Any) -> str:

@@ -7,11 +7,11 @@ import time
 
 from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
 from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary
+from search_r1.http.error_replies import is_temporary, may_blame_query
 from search_r1.search.client.reply import Passages, QueryFailure
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-_BLAMES_A_QUERY = frozenset({400, 413, 422, 424})  # 424: an online engine would not answer one of them
+_ENGINE_REFUSED = 424  # the status of a server whose online engine would not answer one of the queries
 FAILED = 500  # the status of a server that cannot answer a query, or any
 _MOST_FAILURES = 5  # of one query in a request of its own, while other queries are answered
 
@@ -69,5 +69,7 @@ class PendingQuery:
 
 def may_be_one_query(error: Exception) -> bool:
     """Whether one query may be to blame, so that the others of the batch can be answered."""
-    refused = isinstance(error, RetrieverRejected) and error.status in _BLAMES_A_QUERY
+    refused = isinstance(error, RetrieverRejected) and (
+        may_blame_query(error.status) or error.status == _ENGINE_REFUSED
+    )
     return refused or isinstance(error, RetrieverReplyError | RetrieverQueryFailed)

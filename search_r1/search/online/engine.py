@@ -16,9 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from search_r1.errors import OnlineBusy, OnlineReplyError, OnlineUnavailable, ReplayMissError, SearchError
+from search_r1.errors import (
+    OnlineBusy,
+    OnlineRejected,
+    OnlineReplyError,
+    OnlineUnavailable,
+    ReplayMissError,
+    SearchError,
+)
 from search_r1.http.address import without_credentials
 from search_r1.http.api_key import ApiKey
+from search_r1.http.error_replies import may_blame_query
 from search_r1.http.event_loop import entered_loop
 from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
@@ -40,6 +48,8 @@ from search_r1.search.server.source_interface import (
 
 _LOG = logging.getLogger(__name__)
 _LEAST_RESULTS = 10  # costs the same as fewer; one answer serves every smaller k, also with denied pages left out
+_CONTROL_QUERY = "health check"  # every engine takes it
+_REFUSED = "query refused by the engine"  # the only key of what the cache has for such a query
 _REPLY_S = 0.5  # kept of a client's time, at most, for the reply to reach it
 
 
@@ -91,11 +101,16 @@ class OnlineSource:
         return decode_hits(await self.search_encoded(queries, k))
 
     async def search_encoded(self, queries: list[str], k: int, wait_s: float = math.inf) -> list[Outcome]:
-        """See `EncodedSearch`. A query without an answer within `wait_s` gets an error that says when to retry."""
+        """See `EncodedSearch`. A query without an answer within `wait_s` gets an error that says when to retry.
+
+        A query that is longer than the engine takes is cut; one that the engine refuses for its length or content finds
+        nothing, since another query in its place would be answered.
+        """
         self._attach()
         wait_s = max(0.0, wait_s - min(_REPLY_S, wait_s / 4))
         num_results = min(max(k, _LEAST_RESULTS), self._provider.max_results)
         plain = [" ".join(query.encode("utf-8", "replace").decode().split()) for query in queries]
+        plain = [self._provider.shortened(query) for query in plain]
         self.usage.queries += len(queries)
         with self._pending_requests(
             [query for query in dict.fromkeys(plain) if query], num_results, wait_s
@@ -211,7 +226,15 @@ class OnlineSource:
                 f"{self._options.cache_path} has no answer from {self.name} to {key.text}; "
                 "run once with the cache mode record"
             )
-        body = await self._transport.ask(request.fields, request.state)
+        num_answered = self.usage.answered
+        try:
+            body = await self._transport.ask(request.fields, request.state)
+        except OnlineRejected as error:
+            if not may_blame_query(error.status) or not await self._takes_others(num_answered, request.state):
+                raise
+            self.usage.refused += 1
+            _LOG.warning("a query found nothing, because the engine did not take it: %s", error)
+            body = json.dumps({_REFUSED: str(error)})
         results = self._read(body)
         if self._cache is not None:
             store = asyncio.get_running_loop().run_in_executor(
@@ -220,10 +243,28 @@ class OnlineSource:
             await store
         return results
 
+    async def _takes_others(self, num_answered: int, state: RequestState) -> bool:
+        """Whether the engine, which refused a query, answered others since it had answered `num_answered`.
+
+        If there were none, a query that no engine refuses is sent, and paid: a key that is not valid any more may have
+        the same status as a query that is too long.
+        """
+        assert self._transport is not None
+        if self.usage.answered > num_answered:
+            return True
+        num_results = min(_LEAST_RESULTS, self._provider.max_results)
+        fields = self._provider.build(_CONTROL_QUERY, num_results) | dict(self._options.fields)
+        try:
+            self._read(await self._transport.ask(fields, state))
+        except (OnlineRejected, OnlineReplyError):
+            return False
+        return True
+
     def _read(self, body: str) -> list[Result]:
         """The results in an answer. Raises `OnlineReplyError` for everything that is none."""
         try:
-            return self._provider.parse(json.loads(body, parse_constant=_refuse))
+            answer = json.loads(body, parse_constant=_refuse)
+            return [] if isinstance(answer, dict) and _REFUSED in answer else self._provider.parse(answer)
         except (ValueError, RecursionError) as error:
             raise OnlineReplyError(
                 f"{self.name} answered, but not with search results ({error}): {shown(body)!r}"

@@ -27,7 +27,8 @@ class Provider:
 
     `build(query, num_results)` returns the fields of a request without its API key: URL parameters of a GET, the JSON
     body of a POST. `parse(answer)` returns the results in the decoded JSON of an HTTP 200, best first, and raises
-    `ValueError` if it is not as documented. `per_second` and `concurrency` are what a small plan allows.
+    `ValueError` if it is not as documented. `per_second` and `concurrency` are what a small plan allows. `max_chars`
+    and `max_words` are the limits of a query, where the engine documents them.
     """
 
     name: str
@@ -43,6 +44,19 @@ class Provider:
     needs: tuple[str, ...] = ()
     per_second: float = 1.0
     concurrency: int = 8
+    max_chars: int | None = None
+    max_words: int | None = None
+
+    def shortened(self, query: str) -> str:
+        """`query`, or its first words if it is longer than the engine takes; a word that is too long is cut."""
+        words = query.split()
+        if self.max_words is not None and len(words) > self.max_words:
+            query = " ".join(words[: self.max_words])
+        if self.max_chars is None or len(query) <= self.max_chars:
+            return query
+        start = query[: self.max_chars]
+        at_word = start if query[self.max_chars].isspace() else start.rpartition(" ")[0]
+        return (at_word or start).rstrip()
 
 
 def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[Result]:
@@ -177,6 +191,8 @@ PROVIDERS = {
             key_place="header",
             key_name="X-Subscription-Token",
             per_second=1.0,
+            max_chars=400,
+            max_words=50,
         ),
         Provider(  # passages of pages with a relevance score; the depth "basic" costs one credit
             name="tavily",
@@ -194,6 +210,7 @@ PROVIDERS = {
             key_name="Authorization",
             key_prefix="Bearer ",
             per_second=1.5,
+            max_chars=400,
         ),
     )
 }

@@ -164,7 +164,9 @@ class Transport:
             return
         message = f"HTTP {status}: {shown(text)}"
         if not is_temporary(status):
-            raise OnlineRejected(f"{self._provider.name} refused the request with {message}")
+            rejected = OnlineRejected(f"{self._provider.name} refused the request with {message}")
+            rejected.status = status
+            raise rejected
         pause_s = retry_after_s(response.headers.get("Retry-After"))
         if status == 429:
             self._limit.pause(pause_s)  # the rate limit is that of the account

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import urllib.error
 
 import pytest
 from run_config import run_config
+from served_app import served_corpus
 
+from search_r1.errors import QueryRefused
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.search_engine import Searcher
+from search_r1.search.server.wire import MAX_QUERY_CHARS
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt
 
@@ -57,6 +62,80 @@ class Broken:
 def test_a_failure_of_the_engine_is_one_of_the_infrastructure(engine, message):
     with pytest.raises(EnvironmentUnavailable, match=message):
         asyncio.run(Searcher(engine, topk=1).search("q"))
+
+
+class HttpFailure(Exception):
+    """Carries a status as aiohttp's exceptions do, or as those of httpx and requests."""
+
+    def __init__(self, status, name):
+        super().__init__(f"HTTP {status}")
+        if name == "response":
+            self.response = type("Response", (), {"status_code": status})()
+        else:
+            setattr(self, name, status)
+
+
+class Picky:
+    """Refuses what `refuses`, with `error`."""
+
+    def __init__(self, error, refuses=lambda query: len(query) > 400):
+        self.error, self.refuses = error, refuses
+
+    async def search(self, query):
+        if self.refuses(query):
+            raise self.error
+        return [f"about {query}"]
+
+
+REFUSALS = [
+    QueryRefused("too long"),
+    urllib.error.HTTPError("http://engine", 414, "URI Too Long", {}, None),
+    *(HttpFailure(status, "status") for status in (400, 413, 414, 422, 431, 451)),
+    *(HttpFailure(400, name) for name in ("status_code", "code", "response")),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+def test_a_query_that_the_engine_refuses_finds_nothing_and_is_the_policys(error, caplog):
+    """Not a failure of the infrastructure: its trajectory would be masked and drawn again."""
+    searcher = Searcher(Picky(error), topk=1)
+
+    async def both():
+        return await searcher.search("x" * 420), await searcher.search("sea")
+
+    assert asyncio.run(both()) == ([], [{"contents": "\nabout sea"}])
+    assert "a query of 420 characters was refused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *(Picky(HttpFailure(status, "status")) for status in (401, 402, 403, 404, 424, 429, 500, 503)),
+        *(Picky(HttpFailure(status, "status"), refuses=lambda query: True) for status in (400, 422)),
+        Picky(ValueError("no status")),
+    ],
+    ids=lambda engine: repr(engine.error),
+)
+def test_what_is_no_refusal_of_one_query_is_a_failure(engine):
+    with pytest.raises(EnvironmentUnavailable, match="search.. raised"):
+        asyncio.run(Searcher(engine, topk=1).search("x" * 420))
+
+
+def test_a_query_longer_than_our_own_server_takes_finds_nothing(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "0", "contents": '"Sea"\nThe sea is wet.'}) + "\n")
+
+    async def all_at_once(url):
+        searcher = Searcher.from_config(run_config([f"retriever.url={url}"]).retriever)
+        queries = ["x" * (MAX_QUERY_CHARS + 1), "y " * MAX_QUERY_CHARS, "sea"]
+        try:
+            return await asyncio.gather(*map(searcher.search, queries))
+        finally:
+            await searcher.close()
+
+    with served_corpus(corpus) as url:
+        long, longer, found = asyncio.run(all_at_once(url))
+    assert long == longer == [] and len(found) == 1
 
 
 @pytest.mark.parametrize("is_coroutine", [False, True])

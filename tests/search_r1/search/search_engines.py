@@ -62,7 +62,7 @@ class Engine:
             while not self.door.is_set() or self.most_running < self.company:
                 await asyncio.sleep(0.005)
             if query in ("refused", "down"):
-                return Response("no", 400) if query == "refused" else Response("down", 500)
+                return Response("no", 403) if query == "refused" else Response("down", 500)
             step = self.script.pop(0) if self.script else self.delay_s
             if isinstance(step, Response):
                 return step

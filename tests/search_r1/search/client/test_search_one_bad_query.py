@@ -159,7 +159,7 @@ def test_an_online_engine_is_paid_once_for_each_query(online) -> None:
     url = online(engine)
     outcomes, _ = _search(url, queries)
     assert isinstance(outcomes[-1], RetrieverRejected) and outcomes[-1].status == 424
-    assert "HTTP 400: no" in str(outcomes[-1])
+    assert "HTTP 403: no" in str(outcomes[-1])
     assert all(isinstance(outcome, list) and outcome for outcome in outcomes[:-1])
     assert Counter(engine.asked) == dict.fromkeys(queries, 1)
     again, _ = _search(url, _GOOD)

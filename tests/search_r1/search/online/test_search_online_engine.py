@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 from e2e_world import free_port
-from fastapi import Response
+from fastapi import FastAPI, Request, Response
 from search_engines import SHAPES, Engine
 
 from search_r1.errors import OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
@@ -148,7 +148,60 @@ def test_a_slow_engine_is_asked_again_and_a_silent_one_is_unavailable(run_app) -
         _search(f"http://127.0.0.1:{free_port()}", ["lune"])
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 403, 404])
+class PickyEngine:
+    """An engine that answers `status` to what `refuses`, and otherwise finds pages."""
+
+    def __init__(self, name: str, status: int, refuses: Callable[[str], bool]) -> None:
+        self.asked: list[str] = []
+        self.app = FastAPI()
+
+        @self.app.api_route("/engine", methods=["GET", "POST"])
+        async def answer(request: Request) -> Response:
+            fields = json.loads(await request.body()) if request.method == "POST" else dict(request.query_params)
+            query = fields.get("q") or fields["query"]
+            self.asked.append(query)
+            return Response("no", status) if refuses(query) else Response(json.dumps(SHAPES[name](query)))
+
+
+@pytest.mark.parametrize("status", [400, 413, 414, 422, 431, 451])
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_query_of_a_length_or_content_that_the_engine_refuses_finds_nothing(
+    run_app, caplog, name: str, status: int
+) -> None:
+    long = "what is the capital of the country in which the river rises " * 7  # 420 characters, 84 words
+    engine = PickyEngine(name, status, lambda query: len(query) > 400 or "forbidden" in query)
+
+    async def act(source: OnlineSource) -> None:
+        found, forbidden, good = await source.search([long, "forbidden", "good"], 3)
+        assert len(good) == 3 and forbidden == []
+        cuts = {"brave": len(long[:300].rstrip()) - len(" of the country"), "tavily": 400}
+        assert len(found) == (3 if name in cuts else 0)
+        assert len(max(engine.asked, key=len)) <= cuts.get(name, 420)
+        num_asked = len(engine.asked)
+        assert await source.search(["forbidden"], 3) == [[]] and len(engine.asked) == num_asked, "not paid again"
+        assert source.usage.refused == (1 if name in cuts else 2)
+
+    _with_source(run_app(engine.app), act, name)
+    assert f"{name} refused the request with HTTP {status}: no" in caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_an_engine_that_refuses_every_query_is_an_error(run_app, status: int) -> None:
+    engine = PickyEngine("serper", status, lambda query: True)
+    with pytest.raises(OnlineRejected, match=f"serper refused the request with HTTP {status}"):
+        _search(run_app(engine.app), ["lune"])
+    assert engine.asked == (["lune", "health check"] if status in (400, 422) else ["lune"])
+
+
+def test_a_refused_query_is_recorded_and_replayed(run_app, tmp_path: Path) -> None:
+    engine = PickyEngine("serper", 400, lambda query: query == "bad")
+    url, cache = run_app(engine.app), {"cache_path": str(tmp_path / "cache.sqlite")}
+    for mode in ("record", "replay"):
+        assert _search(url, ["bad"], cache_mode=mode, **cache) == [[]]
+    assert engine.asked == ["bad", "health check"]
+
+
+@pytest.mark.parametrize("status", [301, 401, 403, 404])
 def test_a_refusal_is_not_retried(run_app, status: int) -> None:
     engine = Engine("serper", Response('{"message": "no"}', status, headers={"Location": "/engine"}))
     with pytest.raises(OnlineRejected, match=f"serper refused the request with HTTP {status}: .*no"):
@@ -186,7 +239,7 @@ def test_an_endless_answer_is_an_error(run_app, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_failed_query_is_an_error_and_the_others_are_paid_once(run_app, tmp_path: Path) -> None:
-    engine = Engine("serper", Response("no", 400))
+    engine = Engine("serper", Response("no", 403))
     cache = {"cache_mode": "record", "cache_path": str(tmp_path / "cache.sqlite"), "concurrency": 1}
     url = run_app(engine.app)
     with pytest.raises(OnlineRejected):
@@ -250,10 +303,10 @@ def test_close_ends_what_waits(run_app) -> None:
 
 
 def test_the_cost_counter(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine("serper", Response("busy", 500), Response("no", 400))
+    engine = Engine("serper", Response("busy", 500), Response("no", 403))
 
     async def act(source: OnlineSource) -> OnlineSource:
-        await source.search(["a"], 3)  # 500, then 400
+        await source.search(["a"], 3)  # 500, then 403
         return source
 
     caplog.set_level(logging.INFO)
@@ -261,7 +314,9 @@ def test_the_cost_counter(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixt
     url = run_app(engine.app)
     with pytest.raises(OnlineRejected):
         _with_source(url, act, **cache)
-    assert "serper: 1 queries, 0 from the cache, 2 attempts, 0 answered, 1 failed, cost 0.0000" in caplog.text
+    assert (
+        "serper: 1 queries, 0 from the cache, 2 attempts, 0 answered, 1 failed, 0 refused, cost 0.0000" in caplog.text
+    )
 
     async def more(source: OnlineSource) -> None:
         await source.search(["a", "b", "a"], 3)
@@ -269,7 +324,9 @@ def test_the_cost_counter(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert source.usage.cost == pytest.approx(2 * 2.0 / 1000)
 
     _with_source(url, more, **cache)
-    assert "serper: 4 queries, 1 from the cache, 2 attempts, 2 answered, 0 failed, cost 0.0040" in caplog.text
+    assert (
+        "serper: 4 queries, 1 from the cache, 2 attempts, 2 answered, 0 failed, 0 refused, cost 0.0040" in caplog.text
+    )
 
 
 def test_the_key_is_in_no_log_no_error_and_no_cache(run_app, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
