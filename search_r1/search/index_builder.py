@@ -41,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corpus_path", required=True, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--save_dir", default="indexes/")
     parser.add_argument(
-        "--max_length", type=int, default=180, help="maximum number of tokens of a passage; the rest is cut"
+        "--max_length",
+        type=int,
+        help="maximum number of tokens of a passage; the rest is cut (default: 180, or fewer if the model takes fewer)",
     )
     parser.add_argument("--batch_size", type=int, default=512, help="passages per batch, sorted by length")
     parser.add_argument(

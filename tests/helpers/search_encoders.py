@@ -41,12 +41,12 @@ def build_dense(model: Path, corpus: Path, folder: Path, *more: str, method: str
     return index_builder.main([*arguments, "--save_dir", str(folder), "--num_threads", "1", *more])
 
 
-def save_bert(folder: Path, seed: int = 0) -> Path:
-    """2 layers, width 32, dim 32, 24 positions, and a word tokenizer."""
+def save_bert(folder: Path, seed: int = 0, **more: int) -> Path:
+    """2 layers, width 32, dim 32, 24 positions, and a word tokenizer; `more` of its config."""
     _save_tokenizer(folder)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        BertModel(BertConfig(**_bert_size())).save_pretrained(folder)
+        BertModel(BertConfig(**_bert_size() | more)).save_pretrained(folder)
     return folder
 
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import bm25s
+import numpy as np
 
 from search_r1.errors import IndexMismatchError
 from search_r1.search.bm25.analyzer import ANALYZER, terms
@@ -25,6 +26,7 @@ from search_r1.search.retriever import Hit
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
 _MANIFEST = "manifest.json"
+_SAMPLED_ROWS = 64
 
 
 class Bm25Retriever:
@@ -58,9 +60,14 @@ class Bm25Retriever:
             )
         check_manifest(folder / _MANIFEST, found, _expected(corpus.digest))
         try:
-            return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus.digest, num_threads)
-        except (OSError, ValueError, KeyError) as error:
+            index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            loaded = cls(index, corpus.digest, num_threads)
+            loaded._check_rows(corpus)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IndexMismatchError(f"BM25 index {folder} is not readable: {error}; build it again") from error
+        own = {"k1": index.k1, "b": index.b, "num_rows": len(loaded)}
+        check_manifest(folder / _MANIFEST, found, {key: value for key, value in own.items() if key in found})
+        return loaded
 
     @staticmethod
     def check_folder(folder: Path) -> None:
@@ -94,13 +101,27 @@ class Bm25Retriever:
         columns = [[known[term] for term in terms(query) if term in known] for query in queries]
         return self._postings.search(columns, k)
 
+    def _check_rows(self, corpus: Corpus) -> None:
+        """Raise `ValueError` unless a sample of rows of `corpus` is in the columns of its terms, and their number fits.
+
+        The files may be of several indexes, each of which is consistent.
+        """
+        if len(self) != len(corpus):
+            raise ValueError(f"it has {len(self)} rows, and the corpus {len(corpus)}")
+        for row in np.unique(np.linspace(0, len(corpus) - 1, _SAMPLED_ROWS).astype(np.int64)).tolist():
+            for term in terms(corpus[row]["contents"]):
+                if term not in self._columns or not self._postings.has(self._columns[term], row):
+                    raise ValueError(f"row {row} is not in the column of its term {term!r}")
+
 
 def _checked_columns(vocabulary: dict[str, int], num_columns: int) -> dict[str, int]:
-    """Term to column. Raises `ValueError` when a column is not in the matrix."""
+    """Term to column. Raises `ValueError` when a column is not in the matrix, or that of two terms."""
     if vocabulary.get("", 0) >= num_columns:
         vocabulary = {term: column for term, column in vocabulary.items() if term}  # bm25s adds "" without a column
     if vocabulary and not 0 <= min(vocabulary.values()) <= max(vocabulary.values()) < num_columns:
         raise ValueError(f"a term's column is outside [0, {num_columns})")
+    if len(set(vocabulary.values())) != num_columns or len(vocabulary) != num_columns:
+        raise ValueError(f"{len(vocabulary)} terms do not have the {num_columns} columns for themselves, one each")
     return vocabulary
 
 

@@ -54,6 +54,12 @@ class Postings:
         found = zip(rows.tolist(), scores.tolist(), counts.tolist(), strict=True)
         return [list(map(Hit, best[:size], values)) for best, values, size in found]
 
+    def has(self, column: int, row: int) -> bool:
+        """Whether `column` has a weight for `row`."""
+        rows = self.indices[self.indptr[column] : self.indptr[column + 1]]
+        place = int(np.searchsorted(rows, row))
+        return place < len(rows) and int(rows[place]) == row
+
     def _cuts(self, columns: np.ndarray, bounds: np.ndarray) -> list[int]:
         """Where to cut the queries into parts of about equal work, one a thread: from 0 to their number."""
         work = np.concatenate([[0], np.cumsum(self.indptr[columns + 1] - self.indptr[columns])])[bounds]

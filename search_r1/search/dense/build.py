@@ -18,6 +18,9 @@ from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
 from search_r1.search.replaceable import check_file
 
+_DEFAULT_LENGTH = 180  # tokens of a passage
+_EARLIER_LIMIT = 256
+
 
 def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> str:
     """Encode `corpus` with the arguments of `index_builder`, and print where the index is. Raises a `SearchError`."""
@@ -28,6 +31,7 @@ def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> 
     if arguments.embedding_path is None:
         check_file(_embedding_file(arguments, folder))
     encoder = Encoder(_encoder_options(arguments, arguments.model_path))
+    arguments.max_length = _max_length(arguments.max_length, encoder)
     fields = _fields(arguments, encoder, corpus)
     vectors, fields = _vectors(arguments, encoder, corpus, fields, folder)
     target = _write_faiss(arguments, vectors, fields, folder)
@@ -84,7 +88,22 @@ def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> 
     if encoder.side == "query":
         raise EncoderError(f"{arguments.model_path} is a question encoder; pass it with --query_model_path")
     made = {"corpus": corpus.digest, "precision": encoder.precision, "max_length": arguments.max_length}
-    return encoder_fields(encoder) | made | _question_encoder(arguments)
+    return encoder_fields(encoder) | made | _cut(arguments.max_length) | _question_encoder(arguments)
+
+
+def _max_length(wanted: int | None, encoder: Encoder) -> int:
+    if wanted is None:
+        return min(_DEFAULT_LENGTH, encoder.longest)
+    try:
+        encoder.check_length(wanted)
+    except EncoderError as error:
+        raise EncoderError(f"--max_length {wanted}: {error}") from error
+    return wanted
+
+
+def _cut(max_length: int) -> dict[str, Any]:
+    """A field that vectors of earlier versions lack, which cut passages at 256 tokens whatever their manifest says."""
+    return {"cut_at": max_length} if max_length > _EARLIER_LIMIT else {}
 
 
 def _question_encoder(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -117,6 +136,8 @@ def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]
     vectors = VectorFile(path, len(corpus), encoder.dim)
     found = read_manifest(manifest_path(path))
     own = {name: "unknown" if found is None else found.get(name) for name in ("precision", "max_length")}
+    fields = {name: value for name, value in fields.items() if name != "cut_at"}
     if found is not None:
+        own |= {"cut_at": found["cut_at"]} if "cut_at" in found else {}
         check_manifest(manifest_path(path), found, fields | own | {"rows_done": len(corpus)})
     return vectors, fields | own

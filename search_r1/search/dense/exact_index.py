@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from long_task import track
-from search_r1.errors import IndexMismatchError, ServerError
+from search_r1.errors import ServerError
 from search_r1.search.dense.encoding.precision import cpu_has_bf16
 from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 from search_r1.search.dense.rescoring import BestRows
@@ -119,7 +119,9 @@ class ExactIndex:
         ]
         blocks = self._vectors.blocks()
         for start, block in track(blocks, "matrix", -(-len(self) // BLOCK_ROWS), "blocks"):
-            self._check_finite(start, torch.from_numpy(block))
+            norms_R = torch.linalg.vector_norm(torch.from_numpy(block), dim=1)
+            self._vectors.check_finite(start, norms_R.numpy())
+            self._max_norm = max(self._max_norm, float(norms_R.max()))
             offset_RD = torch.from_numpy(block - self._center_D)
             rounded_RD = offset_RD.to(self._dtype)
             error_RD = offset_RD - rounded_RD.float()
@@ -140,15 +142,6 @@ class ExactIndex:
                 f"{rows} of {len(self)} vectors of {self.dim} values need {needed:.1f} GiB on {device}, more than "
                 "is free; give the server more GPUs or use a compressed FAISS index (docs/retrieval.md)"
             ) from error
-
-    def _check_finite(self, start: int, block_RD: torch.Tensor) -> None:
-        norms_R = torch.linalg.vector_norm(block_RD, dim=1)
-        broken = torch.nonzero(~torch.isfinite(norms_R)).flatten().tolist()
-        if broken:
-            raise IndexMismatchError(
-                f"{self._vectors.path}: the vector of row {start + broken[0]} has NaN or Inf; build the index again"
-            )
-        self._max_norm = max(self._max_norm, float(norms_R.max()))
 
     def _search(self, queries_BD: np.ndarray, scores: list[torch.Tensor], k: int) -> list[list[Hit]]:
         """`scores` is memory for the coarse scores of each device on a CPU."""

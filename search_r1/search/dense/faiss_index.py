@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import faiss
 import numpy as np
 
+from long_task import track
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.retriever import Hit
@@ -14,6 +17,7 @@ from search_r1.search.retriever import Hit
 _BLAS_QUERIES = 4  # from this many queries on a flat search is one matrix product
 _INVERTED_LISTS = b"Iw"
 _FLAT = b"IxFI"
+_FLAT_HEADER_BYTES = 45  # before the vectors
 
 
 class FaissIndex:
@@ -62,7 +66,10 @@ def _set_parameters(index: faiss.Index, parameters: str) -> None:
 
 
 def read_index(path: Path) -> faiss.Index:
-    """Open a FAISS file, memory-mapped if FAISS supports that. Raises `IndexMismatchError` if it is not one."""
+    """Open a FAISS file, memory-mapped if FAISS supports that.
+
+    Raises `IndexMismatchError` if it is not one, or if its ids are not the rows of a corpus (see `check_ids`).
+    """
     with path.open("rb") as file:
         kind = file.read(4)
     inverted = kind.startswith(_INVERTED_LISTS)
@@ -73,7 +80,73 @@ def read_index(path: Path) -> faiss.Index:
         raise IndexMismatchError(f"{path} is not a readable FAISS index ({reason}); build it again") from error
     if inverted:
         _without_prefetch(index)
+    check_ids(index, path)
     return index
+
+
+def check_ids(index: faiss.Index, path: Path) -> None:
+    """Raise `IndexMismatchError` unless the ids of `index`, read from `path`, are 0 to N - 1, each once.
+
+    N is the number of rows in its header. An index may have ids of its own: an IndexIDMap in a table, an index with
+    inverted lists beside each vector. The parts of an index must agree on N, on the dimension and on the metric.
+    """
+    for part in _parts(index):
+        if part.ntotal != index.ntotal or part.metric_type != index.metric_type:
+            raise IndexMismatchError(
+                f"{path}: its header says {index.ntotal} rows and metric {index.metric_type}, but its "
+                f"{type(part).__name__} has {part.ntotal} rows and metric {part.metric_type}; build it again"
+            )
+        ids = _stored_ids(part)
+        if ids is not None:
+            _check_permutation(ids, part, path)
+
+
+def _parts(index: faiss.Index) -> Iterator[faiss.Index]:
+    """`index`, and the indexes inside it that hold its rows."""
+    index = faiss.downcast_index(index)
+    yield index
+    for name in ("index", "base_index", "refine_index", "storage"):
+        inner = getattr(index, name, None)
+        if isinstance(inner, faiss.Index):
+            yield from _parts(inner)
+
+
+def _stored_ids(index: faiss.Index) -> Iterator[np.ndarray] | None:
+    """Blocks of the ids that the file has for its rows, in any order; None if a row is known by its place."""
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        return iter([faiss.vector_to_array(index.id_map)])
+    return _ids_of_lists(index) if isinstance(index, faiss.IndexIVF) else None
+
+
+def _ids_of_lists(index: faiss.IndexIVF) -> Iterator[np.ndarray]:
+    lists = index.invlists
+    assert lists is not None
+    for number in track(range(index.nlist), "check ids", index.nlist, "lists"):
+        size = lists.list_size(number)
+        if size:
+            yield np.array(faiss.rev_swig_ptr(lists.get_ids(number), size))
+
+
+def _check_permutation(ids: Iterator[np.ndarray], index: faiss.Index, path: Path) -> None:
+    num_rows, count = int(index.ntotal), 0
+    seen = np.zeros(num_rows, dtype=bool)
+    for block in ids:
+        count += len(block)
+        outside = block[(block < 0) | (block >= num_rows)]
+        if len(outside):
+            _refuse_ids(index, path, f"the id {outside[0]}")
+        seen[block] = True
+    if count != num_rows:
+        _refuse_ids(index, path, f"{count} vectors")
+    if not seen.all():
+        _refuse_ids(index, path, f"no id {int(np.argmin(seen))}, but another one twice")
+
+
+def _refuse_ids(index: faiss.Index, path: Path, found: str) -> NoReturn:
+    raise IndexMismatchError(
+        f"{path}: an index of {index.ntotal} rows must have the ids 0 to {index.ntotal - 1}, each once, because an id "
+        f"is the number of a row of the corpus; this {type(index).__name__} has {found}; build it with index_builder"
+    )
 
 
 def _without_prefetch(index: faiss.Index) -> None:
@@ -84,13 +157,15 @@ def _without_prefetch(index: faiss.Index) -> None:
 
 
 def flat_vectors(path: Path) -> VectorFile | None:
-    """The vectors in the file of an inner-product Flat index, not read yet; None for any other index."""
+    """The vectors in the file of an inner-product Flat index, not read yet; None for any other index.
+
+    Raises `IndexMismatchError` if the file is longer or shorter than its header says.
+    """
     with path.open("rb") as file:
         if file.read(4) != _FLAT:
             return None
     index = read_index(path)
-    offset = path.stat().st_size - index.ntotal * index.d * 4  # they are the last thing in the file
-    return VectorFile(path, int(index.ntotal), int(index.d), offset)
+    return VectorFile(path, int(index.ntotal), int(index.d), _FLAT_HEADER_BYTES)
 
 
 def to_gpus(index: faiss.Index) -> faiss.Index:

@@ -12,13 +12,14 @@ import faiss
 import numpy as np
 import torch
 
+from long_task import track
 from search_r1.errors import IndexMismatchError, ServerError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoder_check import check_fit, encoder_fields, query_encoder
 from search_r1.search.dense.encoding.encoder import Encoder
 from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
-from search_r1.search.dense.vectors import VectorFile
+from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
 from search_r1.search.manifest import manifest_path, read_manifest
 from search_r1.search.retriever import Hit
 from search_r1.search.retriever_options import RetrieverOptions
@@ -90,14 +91,17 @@ def _sizes(path: Path, corpus: Corpus) -> dict[str, int]:
 
 
 def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> VectorIndex:
+    vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
     if options.engine != "faiss":
-        vectors = VectorFile(path, num_rows, dim) if path.suffix == ".memmap" else flat_vectors(path)
         if vectors is not None:
             return ExactIndex(vectors, _devices(options), num_threads=options.num_threads)
         if options.engine == "matrix":
             raise IndexMismatchError(f"{path} is not a Flat inner-product index; the matrix engine needs one")
     faiss.omp_set_num_threads(options.num_threads)
     index = read_index(path)
+    if vectors is not None:  # FAISS itself would never find a row with NaN, and not say so
+        for start, block in track(vectors.blocks(), "check vectors", -(-len(vectors) // BLOCK_ROWS), "blocks"):
+            vectors.check_finite(start, np.linalg.norm(block, axis=1))
     return FaissIndex(to_gpus(index) if options.gpu else index, options.search_parameters)
 
 

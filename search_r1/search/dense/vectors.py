@@ -44,6 +44,14 @@ class VectorFile:
         self._read(vectors, start)
         return vectors
 
+    def check_finite(self, start: int, norms_R: np.ndarray) -> None:
+        """Raise `IndexMismatchError` if one of the rows from `start` on, which have these norms, has NaN or Inf."""
+        broken = np.flatnonzero(~np.isfinite(norms_R))
+        if len(broken):
+            raise IndexMismatchError(
+                f"{self.path}: the vector of row {start + broken[0]} has NaN or Inf; build the index again"
+            )
+
     def blocks(self, num_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, np.ndarray]]:
         """All rows in order: (first row, float32 [at most num_rows, dim])."""
         for start in range(0, len(self), num_rows):

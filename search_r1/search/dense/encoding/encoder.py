@@ -61,7 +61,8 @@ class Encoder:
         self.fingerprint = weights_digest(model)
         config: Any = model.config
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
-        self._longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
+        longest = (self.spec.longest, self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
+        self.longest = min(limit for limit in longest if limit is not None)
         self._end = _token_id(self._tokenizer, self.spec.end_token)
         self._model = model.to(self.device, dtype).eval()
         self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
@@ -75,13 +76,22 @@ class Encoder:
         return self._encode(self._tokens([self.spec.query_prefix + text for text in texts], self.spec.max_query_tokens))
 
     def encode_passages(self, texts: Sequence[str], max_tokens: int | None = None) -> np.ndarray:
-        """float32 [B, D]; each passage is truncated to `max_tokens`. Raises as `encode_queries`."""
+        """float32 [B, D]; each passage is truncated to `max_tokens`.
+
+        Raises as `encode_queries`, and if the model takes at most `longest` tokens, which are fewer.
+        """
         self._refuse("query", "passages")
-        limit = min(max_tokens or self.spec.max_passage_tokens, self.spec.max_passage_tokens)
+        limit = max_tokens or min(self.spec.max_passage_tokens, self.longest)
+        self.check_length(limit)
         if not self.spec.title_pair:
             return self._encode(self._tokens([self.spec.passage_prefix + text for text in texts], limit))
         pairs = [title_and_text(text) for text in texts]
         return self._encode(self._tokens([title for title, _ in pairs], limit, [text for _, text in pairs]))
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raise `EncoderError` if the model does not take texts of so many tokens."""
+        if max_tokens > self.longest:
+            raise EncoderError(f"the encoder takes texts of at most {self.longest} tokens, not of {max_tokens}")
 
     def _refuse(self, side: str, wanted: str) -> None:
         if self.side == side:
@@ -93,7 +103,7 @@ class Encoder:
         """Token ids of each text, special tokens included, at least one."""
         if not texts:
             return []
-        limit = min(max_tokens, self._longest)
+        limit = min(max_tokens, self.longest)
         ids = self._tokenizer(texts, second, max_length=limit, truncation=True)["input_ids"]
         if self._end is not None:
             ids = [row if row[-1:] == [self._end] else [*row[: limit - 1], self._end] for row in ids]

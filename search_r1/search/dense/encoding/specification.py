@@ -20,7 +20,8 @@ _QUERY_PROMPTS, _PASSAGE_PROMPTS = ("query", "s2p_query"), ("document", "passage
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """`max_query_tokens` and `max_passage_tokens` include special tokens and prefix.
+    """`max_query_tokens` and `max_passage_tokens`, of texts for which no other length is asked, include special tokens
+    and prefix. `longest`: what the model's files say it takes, None if they do not say.
 
     `end_token` ends every text whose tokenizer adds none; `title_pair`: a passage is its title, a separator, its text.
     """
@@ -31,13 +32,14 @@ class EncoderSpec:
     passage_prefix: str = ""
     max_query_tokens: int = 256
     max_passage_tokens: int = 256
+    longest: int | None = None
     end_token: str = ""
     title_pair: bool = False
 
     def index_fields(self) -> dict[str, Any]:
         """The fields on which passages and queries must agree, as stored in an index manifest."""
         fields = asdict(self)
-        del fields["max_query_tokens"], fields["max_passage_tokens"]
+        del fields["max_query_tokens"], fields["max_passage_tokens"], fields["longest"]
         return fields
 
 
@@ -85,13 +87,15 @@ def _from_modules(spec: EncoderSpec, modules: list[dict[str, str]], read_json: R
             f"modules.json has {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
         )
     config = read_json(f"{kinds['Pooling']}/config.json") or {}
-    limit = (read_json("sentence_bert_config.json") or {}).get("max_seq_length") or spec.max_query_tokens
+    longest = (read_json("sentence_bert_config.json") or {}).get("max_seq_length")
+    limit = longest or spec.max_query_tokens
     return replace(
         spec,
         pooling=_pooling(config),
         normalize="Normalize" in kinds,
         max_query_tokens=min(spec.max_query_tokens, limit),
         max_passage_tokens=min(spec.max_passage_tokens, limit),
+        longest=longest,
     )
 
 

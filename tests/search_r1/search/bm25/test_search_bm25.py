@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -115,6 +117,32 @@ def test_a_damaged_index_is_refused(corpus_file: Path, tmp_path: Path) -> None:
     rows = tmp_path / "bm25" / "indices.csc.index.npy"
     np.save(rows, np.load(rows) + 1)
     with pytest.raises(IndexMismatchError, match="a row outside.*build it again"):
+        Bm25Retriever.load(tmp_path / "bm25", corpus)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"manifest.json": lambda fields: fields | {"num_rows": 4}}, "num_rows: index has 4, now 5"),
+        ({"manifest.json": lambda fields: fields | {"k1": 1.2}}, "k1: index has 1.2, now 0.9"),
+        ({"params.index.json": lambda fields: fields | {"b": 0.75}}, "b: index has 0.4, now 0.75"),
+        ({"params.index.json": lambda fields: fields | {"num_docs": 6}}, "it has 6 rows, and the corpus 5"),
+        ({"vocab.index.json": lambda terms: dict(list(terms.items())[1:])}, "do not have the .* columns"),
+        ({"vocab.index.json": lambda terms: dict.fromkeys(terms, 0)}, "do not have the .* columns"),
+        ({"vocab.index.json": lambda terms: dict(zip(terms, reversed(terms.values()), strict=True))}, "is not in the"),
+        ({"vocab.index.json": lambda terms: list(terms)}, "is not readable"),
+    ],
+    ids=["rows", "k1", "b", "documents", "missing", "shared", "another order", "list"],
+)
+def test_files_that_do_not_belong_together_are_refused(
+    corpus_file: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    corpus = Corpus(corpus_file)
+    Bm25Retriever.build(corpus).save(tmp_path / "bm25")
+    for name, changed in change.items():
+        file = tmp_path / "bm25" / name
+        file.write_text(json.dumps(changed(json.loads(file.read_text()))))
+    with pytest.raises(IndexMismatchError, match=message):
         Bm25Retriever.load(tmp_path / "bm25", corpus)
 
 

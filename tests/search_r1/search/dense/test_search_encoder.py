@@ -211,7 +211,7 @@ def test_the_models_own_files_win_over_the_table(tmp_path: Path) -> None:
     cls = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     add_files(tmp_path, cls, prompts={"query": "Q ", "document": "D "}, normalize=False)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')
-    assert resolve_spec("e5", local_json(tmp_path)) == EncoderSpec("cls", False, "Q ", "D ", 99, 99)
+    assert resolve_spec("e5", local_json(tmp_path)) == EncoderSpec("cls", False, "Q ", "D ", 99, 99, 99)
     add_files(tmp_path, {"pooling_mode": "lasttoken"}, prompts={"query": "", "document": ""})
     spec = resolve_spec("E5", local_json(tmp_path))
     assert (spec.pooling, spec.normalize, spec.query_prefix) == ("lasttoken", True, "query: ")
