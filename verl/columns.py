@@ -40,7 +40,9 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
     "tokens": {
         "ids": Column("int64", "token ids", _BATCH, (_MODEL,)),
         "loss_mask": Column("bool", "the policy's tokens, or those of a loss", _BATCH, (_MODEL,)),
-        "rollout_log_probs": Column("float32", "the sampler's log-probs, nats", _BATCH, (_PREPARE, _MISMATCH)),
+        "rollout_log_probs": Column(
+            "float32", "the sampler's log-probs, nats", _BATCH, (_PREPARE, _MISMATCH, f"{_KL}.build_kl")
+        ),
         "labels": Column("int64", "ids whose log-probs are taken, where not `ids`", "", (_MODEL,)),
         "old_log_probs": Column(
             "float32", "under the policy before the step, nats", _PREPARE, (f"{_KL}.old_log_probs", _SCORES)

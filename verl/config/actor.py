@@ -97,7 +97,9 @@ class ActorConfig:
     )
     kl_use_tail_sampling: bool = setting(True, "Top-k KL: add the estimate of the tail from the sampled token.")
     use_kl_iw: bool = setting(
-        False, "Weight sampled KL terms by pi_theta / pi_old. No effect on the exact KL, which has no sampled term."
+        False,
+        "Weight sampled KL terms by pi_theta / pi_rollout, the probability that the rollout engine sampled the token "
+        "with. No effect on the exact KL, which has no sampled term.",
     )
     kl_iw_clip_upper: float | None = setting(None, "Upper limit of that weight; null: none.", gt=0)
     kl_iw_clip_lower: float | None = setting(None, "Lower limit of that weight; null: none.", ge=0)

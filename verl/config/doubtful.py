@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config.asynchronous import OVER_SAMPLE, max_staleness
+from verl.config.predicates import samples_kl
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
 
@@ -16,6 +17,7 @@ def doubts(config: Config) -> Iterator[str]:
     yield from _truncated_sampling(config)
     yield from _kl_without_gradient(config)
     yield from _stale_without_correction(config)
+    yield from _stale_kl(config)
 
 
 def _truncated_sampling(config: Config) -> Iterator[str]:
@@ -48,6 +50,17 @@ def _stale_without_correction(config: Config) -> Iterator[str]:
             f"{_what_is_stale(config)} trains on samples of older weights, and nothing corrects for that: set "
             f"{ACTOR}.rollout_correction.importance=token (truncated importance weights) with "
             f"{ACTOR}.use_rollout_log_probs=False."
+        )
+
+
+def _stale_kl(config: Config) -> Iterator[str]:
+    """What corrects the policy loss for old weights is no factor of the KL, which has its own."""
+    actor = config.actor_rollout_ref.actor
+    if max_staleness(config) and actor.kl_loss_coef and samples_kl(actor) and not actor.use_kl_iw:
+        yield (
+            f"{_what_is_stale(config)} estimates the KL in the loss from tokens of older weights, and nothing corrects "
+            f"for that: set {ACTOR}.use_kl_iw=True, or use an exact KL ({ACTOR}.kl_loss_type=full_reverse without "
+            "kl_topk_tokens)."
         )
 
 

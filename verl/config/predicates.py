@@ -66,6 +66,11 @@ def topk_of(actor: ActorConfig) -> int:
     return max(0, actor.kl_topk_tokens or 0) if has_exact_kl(actor) else 0
 
 
+def samples_kl(actor: ActorConfig) -> bool:
+    """Whether the KL in the loss has a part that is estimated from the sampled token: all of it, or the Top-k tail."""
+    return has_sampled_kl(actor) or (topk_of(actor) > 0 and actor.kl_use_tail_sampling)
+
+
 def policy_topk(actor: ActorConfig) -> int:
     """k of the policy's most likely tokens, `top_index`, that the KL sums over; 0 for none."""
     return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0

@@ -130,11 +130,17 @@ class TopkTerm:
 
 
 def _weight(actor: ActorConfig, batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor | None:
-    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when it is off."""
+    """use_kl_iw: how much more likely the sampled token is now than when it was sampled; None when it is off.
+
+    What sampled it may be older than the policy before the step's first update, or compute less precisely.
+    """
     if not actor.use_kl_iw:
         return None
-    old_N = old_log_probs(batch, inputs, stats)
-    return importance_weight(stats.log_prob_N, old_N, actor.kl_iw_clip_lower, actor.kl_iw_clip_upper)
+    if "rollout_log_probs" in batch.tokens:
+        sampler_N = values_at(batch, "rollout_log_probs", inputs)
+    else:
+        sampler_N = old_log_probs(batch, inputs, stats)
+    return importance_weight(stats.log_prob_N, sampler_N, actor.kl_iw_clip_lower, actor.kl_iw_clip_upper)
 
 
 def old_log_probs(batch: TrainBatch, inputs: ModelInput, stats: TokenStats) -> torch.Tensor:

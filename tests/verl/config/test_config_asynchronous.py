@@ -91,3 +91,25 @@ def test_old_weights_without_a_correction_are_warned_of(overrides: tuple[str, ..
 )
 def test_no_doubt_about_a_run_that_corrects(overrides: tuple[str, ...]) -> None:
     assert list(doubts(config_of(ONE_STEP_OFF, *SPLIT, *overrides))) == []
+
+
+@pytest.mark.parametrize("staleness", [(OVER_SAMPLE,), (ONE_STEP_OFF, *SPLIT)])
+@pytest.mark.parametrize(
+    ("kl", "warned"),
+    [
+        (("kl_loss_type=low_var_kl",), True),
+        (("kl_loss_type=full_reverse", "kl_topk_tokens=32"), True),
+        (("kl_loss_type=low_var_kl", "use_kl_iw=true"), False),
+        (("kl_loss_type=full_reverse", "kl_topk_tokens=32", "use_kl_iw=true"), False),
+        (("kl_loss_type=full_reverse",), False),  # exact: no part of it depends on the sampled token
+        (("kl_loss_type=full_reverse", "kl_topk_tokens=32", "kl_use_tail_sampling=false"), False),
+        (("kl_loss_type=low_var_kl", "kl_loss_coef=0"), False),
+    ],
+)
+def test_a_kl_estimated_from_old_tokens_is_warned_of(
+    staleness: tuple[str, ...], kl: tuple[str, ...], warned: bool
+) -> None:
+    settings = (*staleness, f"{CORRECTION}.importance=token", f"{ACTOR}.use_kl_loss=true")
+    found = list(doubts(config_of(*settings, *(f"{ACTOR}.{part}" for part in kl))))
+    assert len(found) == warned
+    assert not warned or f"nothing corrects for that: set {ACTOR}.use_kl_iw=True" in found[0]

@@ -45,6 +45,11 @@ class World(NamedTuple):
         return self.batch.tokens["old_log_probs"].double() - self.log_p_T
 
     @property
+    def kl_weight_T(self) -> torch.Tensor:
+        """p over the probability of the sampler, within the bounds of `WEIGHTED`."""
+        return (self.log_p_T.detach() - self.batch.tokens["rollout_log_probs"].double()).exp().clamp(0.5, 1.5)
+
+    @property
     def advantage_T(self) -> torch.Tensor:
         return self.batch.tokens["advantages"].double()
 
@@ -90,7 +95,6 @@ def top_k(direction: str, gradient: str, weighted: bool) -> Term:
     def term(world: World) -> torch.Tensor:
         chosen_by = world.log_p_TV.detach() if direction == "full_reverse" else world.log_q_TV
         index_Tk = chosen_by.topk(K).indices
-        weight_T = (-world.fall_T.detach()).exp().clamp(0.5, 1.5) if weighted else None
         return TOPK_KL[direction](
             world.log_p_TV.gather(-1, index_Tk),
             world.log_q_TV.gather(-1, index_Tk),
@@ -98,7 +102,7 @@ def top_k(direction: str, gradient: str, weighted: bool) -> Term:
             world.log_q_T,
             (index_Tk == world.batch.tokens["ids"][:, None]).any(-1),
             gradient=gradient,
-            weight_T=weight_T,
+            weight_T=world.kl_weight_T if weighted else None,
         )
 
     return term
@@ -107,8 +111,7 @@ def top_k(direction: str, gradient: str, weighted: bool) -> Term:
 def weighted_k4(world: World) -> torch.Tensor:
     # k4 = r sg(l - l_ref); its gradient alone is (l - l_ref) grad l, here times the clipped weight
     log_ratio_T = world.log_p_T - world.batch.tokens["ref_log_probs"].double()
-    weight_T = (-world.fall_T).exp().clamp(0.5, 1.5)
-    return weight_T.detach() * log_ratio_T.detach() * world.log_p_T
+    return world.kl_weight_T * log_ratio_T.detach() * world.log_p_T
 
 
 def straight_through_k3(world: World) -> torch.Tensor:
@@ -201,8 +204,9 @@ def test_gradient_and_metrics(name: str, model_path: str, other_model_path: str,
     found = engine.log_probs(batch, 1.0, top_k=K).tokens
     assert found["top_index"].dtype == torch.int32
     batch.tokens["top_index"] = found["top_index"]
-    noise_T = 0.3 * torch.randn(len(found["log_prob"]), generator=torch.Generator().manual_seed(8))
-    batch.tokens["old_log_probs"] = found["log_prob"] + noise_T
+    generator = torch.Generator().manual_seed(8)
+    for column in ("old_log_probs", "rollout_log_probs"):
+        batch.tokens[column] = found["log_prob"] + 0.3 * torch.randn(len(found["log_prob"]), generator=generator)
     model, logits = full_logits(model_path, batch)
     with torch.no_grad():
         log_q_TV = log_softmax_rows(full_logits(other_model_path, batch)[1], 1.0)
