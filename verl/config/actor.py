@@ -140,7 +140,8 @@ class ActorConfig:
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     llds_coef: float = setting(
         0.0,
-        "Coefficient of the likelihood-preserving regularizer against GRPO's collapse (LLDS, arXiv 2512.04220).",
+        "Coefficient of the likelihood-preserving regularizer against GRPO's collapse (LLDS, arXiv 2512.04220). Needs "
+        "several optimizer steps per RL step, as it acts on what earlier ones did.",
         ge=0,
     )
     llds_gate: Literal["action", "response"] = setting(

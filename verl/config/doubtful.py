@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config.asynchronous import OVER_SAMPLE, max_staleness
-from verl.config.predicates import samples_kl
+from verl.config.counts import trajectories_per_step
+from verl.config.predicates import num_optimizer_steps, old_policy_is_current, samples_kl
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
 
@@ -18,6 +19,7 @@ def doubts(config: Config) -> Iterator[str]:
     yield from _kl_without_gradient(config)
     yield from _stale_without_correction(config)
     yield from _stale_kl(config)
+    yield from _llds_without_a_fall(config)
 
 
 def _truncated_sampling(config: Config) -> Iterator[str]:
@@ -61,6 +63,19 @@ def _stale_kl(config: Config) -> Iterator[str]:
             f"{_what_is_stale(config)} estimates the KL in the loss from tokens of older weights, and nothing corrects "
             f"for that: set {ACTOR}.use_kl_iw=True, or use an exact KL ({ACTOR}.kl_loss_type=full_reverse without "
             "kl_topk_tokens)."
+        )
+
+
+def _llds_without_a_fall(config: Config) -> Iterator[str]:
+    """A likelihood falls by an optimizer step, so that the next one on the same trajectories can see it."""
+    if not config.actor_rollout_ref.actor.llds_coef or num_optimizer_steps(config) > 1:
+        return
+    if old_policy_is_current(config):
+        yield (
+            f"{ACTOR}.llds_coef={config.actor_rollout_ref.actor.llds_coef:g} has no effect with one optimizer step on "
+            "the trajectories of an RL step: no likelihood has fallen before it. Set "
+            f"{ACTOR}.ppo_mini_batch_size to a part of the {trajectories_per_step(config)} trajectories, or ppo_epochs "
+            "to 2 or more."
         )
 
 

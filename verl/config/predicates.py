@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from verl.algorithms.traits import ESTIMATOR_TRAITS, EstimatorTraits
 from verl.config.actor import ActorConfig
+from verl.config.asynchronous import max_staleness
 from verl.config.counts import num_mini_batches, trajectories_per_step
 from verl.config.schema import Config
 
@@ -100,6 +101,11 @@ def corrects_rollout(actor: ActorConfig) -> bool:
     return actor.rollout_correction.importance != "none" or actor.rollout_correction.reject != "none"
 
 
+def old_policy_is_current(config: Config) -> bool:
+    """Whether the old log-probs are those of the policy that the first optimizer step of an RL step starts from."""
+    return not (config.actor_rollout_ref.actor.use_rollout_log_probs and max_staleness(config))
+
+
 def num_optimizer_steps(config: Config) -> int:
     """Of the actor, on the trajectories of one RL step when all of them are trained."""
     actor = config.actor_rollout_ref.actor
@@ -129,5 +135,3 @@ def reasons_to_score_before(config: Config) -> Iterator[str]:
         yield "the KL in the reward uses them (set algorithm.use_kl_in_reward=False)"
     if corrects_rollout(actor):
         yield "rollout_correction compares them with the rollout engine's (set its importance and reject to none)"
-    if actor.llds_coef:
-        yield "LLDS acts where likelihoods fell since then, and they would all be equal (set llds_coef=0)"

@@ -12,7 +12,7 @@ import torch
 from verl.algorithms import anchor as anchor_rule
 from verl.config import Config
 from verl.config.model import FrozenFsdpConfig, FsdpConfig
-from verl.config.predicates import anchor_is_base
+from verl.config.predicates import anchor_is_base, old_policy_is_current
 from verl.config.rollout import LogProbConfig
 from verl.engine.anchor_reader import AnchorReader
 from verl.engine.batching import ModelInput, RankValues
@@ -122,10 +122,11 @@ class PolicyEngine(TrainedEngine):
         if own is not None:
             wanted = rows_of_ranks(batch, parts, self.learner.budget, self.layout)
             own = exchange(own, batch.lengths_B, wanted, self.device)
-        first_epoch = len(parts) // actor.ppo_epochs
+        first_epoch, first_moved = len(parts) // actor.ppo_epochs, int(old_policy_is_current(self.config))
 
         def loss(number: int) -> LossFunction:
-            return partial(self._loss, batch.lengths_B, own, scores if number < first_epoch else None)
+            kept = scores if number < first_epoch else None
+            return partial(self._loss, batch.lengths_B, own, kept, number >= first_moved)
 
         numbered = replace(batch, rows=batch.rows | {"row": torch.arange(len(batch))})
         needed = [Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER, *[Part.ANCHOR] * reads_anchor(actor, batch)]
@@ -140,6 +141,7 @@ class PolicyEngine(TrainedEngine):
         lengths_B: torch.Tensor,
         own: RankValues | None,
         scores: TokenScores | None,
+        moved: bool,
         micro_batch: TrainBatch,
         inputs: ModelInput,
     ) -> TokenLoss:
@@ -147,7 +149,7 @@ class PolicyEngine(TrainedEngine):
         rows = micro_batch.rows["row"].tolist()
         if own is not None:
             micro_batch = replace(micro_batch, tokens=micro_batch.tokens | rows_of(own, lengths_B, rows))
-        token_loss = self.objective(micro_batch, inputs)
+        token_loss = self.objective(micro_batch, inputs, moved)
         if scores is not None:
             scores.add(rows, inputs, token_loss.scores)
         return token_loss

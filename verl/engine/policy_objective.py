@@ -54,8 +54,12 @@ class PolicyObjective:
         mask_T, row_T = batch.tokens["loss_mask"], batch.row_of_token_T
         return loss_weights(mask_T, row_T, len(batch), self.actor.loss_agg_mode, self.actor.loss_scale_factor)
 
-    def __call__(self, batch: TrainBatch, inputs: ModelInput) -> TokenLoss:
-        """Loss and reports per selected token of a micro-batch."""
+    def __call__(self, batch: TrainBatch, inputs: ModelInput, moved: bool = True) -> TokenLoss:
+        """Loss and reports per selected token of a micro-batch.
+
+        `moved`: whether the policy may differ from the one of `old_log_probs`. If not, no likelihood fell, and what
+        the two seem to differ by is rounding, which LLDS must not follow.
+        """
         actor = self.actor
         request = None if self.kl is None else self.kl(batch, inputs)
         requested = {} if request is None else request.requested
@@ -82,7 +86,8 @@ class PolicyObjective:
             loss_N = loss_N + actor.kl_loss_coef * kl_N
             reports["kl_loss"] = kl_N.detach()
         if actor.llds_coef:
-            fallen_N = llds(stats.log_prob_N, old_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
+            before_N = old_N if moved else stats.log_prob_N.detach()
+            fallen_N = llds(stats.log_prob_N, before_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
             loss_N = loss_N + actor.llds_coef * fallen_N
             reports["llds_loss"] = fallen_N.detach()
         return TokenLoss(loss_N, reports, scores)

@@ -43,6 +43,27 @@ def test_equal_log_probs_have_no_penalty_and_no_gradient() -> None:
     assert log_prob_T.grad is not None and not penalty_T.any() and not log_prob_T.grad.any()
 
 
+@pytest.mark.parametrize(
+    ("falls", "penalty"),
+    [
+        # Rounding is at most 64 2^-23 (1 + 1) = 1.526e-5 for a token whose old log-prob is -1.
+        ((1.5e-5, 1.5e-5), (0.0, 0.0)),
+        ((1.5e-5, -1e-5), (0.0, 0.0)),
+        ((1.6e-5, 1.6e-5), (1.6e-5, 1.6e-5)),
+        ((4e-5, -1e-5), (0.0, 0.0)),  # by 3e-5 together, where 3.05e-5 may be rounding
+        ((4.2e-5, -1e-5), (4.2e-5, 0.0)),
+        ((0.01, 1e-6), (0.01, 0.0)),  # a fall of the whole turn does not open the hinge for what is rounding
+    ],
+)
+def test_a_fall_within_the_rounding_of_log_probs_is_none(falls: tuple[float, ...], penalty: tuple[float, ...]) -> None:
+    old_T = f64(-1.0, -1.0)
+    log_prob_T = (old_T - f64(*falls)).requires_grad_()
+    penalty_T = llds(log_prob_T, old_T, f64(1.0, 1.0), torch.zeros(2, dtype=torch.int64))
+    torch.testing.assert_close(penalty_T, f64(*penalty), atol=1e-12, rtol=0)
+    [slope_T] = torch.autograd.grad(penalty_T.sum(), log_prob_T)
+    assert slope_T.tolist() == [-1.0 if fall else 0.0 for fall in penalty]
+
+
 def test_gradient_goes_to_the_policy_only() -> None:
     log_prob_T, old_T, advantage_T = f64(-2.0, grad=True), f64(-1.0, grad=True), f64(1.0, grad=True)
     llds(log_prob_T, old_T, advantage_T, torch.zeros(1, dtype=torch.int64)).sum().backward()

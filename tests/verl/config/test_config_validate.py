@@ -30,6 +30,7 @@ SPLIT = "trainer.layout=split"
 NODES = [SPLIT, f"{ROLLOUT}.nnodes=2"]
 PER_NODE = ["retriever.placement=per_node", "retriever.launch=serve"]
 OF_ROLLOUT = f"{ACTOR}.use_rollout_log_probs=true"
+ONE_STEP_OFF = ["trainer.async_rollout=one_step_off", "trainer.device=cpu"]
 GUARD = "trainer.collapse_guard"
 NO_DEFAULT_LIMITS = [
     f"{GUARD}.{name}=null" for name in ("dead_run_steps", "max_invalid_action_ratio", "max_repetition")
@@ -148,7 +149,6 @@ NO_DEFAULT_LIMITS = [
         ([*ONE_GRPO_UPDATE, "trainer.critic_warmup=2", *GAE], "the actor is not updated while the critic warms up"),
         ([*ONE_GRPO_UPDATE, "algorithm.use_kl_in_reward=true"], "is too late: the KL in the reward uses them"),
         ([*ONE_GRPO_UPDATE, f"{CORRECTION}.reject=token"], "rollout_correction compares them with the rollout"),
-        ([*ONE_GRPO_UPDATE, f"{ACTOR}.llds_coef=0.1"], "LLDS acts where likelihoods fell since then"),
         (["actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update is too late: the KL in the reward reads"),
         ([*GRPO, "actor_rollout_ref.ref.log_probs=score"], "ref.log_probs=score has no effect: only a KL in the rew"),
         ([*TOP_K, "actor_rollout_ref.ref.log_probs=update"], "ref.log_probs=update has no effect"),
@@ -310,6 +310,13 @@ def test_what_this_version_has_is_accepted(overrides: list[str]) -> None:
         ([f"{ROLLOUT}.top_p=0.95"], f"{ROLLOUT}.top_p=0.95 and top_k=-1 cut off unlikely tokens"),
         ([f"{ROLLOUT}.top_k=50"], "the update is biased"),
         *(([KL_LOSS, f"{ACTOR}.kl_loss_type={name}"], f"kl_loss_type={name} has a gradient") for name in ("kl", "k1")),
+        *(
+            (
+                [*ONE_GRPO_UPDATE, f"{ACTOR}.llds_coef=0.1", f"{ACTOR}.{found}"],
+                "llds_coef=0.1 has no effect with one op",
+            )
+            for found in ("old_log_probs=update", "old_log_probs=score", "use_rollout_log_probs=true")
+        ),
     ],
 )
 def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], message: str) -> None:
@@ -327,6 +334,9 @@ def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], m
         [KL_LOSS, f"{ACTOR}.kl_loss_type=kl", f"{ACTOR}.kl_loss_coef=0"],  # only measured
         [KL_LOSS, f"{ACTOR}.kl_loss_type=kl+"],
         [KL_LOSS, f"{ACTOR}.kl_loss_type=k2"],
+        [f"{ACTOR}.llds_coef=0.1"],  # 16 optimizer steps
+        [f"{ACTOR}.llds_coef=0.1", f"{ACTOR}.ppo_mini_batch_size=4096", f"{ACTOR}.ppo_epochs=2"],
+        [f"{ACTOR}.llds_coef=0.1", f"{ACTOR}.ppo_mini_batch_size=4096", *ONE_STEP_OFF, OF_ROLLOUT],  # fell meanwhile
     ],
 )
 def test_no_doubt_about_usual_settings(overrides: list[str]) -> None:

@@ -155,6 +155,7 @@ def kl_setting(kind: str, *more: str) -> tuple[str, ...]:
 
 
 TOP = f"{ACTOR}.kl_topk_tokens={K}"
+ONE_STEP_OFF = "trainer.async_rollout=one_step_off"  # the old log-probs are those of older weights
 PUBLISHED = f"{ACTOR}.kl_topk_gradient=published"
 WEIGHTED = (f"{ACTOR}.use_kl_iw=true", f"{ACTOR}.kl_iw_clip_lower=0.5", f"{ACTOR}.kl_iw_clip_upper=1.5")
 # A KL as it is written, of which the mean is a metric as well.
@@ -178,7 +179,7 @@ GRADIENTS: dict[str, tuple[tuple[str, ...], Term]] = {
 CASES: dict[str, tuple[tuple[str, ...], Term]] = {
     **{name: (settings, kl_loss(term)) for name, (settings, term) in (VALUES | GRADIENTS).items()},
     "entropy": ((f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.clip_ratio_high=0.28"), with_entropy),
-    "llds": ((f"{ACTOR}.llds_coef=0.5",), llds),
+    "llds": ((f"{ACTOR}.llds_coef=0.5", f"{ACTOR}.use_rollout_log_probs=true", ONE_STEP_OFF), llds),
     "gspo": ((f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), gspo),
     "dr_grpo": ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=20"), dr_grpo),
     "rollout_correction": ((), corrected),

@@ -96,6 +96,43 @@ def test_mini_batches_epochs_and_clip_fraction(model_path: str, run_dir: Path) -
     assert metrics["actor/ppo_kl"] == pytest.approx(difference_T[mask_T].mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("of_the_sampler", [False, True])
+def test_llds_does_not_act_before_an_optimizer_step(model_path: str, run_dir: Path, of_the_sampler: bool) -> None:
+    """Old log-probs of the same weights differ by rounding, or, in low precision, by far more than that of float32."""
+    batch = make_batch(8)
+    scorer = make_engine(model_path, run_dir, f"{ACTOR}.use_prefix_grouper=false", f"{ACTOR}.head_chunk_tokens=5")
+    noise_T = torch.randn(len(batch.tokens["ids"]), generator=torch.Generator().manual_seed(0))
+    for noise in (0.0, 1e-3):
+        batch.tokens["old_log_probs"] = scorer.log_probs(batch, 1.0).tokens["log_prob"] + noise * noise_T
+        source = f"{ACTOR}.use_rollout_log_probs={of_the_sampler}"
+        with_it = make_engine(model_path, run_dir, source, f"{ACTOR}.llds_coef=1")
+        without = make_engine(model_path, run_dir, source)
+        assert with_it.update(batch)["actor/llds_loss"] == 0
+        without.update(batch)
+        for name, weight in full_state(without).items():
+            assert torch.equal(weight, full_state(with_it)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "acts"),
+    [
+        ((f"{ACTOR}.ppo_mini_batch_size=4",), True),  # in the second mini-batch
+        ((f"{ACTOR}.ppo_epochs=2",), True),
+        ((f"{ACTOR}.use_rollout_log_probs=true", "trainer.async_rollout=one_step_off"), True),  # of older weights
+        ((), False),
+    ],
+)
+def test_llds_acts_on_what_an_optimizer_step_did(
+    model_path: str, run_dir: Path, overrides: tuple[str, ...], acts: bool
+) -> None:
+    batch = make_batch(8)
+    batch.tokens["advantages"] = batch.tokens["advantages"].abs()
+    engine = make_engine(model_path, run_dir, f"{ACTOR}.llds_coef=1", *overrides)
+    noise_T = 0.1 * torch.randn(len(batch.tokens["ids"]), generator=torch.Generator().manual_seed(0))
+    batch.tokens["old_log_probs"] = engine.log_probs(batch, 1.0).tokens["log_prob"] + noise_T
+    assert (engine.update(batch)["actor/llds_loss"] > 0) == acts
+
+
 def test_shuffle_is_seeded_and_given_order_is_kept() -> None:
     given = list(mini_batches([2, 3, 5, 7, 8, 9], 4, epochs=2, shuffle=False, seed=0, step=0))
     assert given == 2 * [[2, 3, 5], [7, 8, 9]]
