@@ -59,7 +59,7 @@ COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
         "returns": Column("float32", "the critic's targets", _PREPARE, (_CRITIC, _METRICS)),
         "correction": Column("float32", "weight of the policy loss, for the mismatch", _PREPARE, (_LOSS,)),
         "keep": Column("bool", "tokens that are not rejected", _PREPARE, ("verl.trainer.estimates.for_losses",)),
-        "log_probs": Column("float32", "as `old_log_probs`, of the update's own pass", _UPDATES, (_SCORES,)),
+        "log_probs": Column("float32", "of a pass of the trainer, where `old_log_probs` is not", _UPDATES, (_SCORES,)),
         "loss_weight": Column("float32", "of a token in the loss of a mini-batch", _LEARNER, (_LEARNER,)),
     },
     "rows": {

@@ -12,7 +12,7 @@ GuardAction = Literal["off", "warn", "stop", "rollback"]
 
 @dataclass
 class CollapseGuardConfig:
-    """The collapse guard. A limit of null is not watched; docs/health.md explains the metrics."""
+    """The collapse guard. A limit of null is not watched; one that no step can cross is an error (docs/health.md)."""
 
     action: GuardAction = setting(
         "warn",
@@ -45,12 +45,14 @@ class CollapseGuardConfig:
         None, "Maximum drop of critic/score/mean below its best moving average over 10 steps.", gt=0
     )
     min_entropy: float | None = setting(
-        None, "Minimum mean entropy, in nats per token (health/entropy, else actor/entropy_loss).", ge=0
+        None, "Minimum mean entropy, in nats per token (health/entropy, else actor/entropy_loss).", gt=0
     )
     max_entropy: float | None = setting(
         None, "Maximum mean entropy, in nats per token (health/entropy, else actor/entropy_loss).", gt=0
     )
-    max_kl: float | None = setting(None, "Maximum KL to the anchor, in nats per token (actor/kl_loss).", gt=0)
+    max_kl: float | None = setting(
+        None, "Maximum KL to the anchor, in nats per token (actor/kl_loss, or critic/kl of a KL in the reward).", gt=0
+    )
     max_grad_norm: float | None = setting(None, "Maximum gradient norm before clipping (actor/grad_norm).", gt=0)
     max_mismatch: float | None = setting(
         None,

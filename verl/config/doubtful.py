@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl.config.asynchronous import OVER_SAMPLE, max_staleness
 from verl.config.counts import trajectories_per_step
-from verl.config.predicates import num_optimizer_steps, old_policy_is_current, samples_kl
+from verl.config.predicates import num_optimizer_steps, old_policy_is_current, samples_kl, truncates_sampling
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
 
@@ -24,7 +24,7 @@ def doubts(config: Config) -> Iterator[str]:
 
 def _truncated_sampling(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if truncates_sampling(config):
         yield (
             f"{ROLLOUT}.top_p={rollout.top_p:g} and top_k={rollout.top_k} cut off unlikely tokens, and the "
             "log-probs in the loss do not know of it: the update is biased. Set top_p=1.0 and top_k=-1."

@@ -101,6 +101,19 @@ def corrects_rollout(actor: ActorConfig) -> bool:
     return actor.rollout_correction.importance != "none" or actor.rollout_correction.reject != "none"
 
 
+def truncates_sampling(config: Config) -> bool:
+    """Whether unlikely tokens are never sampled, so that the sampler's distribution is not that of the policy."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0
+
+
+def compares_sampler(config: Config) -> bool:
+    """Whether every step has the trainer's own log-probs, and they should equal the sampler's for equal weights."""
+    actor = config.actor_rollout_ref.actor
+    scored = scores_in_update(config) or not actor.use_rollout_log_probs or policy_topk(actor) > 0
+    return scored and not truncates_sampling(config)
+
+
 def old_policy_is_current(config: Config) -> bool:
     """Whether the old log-probs are those of the policy that the first optimizer step of an RL step starts from."""
     return not (config.actor_rollout_ref.actor.use_rollout_log_probs and max_staleness(config))

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from verl.algorithms.traits import Read
 from verl.config.asynchronous import asynchronous_problems
 from verl.config.counts import trajectories_per_step
+from verl.config.guard_limits import guard_problems
 from verl.config.inert import inert_problems
 from verl.config.model import ModelConfig, OptimConfig
 from verl.config.objective import ACTOR, OBJECTIVE_CHECKS
@@ -21,7 +22,6 @@ from verl.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-GUARD_ANSWERS = ("action", "patience", "max_rollbacks")
 READ_BY_SOME: dict[str, tuple[Read, object]] = {
     "norm_adv_by_batch_std": ("batch_std", False),
     "gamma": ("gamma", 1.0),
@@ -189,23 +189,6 @@ def _retriever_url(config: Config) -> Iterator[str]:
             yield f"retriever.url: {shown!r} is not an address: write http://host:port/retrieve"
 
 
-def _guard(config: Config) -> Iterator[str]:
-    guard = config.trainer.collapse_guard
-    if guard.min_entropy is not None and guard.max_entropy is not None and guard.min_entropy >= guard.max_entropy:
-        yield (
-            f"trainer.collapse_guard.min_entropy ({guard.min_entropy}) must be smaller than "
-            f"max_entropy ({guard.max_entropy})"
-        )
-    if guard.action == "rollback" and config.trainer.save_freq < 0:
-        yield "trainer.collapse_guard.action=rollback needs checkpoints to go back to: set trainer.save_freq"
-    watched = {name: limit for name, limit in vars(guard).items() if name not in GUARD_ANSWERS}
-    if guard.action != "off" and all(limit is None for limit in watched.values()):
-        yield (
-            f"trainer.collapse_guard.action={guard.action} has nothing to watch: set one of its limits (such as "
-            "dead_run_steps) or action=off"
-        )
-
-
 def _format_reward(config: Config) -> Iterator[str]:
     model = config.reward_model
     if model.structure_format_score + model.retrieval_score > 1:
@@ -263,7 +246,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str] | list[str]], ...] = (
     *OBJECTIVE_CHECKS,
     _schedules,
     _run,
-    _guard,
+    guard_problems,
     _format_reward,
     _sampling,
     _adapters,

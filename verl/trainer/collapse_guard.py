@@ -15,6 +15,7 @@ SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from
 GRAD_NORM = "actor/grad_norm"
 STALENESS = "rollout/staleness/max"
+KL = ("actor/kl_loss", "critic/kl")  # of the loss, else of the reward
 ENTROPY = ("health/entropy", "actor/entropy_loss")  # of the weights that sampled, else of the update
 
 
@@ -83,7 +84,7 @@ LIMITS = (
     _Limit("min_reward", (SCORE,), operator.lt),
     _Limit("min_entropy", ENTROPY, operator.lt),
     _Limit("max_entropy", ENTROPY, operator.gt),
-    _Limit("max_kl", ("actor/kl_loss",), operator.gt),
+    _Limit("max_kl", KL, operator.gt),
     _Limit("max_grad_norm", (GRAD_NORM,), operator.gt),
     _Limit("max_mismatch", ("health/mismatch/mean_abs",), operator.gt),
 )
@@ -124,6 +125,7 @@ class CollapseGuard:
     def __init__(self, config: CollapseGuardConfig) -> None:
         self.config = config
         self.num_rollbacks = 0
+        self._seen: set[str] = set()
         self._forget()
 
     def observe(self, metrics: Mapping[str, float], step: int) -> Alarm | None:
@@ -136,7 +138,9 @@ class CollapseGuard:
         if self.config.action == "off":
             return None
         self._staleness = int(metrics.get(STALENESS, 0))
-        alarms = [alarm for finding in self._findings(metrics) if (alarm := self._count(finding, step))]
+        findings = list(self._findings(metrics))
+        self._seen |= {finding.setting for finding in findings}
+        alarms = [alarm for finding in findings if (alarm := self._count(finding, step))]
         if not alarms:
             return None
         self._alarmed = True
@@ -146,13 +150,21 @@ class CollapseGuard:
 
     def metrics(self) -> dict[str, float]:
         """Of the latest `observe`: `health/guard/alarm` (1 or 0), and for each setting that is watched
-        `health/guard/{setting}`, for how many steps in a row its condition has held. {} with `action=off`.
+        `health/guard/{setting}`, for how many steps in a row its condition has held. A setting is watched once a step
+        has had its metric. {} with `action=off`.
         """
         if self.config.action == "off":
             return {}
-        watched = [name for name in SETTINGS if getattr(self.config, name) is not None]
-        streaks = {f"health/guard/{name}": float(self._steps_of(name)) for name in watched}
+        streaks = {f"health/guard/{name}": float(self._steps_of(name)) for name in SETTINGS if name in self._seen}
         return {"health/guard/alarm": float(self._alarmed)} | streaks
+
+    def not_seen(self) -> dict[str, str]:
+        """By limit that was changed from its default: its metric, where no step so far has had that."""
+        if self.config.action == "off":
+            return {}
+        usual, metric = CollapseGuardConfig(), {limit.setting: limit.metrics[0] for limit in LIMITS}
+        changed = [name for name in metric if getattr(self.config, name) not in (None, getattr(usual, name))]
+        return {name: metric[name] for name in changed if name not in self._seen}
 
     def reset(self) -> None:
         """Call it after a rollback: counts the rollback and forgets all steps. The next alarm may then stop the run."""
@@ -172,6 +184,7 @@ class CollapseGuard:
         self._forget()
         self.num_rollbacks = state["num_rollbacks"]
         self._streaks.update({name: _Streak(**streak) for name, streak in state["streaks"].items()})
+        self._seen |= self._streaks.keys()
         self._scores.extend(state["scores"])
         self._best_average = -math.inf if state["best_average"] is None else state["best_average"]
 

@@ -39,7 +39,8 @@ class Estimator:
         self, batch: TrainBatch, actor: ActorGroup, critic: CriticGroup | None, timed: Timer
     ) -> dict[str, float]:
         """Adds to `batch.tokens` [T]: `advantages`, `old_log_probs` and `entropy` unless the update finds them, and
-        where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `kl`, `correction`, `keep`.
+        where they are used `ref_log_probs`, `values`, `returns`, `rewards`, `kl`, `correction`, `keep`. If the old
+        log-probs are the sampler's, but the Top-k KL needs a pass, the trainer's own are `log_probs`.
 
         Returns metrics.
         """
@@ -51,7 +52,8 @@ class Estimator:
             with timed("old_log_prob"):
                 found = actor.log_probs(batch, top_k=top_k)
             batch.tokens["entropy"] = found["entropy"]
-            batch.tokens.setdefault("old_log_probs", found["log_prob"])
+            column = "log_probs" if self.actor_config.use_rollout_log_probs else "old_log_probs"
+            batch.tokens[column] = found["log_prob"]
         if needs_ref_log_probs(self.config):
             with timed("ref"):
                 batch.tokens["ref_log_probs"] = actor.log_probs(batch, of="anchor")["log_prob"]

@@ -26,12 +26,17 @@ MAX_TURNS = 8
 
 
 def health_metrics(
-    trajectories: Sequence[Trajectory], batch: TrainBatch | None, scores: PolicyScores | None = None
+    trajectories: Sequence[Trajectory],
+    batch: TrainBatch | None,
+    scores: PolicyScores | None = None,
+    truncated: bool = False,
 ) -> dict[str, float]:
     """All health metrics of one step; docs/health.md says what each one means.
 
     `trajectories`: everything sampled in the step. `batch`: its tokens; `advantages` [T] are read where present.
-    `scores`: by default the batch's own `old_log_probs` and `entropy`.
+    `scores`: by default the batch's own `old_log_probs` and `entropy`. `truncated`: sampling left out unlikely tokens
+    (top_p, top_k). The sampler's log-probs then differ from the trainer's by the log of the rest's mass, where nothing
+    is wrong, so there is no `health/mismatch`.
 
     Raises ValueError for a finished trajectory without a reward.
     """
@@ -39,7 +44,8 @@ def health_metrics(
     metrics = turn_metrics(finished) | repetition(finished) | equal_rewards(finished)
     if batch is not None:
         scores = PolicyScores.of(batch) if scores is None else scores
-        metrics |= zero_advantages(batch) | entropy(scores) | sampler_mismatch(batch, scores)
+        metrics |= zero_advantages(batch) | entropy(scores)
+        metrics |= {} if truncated else sampler_mismatch(batch, scores)
     return metrics
 
 

@@ -22,10 +22,18 @@ class Recovery:
         self.guard = CollapseGuard(config)
         self.checkpoints = checkpoints
         self._alarm: Alarm | None = None
+        self._num_watched = 0
 
     def watch(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Check a step's metrics. Returns the guard's own metrics, to be logged with them."""
+        """Check a step's metrics. Returns the guard's own metrics, to be logged with them.
+
+        Once the first alarms could be due, a limit without a metric is warned of: its run only looks healthy.
+        """
         self._alarm = self.guard.observe(metrics, step)
+        self._num_watched += 1
+        if self._num_watched == self.guard.config.patience:
+            for name, metric in self.guard.not_seen().items():
+                log.warning("trainer.collapse_guard.%s is not watched: no step so far has had %s", name, metric)
         return self.guard.metrics()
 
     def act(self, step: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.asynchronous import max_staleness
-from verl.config.predicates import stores_token_values
+from verl.config.predicates import stores_token_values, truncates_sampling
 from verl.engine.micro_batches import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.protocol import TrainBatch
@@ -122,7 +122,7 @@ class RLTrainer:
         )
         metrics |= staleness_metrics(collected.sampled, step, max_staleness(self.config))
         scores = run.updates.scores(batch, trained)
-        metrics |= health_metrics(collected.sampled, batch, scores) | collected.metrics
+        metrics |= health_metrics(collected.sampled, batch, scores, truncates_sampling(self.config)) | collected.metrics
         with timed("store"):  # last: the writer's thread would slow down whatever the driver computes after it
             values = token_values(collected, trained, scores) if stores_token_values(self.config) else None
             run.files.write(collected.sampled, "train", step, values)

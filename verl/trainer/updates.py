@@ -60,12 +60,12 @@ class Updates:
 
     def scores(self, batch: TrainBatch, trained: TrainBatch) -> PolicyScores:
         """Scores of the update, for the tokens that were `trained`; else those from before it, for all tokens."""
-        if "log_probs" in trained.tokens:
+        if scores_in_update(self.config) and "log_probs" in trained.tokens:
             tokens = trained.tokens
             return PolicyScores(tokens["loss_mask"], tokens["log_probs"], tokens["entropy"])
         scores = PolicyScores.of(batch)
         if self.config.actor_rollout_ref.actor.use_rollout_log_probs:  # the sampler's own say nothing about a mismatch
-            return replace(scores, log_prob_T=None)
+            return replace(scores, log_prob_T=batch.tokens.get("log_probs"))
         return scores
 
     def _update_actor(self, trained: TrainBatch, beside: Sequence[Call]) -> dict[str, float]:

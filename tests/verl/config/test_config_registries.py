@@ -146,4 +146,5 @@ def test_a_guard_without_limits_is_refused() -> None:
 def test_one_limit_is_enough_for_config_and_guard(limit: str) -> None:
     value = 5 if limit.endswith("steps") else 0.5
     overrides = [f"{GUARD}.action=stop", *(f"{key}=null" for key in GUARD_LIMITS), f"{limit}={value}"]
+    overrides.append("actor_rollout_ref.rollout.n_agent=2")  # groups, for a limit on them
     CollapseGuard(run_config(overrides).trainer.collapse_guard)

@@ -30,6 +30,7 @@ CASES = [
     ("min_entropy", 0.1, "actor/entropy_loss", 0.09, 0.1),
     ("max_entropy", 2.0, "health/entropy", 2.1, 2.0),
     ("max_kl", 0.2, KL, 0.21, 0.2),
+    ("max_kl", 0.2, "critic/kl", 0.21, 0.2),  # of a KL in the reward
     ("max_grad_norm", 10.0, GRAD, 10.1, 10.0),
     ("max_mismatch", 0.05, "health/mismatch/mean_abs", 0.06, 0.05),
 ]
@@ -138,8 +139,19 @@ def test_the_counts_are_metrics() -> None:
     assert [metrics["health/guard/dead_run_steps"] for metrics in told] == [1, 2, 3, 4, 5]
     # the dead run after 2 and 4 steps, the KL after its 3 steps of patience, in step 4 too
     assert [metrics["health/guard/alarm"] for metrics in told] == [0, 1, 0, 1, 0]
-    assert "health/guard/max_repetition" not in told[0] and "health/guard/max_invalid_action_ratio" in told[0]
+    assert "health/guard/max_repetition" not in told[0]
     assert guard(action="off").metrics() == {}
+
+
+def test_a_limit_without_its_metric_does_not_look_watched() -> None:
+    watcher = guard(max_empty_think_ratio=0.5, max_kl=0.2)
+    watcher.observe({KL: 0.1}, 1)
+    assert watcher.metrics() == {"health/guard/alarm": 0, "health/guard/max_kl": 0}
+    assert watcher.not_seen() == {"max_empty_think_ratio": "health/empty_think_ratio"}  # and none of the defaults
+    watcher.observe({"health/empty_think_ratio": 0.6}, 2)
+    watcher.observe({}, 3)  # a step without it does not make it unwatched
+    assert watcher.metrics()["health/guard/max_empty_think_ratio"] == 1 and watcher.not_seen() == {}
+    assert guard(action="off", max_kl=0.2).not_seen() == {}
 
 
 def test_the_default_is_to_warn() -> None:

@@ -155,6 +155,22 @@ def test_a_pass_over_the_policy_only_where_something_needs_it_before_the_update(
     assert ("old_log_probs" in batch.tokens) == bool(passes)
 
 
+def test_the_pass_of_a_topk_kl_also_compares_the_sampler() -> None:
+    """Several optimizer steps with the sampler's log-probs as the old ones: the trainer's are computed nevertheless."""
+    top_k = ("kl_loss_type=full_reverse", "kl_topk_tokens=4", "use_kl_loss=true", "use_rollout_log_probs=true")
+    config = make_config("data.train_batch_size=8", *(f"actor_rollout_ref.actor.{one}" for one in top_k), *SMALL_BATCH)
+
+    class Actor:
+        def log_probs(self, batch: TrainBatch, of: str = "policy", top_k: int = 0) -> dict[str, torch.Tensor]:
+            return {"log_prob": batch.tokens["rollout_log_probs"] - 0.25, "entropy": torch.zeros(9)}
+
+    batch = make_batch()
+    Estimator(config).prepare(batch, Actor(), None, Timer())  # type: ignore[arg-type]
+    assert torch.equal(batch.tokens["old_log_probs"], batch.tokens["rollout_log_probs"])
+    scores = Updates(config, None, None).scores(batch, batch)  # type: ignore[arg-type]
+    assert health_metrics([], batch, scores)["health/mismatch/max_abs"] == 0.25
+
+
 def test_no_kl_costs_nothing() -> None:
     batch = make_batch()
     assert prepare(Estimator(make_config()), batch, below=math.nan) == {}

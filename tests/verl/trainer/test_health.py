@@ -222,6 +222,15 @@ def test_only_scored_tokens_count() -> None:
     assert metrics["health/entropy"] == pytest.approx(1.5)
 
 
+def test_what_truncated_sampling_cuts_off_is_no_mismatch() -> None:
+    """top_p=0.8 of p = (0.5, 0.3, 0.2) samples from (0.5, 0.3) / 0.8: d = log 0.8 at every token, without a defect."""
+    log_z = math.log(0.5) - math.log(0.5 / 0.8)
+    batch = with_old_log_probs((trajectory((5, 6)), [log_z, log_z]))
+    metrics = health_metrics([], batch)
+    assert metrics["health/mismatch/mean_abs"] == pytest.approx(abs(math.log(0.8)), rel=1e-6)
+    assert "mismatch" not in " ".join(health_metrics([], batch, truncated=True))
+
+
 def test_without_the_trainers_log_probs_there_is_no_mismatch() -> None:
     assert health_metrics([], TrainBatch.from_trajectories([trajectory((5,))])) == {}
 

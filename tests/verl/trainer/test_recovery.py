@@ -53,6 +53,16 @@ def test_warn_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     assert "step 2" in caplog.text and "max_repetition" in caplog.text and not actor.calls
 
 
+def test_a_limit_without_its_metric_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as the thoughts of an environment that does not report them."""
+    guard, _, _ = recovery("stop", max_empty_think_ratio=0.5)
+    for step in range(1, 9):
+        watch(guard, GOOD, step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "trainer.collapse_guard.max_empty_think_ratio is not watched: no step so far has had health/empty_think_ratio"
+    ]
+
+
 def test_stop_names_the_last_good_checkpoint() -> None:
     guard, _, _ = recovery("stop")
     for step, metrics in enumerate([GOOD, GOOD, GOOD, GOOD, BAD], start=1):
