@@ -24,7 +24,7 @@ from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.model_source import find_model
 from verl.pretrained import load_critic_tokenizer, load_policy_tokenizer, load_tokenizer
-from verl.trainer.preflight.inputs import check_sources
+from verl.trainer.preflight.inputs import check_parts
 from verl.trainer.preflight.models import models_of
 
 
@@ -252,9 +252,9 @@ def test_a_saved_model_has_its_code_with_it(own: Path, tmp_path: Path) -> None:
 def test_preflight_loads_with_the_setting(own: Path, prompt_rows: Path) -> None:
     files = (f"data.train_files={prompt_rows}", f"data.val_files={prompt_rows}")
     files += ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
-    assert type(check_sources(config_of(own, True, *files)).tokenizer).__name__ == "OwnTokenizer"
+    assert type(check_parts(config_of(own, True, *files)).tokenizer).__name__ == "OwnTokenizer"
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        check_sources(config_of(own, False, *files))
+        check_parts(config_of(own, False, *files))
 
 
 @pytest.fixture

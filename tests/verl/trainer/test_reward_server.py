@@ -20,7 +20,7 @@ from verl.single_controller import wait_for
 from verl.single_controller.node_server import Launch, end_servers, start_server
 from verl.trainer.layout import reserve_pools
 from verl.trainer.preflight.devices import judge_nodes
-from verl.trainer.preflight.inputs import check_sources
+from verl.trainer.preflight.inputs import check_parts
 from verl.trainer.reward_server import RewardServer, reserve_reward_server
 from verl.trainer.scoring import Scorer
 
@@ -106,9 +106,9 @@ def test_before_it_is_there_arguments_are_checked_and_nobody_is_asked(prompt_fil
     files = [f"data.{name}_files={prompt_file}" for name in ("train", "val")]
     files += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     model = f"actor_rollout_ref.model.path={tiny_model_dir}"
-    check_sources(config_of(LAUNCH, *files, model))
+    check_parts(config_of(LAUNCH, *files, model))
     with pytest.raises(ConfigError, match="url must look like http://host:port/v1"):
-        check_sources(config_of(LAUNCH, *files, model, url="{server}"))
+        check_parts(config_of(LAUNCH, *files, model, url="{server}"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from verl.trainer.preflight import disk, machine, prompts
 from verl.trainer.preflight.command_line import Arguments
 from verl.trainer.preflight.devices import check_devices
 from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.inputs import Sources, check_sources
+from verl.trainer.preflight.inputs import Parts, check_parts
 from verl.trainer.preflight.models import Models, require_embeddings, require_savable
 from verl.trainer.preflight.network import check_network
 from verl.trainer.preflight.retrieval import check_environment
@@ -57,12 +57,12 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     yield from _machine(arguments, models)
     yield from check_network(config, os.environ.get("RAY_ADDRESS"))
     try:
-        sources = check_sources(config)
+        parts = check_parts(config)
     except VerlError as error:
         yield Finding("FAIL", "inputs", str(error))
         return  # what follows reads the same files and asks the same environment
     yield Finding("ok", "inputs", "prompt files, tokenizer and environment can be used")
-    tokenizer, environment, _ = sources
+    tokenizer, environment, _ = parts
     yield from prompts.check_templates(config, environment)
     yield from prompts.check_tags(environment, tokenizer)
     try:
@@ -72,8 +72,8 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
         yield Finding("FAIL", "prompts", str(error))
         return
     if not config.trainer.val_only:
-        yield _tried_saving(config, sources)
-    yield _tried_reward(config, sources, loaded)
+        yield _tried_saving(config, parts)
+    yield _tried_reward(config, parts, loaded)
     yield from prompts.check_lengths(config, loaded, models.policy.window)
     if config.retriever.placement == "per_node":
         yield Finding("ok", "environment", "the run starts its own retrievers, and checks them before the first step")
@@ -83,19 +83,19 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     yield Finding("ok", "sample", f"position, id, loss mask, text\n{prompts.sample(config, tokenizer, first)}")
 
 
-def _tried_reward(config: Config, sources: Sources, loaded: prompts.PromptSets) -> Finding:
+def _tried_reward(config: Config, parts: Parts, loaded: prompts.PromptSets) -> Finding:
     if config.reward.launch is not None:
         return Finding("ok", "reward", "the run starts a server for it, and checks that before the first step")
     try:
-        example_turn = sources.environment.example_turn
-        return Finding("ok", "reward", try_reward(sources.scorer, sources.tokenizer, loaded, example_turn))
+        example_turn = parts.environment.example_turn
+        return Finding("ok", "reward", try_reward(parts.scorer, parts.tokenizer, loaded, example_turn))
     except VerlError as error:
         return Finding("FAIL", "reward", str(error))
 
 
-def _tried_saving(config: Config, sources: Sources) -> Finding:
+def _tried_saving(config: Config, parts: Parts) -> Finding:
     try:
-        require_savable(config, sources.tokenizer)
+        require_savable(config, parts.tokenizer)
     except VerlError as error:
         return Finding("FAIL", "saving", str(error))
     return Finding("ok", "saving", "config and tokenizer of each trained model can be saved")

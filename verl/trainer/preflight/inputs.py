@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 VALIDATION_PROMPTS = "the validation prompts"
 
 
-class Sources(NamedTuple):
+class Parts(NamedTuple):
     """The tokenizer, the environment and the scorer."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -58,29 +58,31 @@ def check_inputs(config: Config) -> Inputs:
     """
     folder = Path(config.trainer.default_local_dir)
     require(check_folder(folder))
-    sources = check_sources(config)
-    for finding in check_templates(config, sources.environment):
+    parts = check_parts(config)
+    for finding in check_templates(config, parts.environment):
         require(finding)
         if finding.level == "warn":
             log.warning("%s: %s; %s", finding.what, finding.found, finding.todo)
-    with phase("loading the prompts"):
-        prompts = load_prompts(config, sources.tokenizer)
     models = models_of(config)
-    require_embeddings(models, sources.tokenizer, sources.environment, prompts)
-    if not config.trainer.val_only:
-        require_savable(config, sources.tokenizer)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
+    if not config.trainer.val_only:
+        require_savable(config, parts.tokenizer)
+
+    # What takes longest comes after what is seen at once, and the environment last: it may not have been started yet.
+    with phase("loading the prompts"):
+        prompts = load_prompts(config, parts.tokenizer)
+    require_embeddings(models, parts.tokenizer, parts.environment, prompts)
     if config.reward.launch is None:
-        try_reward(sources.scorer, sources.tokenizer, prompts, sources.environment.example_turn)
-    run_to_end(_check(config, sources.environment, prompts))
+        try_reward(parts.scorer, parts.tokenizer, prompts, parts.environment.example_turn)
+    run_to_end(_check(config, parts.environment, prompts))
     found = {"the token ids of the training prompts": prompts.train.ids_digest, VALIDATION_PROMPTS: prompts.val.digest}
     if prompts.test is not None:
         found["the test prompts"] = prompts.test.digest
-    return Inputs(models, prompts, found | run_to_end(sources.environment.sources(config)))
+    return Inputs(models, prompts, found | run_to_end(parts.environment.sources(config)))
 
 
-def check_sources(config: Config) -> Sources:
+def check_parts(config: Config) -> Parts:
     """Check what the run reads; the environment is created, but not called yet. Raises like `check_inputs`."""
     data = config.data
     num_prompts = check_files(data.train_files, data.prompt_key)
@@ -94,7 +96,7 @@ def check_sources(config: Config) -> Sources:
         _check_critic(config)
     tokenizer = load_policy_tokenizer(config)
     require_prompts(config, data.train_data_num or num_prompts)
-    return Sources(tokenizer, make_environment(config, tokenizer), scorer)
+    return Parts(tokenizer, make_environment(config, tokenizer), scorer)
 
 
 def _check_window(config: Config, window: int | None) -> None:
