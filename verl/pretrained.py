@@ -22,7 +22,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, setting: str) -> PreTrain
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of transformers, or of code that came with the files
         raise ConfigError(f"{setting}={path}: no tokenizer could be loaded: {error}") from error
     return tokenizer
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from verl.data.files import check_files, file_list, read_table
-from verl.errors import DataError
+from verl.errors import DataError, translated
 from verl.protocol import Prompt
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
         raise DataError("the prompt is empty, or has a message without content")
     if tokenizer.chat_template is not None:
         chat = [dict(message) for message in messages]
-        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        why = "the chat template of the tokenizer cannot write this prompt"
+        with translated(TemplateError, lambda error: DataError(f"{why}: {type(error).__name__}: {error}")):
+            return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     if len(messages) != 1:
         raise DataError(
             f"{len(messages)} messages in a prompt need a tokenizer with a chat template; this one has none"
@@ -193,6 +196,12 @@ class PromptSource:
             texts = [self._text(tokenizer, row, hashed) for row in self._rows[start : start + _ENCODE_ROWS]]
             encoded += [np.asarray(ids, dtype=np.int32) for ids in _encode_texts(tokenizer, texts)]
         self.digest = hashed.hexdigest()
+        for row, ids in zip(self._rows, encoded, strict=True):
+            if not len(ids):
+                raise DataError(
+                    f"{self._place(row)}, column {self._prompt_key!r}: the tokenizer makes no token of the prompt; are "
+                    "all of its files there, and does its chat template write the messages?"
+                )
         return encoded
 
     def _text(self, tokenizer: PreTrainedTokenizerBase, row: tuple[int, int], hashed: hashlib._Hash) -> str:

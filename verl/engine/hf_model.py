@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
 from verl.config.model import ModelConfig
-from verl.errors import ConfigError, translated
+from verl.errors import ConfigError, VerlError
 from verl.pretrained import load_model_config
 
 
@@ -59,10 +59,19 @@ class HfModel(ABC):
         return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
-        """A new one, without dropout. Raises like `source`, and OSError or ValueError for an unusable config.json."""
-        config = load_model_config(self.source, self.trust_remote_code, self.override_config)
+        """A new one, without dropout. Raises ConfigError."""
+        with self._named():
+            config = load_model_config(self.source, self.trust_remote_code, self.override_config)
         switch_off_dropout(config)
         return config
+
+    def on_meta(self) -> PreTrainedModel:
+        """The model without any memory, for its shapes. Raises ConfigError."""
+        with self._named(), torch.device("meta"):
+            model: PreTrainedModel = self.auto_class.from_config(
+                self.config(), trust_remote_code=self.trust_remote_code
+            )
+        return model
 
     def whole(self) -> PreTrainedModel:
         """The model with all its weights in CPU memory."""
@@ -106,9 +115,16 @@ class HfModel(ABC):
             "trust_remote_code": self.trust_remote_code,
         }
 
-    def _named(self) -> contextlib.AbstractContextManager[None]:
-        what = f"cannot load a {self.kind} from '{self.path}'"
-        return translated((OSError, ValueError, RuntimeError), lambda error: ConfigError(f"{what}: {error}"))
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Whatever transformers raises for files that it does not like is a ConfigError."""
+        try:
+            yield
+        except VerlError:
+            raise
+        except Exception as error:
+            what = f"cannot load a {self.kind} from '{self.path}'"
+            raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _ready(self, model: PreTrainedModel) -> PreTrainedModel:
         self._check(model)

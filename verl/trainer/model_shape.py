@@ -13,7 +13,6 @@ from verl.engine.loading import import_modules
 from verl.engine.lora import Lora, add_adapters
 from verl.engine.model import CausalLm, decoder_layers
 from verl.engine.sharding import num_parameters
-from verl.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -56,11 +55,7 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
     """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
     config.json. Raises ConfigError.
     """
-    try:
-        with torch.device("meta"):
-            model = hf.auto_class.from_config(hf.config(), trust_remote_code=hf.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{hf.path}: the model's config cannot be used: {error}") from error
+    model = hf.on_meta()
     config = model.config
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads

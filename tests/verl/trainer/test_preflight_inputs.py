@@ -285,12 +285,44 @@ def test_a_smaller_critic(
         check_inputs(wrong(*critic))
 
 
-def test_a_generation_config_that_cannot_be_loaded(
-    wrong: Callable[..., Config], tmp_path: Path, tiny_model_dir: Path
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("generation_config.json", {"num_return_sequences": 2}, "from '.*/model': .*num_return_sequences"),
+        ("generation_config.json", "[]", "from '.*/model': TypeError"),
+        ("generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id of its generation_config.json is '</s>'"),
+        ("config.json", "{}", "from '.*/model': .*Unrecognized model"),
+        ("config.json", "[]", "path=.*/model: "),
+        ("config.json", {"num_attention_heads": 0}, "from '.*/model': ZeroDivisionError"),
+        ("config.json", {"pad_token_id": 999}, "from '.*/model': AssertionError: Padding_idx"),
+        ("config.json", {"dtype": "float8_e4m3fn"}, "from '.*/model': TypeError"),
+        ("config.json", {"vocab_size": 100}, "the tokenizer uses token 298 .*, but .* embeddings for 0 to 99"),
+        ("config.json", {"max_position_embeddings": "many"}, "path=.*/model: .*max_position_embeddings"),
+        ("tokenizer.json", "{", "path=.*/model: no tokenizer could be loaded"),
+        ("tokenizer.json", None, "row 0, column 'prompt': the tokenizer makes no token of the prompt"),
+        ("chat_template.jinja", "{% for x in messages %}", "row 0, column 'prompt': .* chat template .*SyntaxError"),
+        ("chat_template.jinja", "{{ raise_exception('none') }}", "chat template of the tokenizer cannot .*: none"),
+        ("chat_template.jinja", "{# nothing #}", "makes no token of the prompt"),
+        ("model.safetensors", "{}", "path=.*/model: .*model.safetensors: names cannot be read"),
+        ("model.safetensors", None, "path=.*/model has no weights"),
+    ],
+)
+def test_model_folders_that_cannot_be_used(
+    file: str,
+    change: dict | str | None,
+    message: str,
+    wrong: Callable[..., Config],
+    tmp_path: Path,
+    tiny_model_dir: Path,
 ) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
-    (model / "generation_config.json").write_text('{"num_return_sequences": 2}')
-    with pytest.raises(ConfigError, match=rf"from '{model}': .*num_return_sequences"):
+    if change is None:
+        (model / file).unlink()
+    elif isinstance(change, str):
+        (model / file).write_text(change)
+    else:
+        (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | change))
+    with pytest.raises((ConfigError, DataError), match=message):
         check_inputs(wrong(f"{MODEL}.path={model}"))
 
 

@@ -18,7 +18,7 @@ from verl.startup import phase
 from verl.storage import free_bytes
 from verl.trainer.preflight.disk import check_folder, check_one_checkpoint
 from verl.trainer.preflight.finding import require
-from verl.trainer.preflight.models import Models, models_of, require_embeddings, require_savable
+from verl.trainer.preflight.models import Models, models_of, require_embeddings, require_savable, require_weights
 from verl.trainer.preflight.prompts import PromptSets, check_templates, load_prompts, require_prompts
 from verl.trainer.preflight.retrieval import try_steps
 from verl.trainer.preflight.reward import try_reward
@@ -66,6 +66,7 @@ def check_inputs(config: Config) -> Inputs:
     models = models_of(config)
     _check_window(config, models.policy.window)
     require(check_one_checkpoint(config, models, free_bytes(folder)))
+    require_weights(config)
     if not config.trainer.val_only:
         require_savable(config, parts.tokenizer)
 
@@ -113,7 +114,7 @@ def _check_critic(config: Config) -> None:
     path = config.critic.model.path
     try:
         load_model_config(path, config.critic.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever transformers raises for files that it does not like
         raise ConfigError(
             f"algorithm.adv_estimator=gae needs a critic, and critic.model.path={path} is not a model: {error}\n"
             "Set critic.model.path (the policy's own path, say), or use algorithm.adv_estimator=grpo with "

@@ -17,13 +17,14 @@ from verl.engine.lora import Lora
 from verl.engine.model import CausalLm
 from verl.engine.saving import save_without_weights
 from verl.engine.value_model import TokenClassifier
-from verl.errors import ConfigError
+from verl.engine.weight_files import WeightFiles, weight_files
+from verl.errors import CheckpointError, ConfigError
 from verl.pretrained import load_critic_tokenizer
 from verl.trainer.model_shape import CPU, ModelShape, model_shape, policy_shape
 from verl.trainer.preflight.prompts import PromptSets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,29 @@ def require_embeddings(
     prompts.check_ids(shape.num_embeddings)
 
 
+def require_weights(config: Config) -> None:
+    """Raise ConfigError if a model folder that the run loads has no weights, or files of them that are damaged.
+
+    Only their headers are read.
+    """
+    role = config.actor_rollout_ref
+    paths = {"actor_rollout_ref.model.path": role.model.path, "actor_rollout_ref.ref.path": role.ref.path}
+    if has_critic(config):
+        paths["critic.model.path"] = config.critic.model.path
+    for setting, path in paths.items():
+        folder = Path(path or "").expanduser()
+        if not path or not folder.is_dir():  # the hub's are downloaded by who loads them
+            continue
+        try:
+            files = weight_files(folder)
+            for file in dict.fromkeys(files.file_of.values() if files else ()):
+                WeightFiles.of(file)
+        except CheckpointError as error:
+            raise ConfigError(f"{setting}={path}: {error}") from error
+        if files is None and not any(folder.glob("pytorch_model*.bin")):
+            raise ConfigError(f"{setting}={path} has no weights: neither model.safetensors nor an index")
+
+
 def require_savable(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save all of each trained model but its weights, as a test. Raises ConfigError: a run would fail at its first
     checkpoint.
@@ -106,13 +130,26 @@ def require_savable(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 def _save_as_a_test(hf: HfModel, tokenizer: PreTrainedTokenizerBase) -> None:
     with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
         try:
-            save_without_weights(hf.blank(), tokenizer, Path(folder))
+            model = hf.blank()
+            if model.can_generate():
+                _check_end_of_text(model.generation_config, hf)
+            save_without_weights(model, tokenizer, Path(folder))
         except ConfigError:
             raise
         except Exception as error:  # whatever code of others raises, it would raise it again at the first checkpoint
             raise ConfigError(
                 f"{hf.setting}={hf.path} could not be saved again as a checkpoint: {type(error).__name__}: {error}"
             ) from error
+
+
+def _check_end_of_text(generation_config: GenerationConfig | None, hf: HfModel) -> None:
+    """transformers takes anything; the rollout engine needs ids."""
+    found = None if generation_config is None else generation_config.eos_token_id
+    if not all(isinstance(token, int) for token in (found if isinstance(found, list) else [found or 0])):
+        raise ConfigError(
+            f"{hf.setting}={hf.path}: eos_token_id of its generation_config.json is {found!r}, not a token id "
+            "or a list of them"
+        )
 
 
 def require_engines_share_heads(config: Config, policy: ModelShape) -> None:
