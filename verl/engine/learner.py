@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 class TokenLoss(NamedTuple):
     """Loss per selected token [N] with gradient, and named detached values [N]: `reports`, whose token means are
-    reported, and `scores`, which `TokenScores` may keep token by token.
+    reported; `scores`, which `TokenScores` may keep token by token; and `parts`, which add up to the loss and are
+    reported as `loss_part/{name}`, with the weights that the loss has.
     """
 
     loss_N: torch.Tensor
     reports: dict[str, torch.Tensor]
     scores: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}
 
 
 Reduction = Literal["micro_batch", "mini_batch"]
@@ -98,11 +100,14 @@ class Learner:
             micro_batch = batch.select(rows)
             inputs = model_input(micro_batch, self.device, self.layout)
             token_loss = loss(micro_batch, inputs)
-            weighted_N = token_loss.loss_N * micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
+            weight_N = micro_batch.tokens["loss_weight"][inputs.token_N].to(self.device)
+            weighted_N = token_loss.loss_N * weight_N
             (weighted_N.sum() * place[0]).backward()  # sharded gradients are averaged over ranks; this is a sum
-            parts = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
-            parts["loss"] = weighted_N.detach().sum(dtype=torch.float64)
-            sums = {name: sums[name] + part if sums else part for name, part in parts.items()}
+            found = {name: v_N.sum(dtype=torch.float64) / num_tokens for name, v_N in token_loss.reports.items()}
+            parts = {f"loss_part/{name}": part_N * weight_N for name, part_N in token_loss.parts.items()}
+            parts["loss"] = weighted_N.detach()
+            found |= {name: part_N.sum(dtype=torch.float64) for name, part_N in parts.items()}
+            sums = {name: sums[name] + value if sums else value for name, value in found.items()}
         total = torch.stack(list(sums.values())) / self.layout.ranks_per_row  # which have the same
         dist.all_reduce(total)
         return dict(zip(sums, total.tolist(), strict=True))

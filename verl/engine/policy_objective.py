@@ -4,6 +4,8 @@ loss = w policy_loss(l, l_old, A) - entropy_coeff H + kl_loss_coef KL / d + llds
 
 `w` corrects for the sampler's own probabilities (`tokens["correction"]`, else 1). `d` is what the advantages were
 divided by when they were scaled by the batch's std s (`rows["adv_batch_std"]`): s + 1e-6, or 1 where s is 0; else 1.
+Each term is reported as it stands here, with its coefficient (`parts`), and its policy_loss, H, KL (in nats, before d)
+and LLDS as token means (`reports`).
 """
 
 from __future__ import annotations
@@ -74,23 +76,23 @@ class PolicyObjective:
             "entropy_loss": stats.entropy_N.detach(),
         }
         scores = {"log_prob": stats.log_prob_N.detach(), "entropy": stats.entropy_N.detach()}
-        loss_N = policy.loss_T
+        terms = {"policy": policy.loss_T}
         if "correction" in batch.tokens:
-            loss_N = loss_N * values_at(batch, "correction", inputs)
+            terms["policy"] = policy.loss_T * values_at(batch, "correction", inputs)
         if actor.entropy_coeff:
-            loss_N = loss_N - actor.entropy_coeff * stats.entropy_N
+            terms["entropy"] = -actor.entropy_coeff * stats.entropy_N
         if request is not None:
             raw_N = request.kl(stats)
             scores["kl"] = raw_N.detach()
-            kl_N = raw_N / _kl_divisor(batch, inputs)
-            loss_N = loss_N + actor.kl_loss_coef * kl_N
-            reports["kl_loss"] = kl_N.detach()
+            reports["kl_loss"] = raw_N.detach()
+            terms["kl"] = actor.kl_loss_coef * (raw_N / _kl_divisor(batch, inputs))
         if actor.llds_coef:
             before_N = old_N if moved else stats.log_prob_N.detach()
             fallen_N = llds(stats.log_prob_N, before_N, advantage_N, _gate_units(batch, inputs, actor.llds_gate))
-            loss_N = loss_N + actor.llds_coef * fallen_N
+            terms["llds"] = actor.llds_coef * fallen_N
             reports["llds_loss"] = fallen_N.detach()
-        return TokenLoss(loss_N, reports, scores)
+        parts = {name: term_N.detach() for name, term_N in terms.items()}
+        return TokenLoss(sum(terms.values(), start=torch.zeros_like(policy.loss_T)), reports, scores, parts)
 
 
 def require_old_policy(actor: ActorConfig, batch: TrainBatch, own: RankValues | None, num_steps: int) -> None:

@@ -53,6 +53,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self.steps: list[int] = []
         self.scores: dict[int, float] = {}  # validation scores by saved step
+        self.kl_weights: dict[int, float] = {}  # of a KL in the reward, by saved step
         self.abandoned: list[int] = []
         self._writing: tuple[int, Path] | None = None  # step, and temporary name of its state
         self._arriving: Future[Digests] | None = None  # what others have written of it
@@ -82,6 +83,8 @@ class Checkpoints:
         self.settle(wait=True)
         if score is not None:
             self.scores[step] = score
+        if "kl_weight" in progress:
+            self.kl_weights[step] = progress["kl_weight"]
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | self._own_progress(step))
         try:
@@ -169,6 +172,9 @@ class Checkpoints:
         progress = saved_state.read_progress(path)
         self.steps = [step for step in progress["saved"] if self.path("actor", step).is_dir()]
         self.scores = {step: score for step, score in progress.get("scores", []) if step in self.steps}
+        self.kl_weights = dict(progress.get("kl_weights", []))  # a list that runs saved earlier do not have
+        if "kl_weight" in progress:
+            self.kl_weights[progress["step"]] = progress["kl_weight"]
         self.abandoned = progress.get("abandoned", [])
         return progress
 
@@ -181,6 +187,7 @@ class Checkpoints:
         self.abandoned += [saved for saved in self.steps if saved > step]
         self.steps = [saved for saved in self.steps if saved <= step]
         self.scores = {saved: score for saved, score in self.scores.items() if saved <= step}
+        self.kl_weights = {saved: weight for saved, weight in self.kl_weights.items() if saved <= step}
 
     @contextmanager
     def _saving(self, role: str, step: int) -> Iterator[Path]:
@@ -197,6 +204,7 @@ class Checkpoints:
 
     def _own_progress(self, step: int) -> dict[str, Any]:
         known = {"saved": self.steps, "abandoned": self.abandoned, "scores": sorted(self.scores.items())}
+        known["kl_weights"] = sorted(self.kl_weights.items())
         return {"step": step, "best": self.best} | known
 
     def _models(self) -> Iterator[tuple[str, Role, str | None]]:
@@ -224,5 +232,6 @@ class Checkpoints:
             for role in ("actor", "critic", "ref", saved_state.FOLDER):
                 shutil.rmtree(self.path(role, step), ignore_errors=True)
             self.scores.pop(step, None)
+            self.kl_weights.pop(step, None)
         self.steps = [step for step in self.steps if step not in steps]
         self.abandoned = [step for step in self.abandoned if step not in steps]

@@ -20,18 +20,23 @@ from verl.data.prompts import PromptSource
 from verl.protocol import TrainBatch, Trajectory, reward_rows
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
+from verl.trainer.performance import Work, WorkOfStep
 from verl.trainer.scoring import Scorer
 from verl.trainer.selection import Selection, in_order_of_beginning
 
 
 @dataclass
 class Collected:
-    """`sampled` is everything, failed trajectories too; `trained` are the rows of `batch`, in order."""
+    """`sampled` is everything, failed trajectories too; `trained` are the rows of `batch`, in order.
+
+    `work` is what was sampled meanwhile, also of groups that continue in the next step, and nothing of earlier steps.
+    """
 
     sampled: list[Trajectory]
     trained: list[Trajectory]
     batch: TrainBatch
     metrics: dict[str, float] = field(default_factory=dict)
+    work: Work = Work(0, 0, ())
 
 
 class Collector:
@@ -66,11 +71,13 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
         self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
+        work = WorkOfStep(self.carried)
         selection = self._selection(step)
         num_carried = len(selection.groups)
         selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
         self.rollouts.collect_groups(list(selection.groups), step, selection.feed)
         self.carried = selection.left
+        done = work.on([*selection.taken, *selection.useless, *selection.left])
         taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]
         sampled = _trajectories(in_order_of_beginning([*selection.taken, *selection.useless]))
         if not self._filtering:
@@ -87,12 +94,12 @@ class Collector:
             metrics |= self._carrying(taken, step)
         trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
         if not self._needs_greedy:
-            return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics)
+            return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics, done)
         baselines = self._greedy_rewards(taken)
         trained = [trajectory for trajectory in trained if trajectory.group_id in baselines]
         batch = TrainBatch.from_trajectories(trained)
         batch.rows["baseline"] = torch.tensor([baselines[trajectory.group_id] for trajectory in trained])
-        return Collected(sampled, trained, batch, metrics)
+        return Collected(sampled, trained, batch, metrics, done)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts; prompts of carried-over groups come first, and are sampled again."""

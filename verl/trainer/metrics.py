@@ -29,11 +29,15 @@ def step_metrics(
     seconds: Mapping[str, float] | None = None,
     partitions: Sequence[Sequence[int]] | None = None,
     max_prompt_length: int | None = None,
+    policy_T: torch.Tensor | None = None,
+    num_sampled_tokens: int | None = None,
 ) -> dict[str, float]:
     """All metrics of one step.
 
     `trajectories`: everything sampled in the step, failed ones included. `batch`: what was trained (None: nothing);
     `advantages`, `returns`, `values`, `rewards` (each [T], reward after the KL penalty) are read where present.
+    `policy_T` [T] bool: the batch's policy tokens, if some of them were left out of the losses (None: its loss mask).
+    `num_sampled_tokens`: in this step alone (None: all of the trajectories).
     `seconds`: wall-clock seconds by phase (`Timer.seconds`). `partitions`: batch rows of each data-parallel rank, or of
     each group of ranks that share rows (None: unknown, and no `global_seqlen/*`).
     `max_prompt_length` (tokens) adds `prompt_length/clip_ratio`, the share of prompts at that length.
@@ -44,10 +48,12 @@ def step_metrics(
     metrics |= length_metrics(trajectories, max_prompt_length)
     metrics |= _spread("critic/score", rewards_of(trajectories)) | component_metrics(trajectories, "reward")
     if batch is not None and len(batch) > 0:
-        metrics |= batch_metrics(batch)
+        metrics |= batch_metrics(batch, policy_T)
         if partitions is not None:
             metrics |= balance_metrics(batch.lengths_B.tolist(), partitions)
-    return metrics | timing_metrics(seconds or {}, trajectories, batch)
+    if num_sampled_tokens is None:
+        num_sampled_tokens = sum(trajectory.num_policy_tokens for trajectory in trajectories)
+    return metrics | timing_metrics(seconds or {}, num_sampled_tokens, batch)
 
 
 def component_metrics(trajectories: Iterable[Trajectory], prefix: str) -> dict[str, float]:
@@ -99,23 +105,26 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_length: int | 
     return metrics
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+def batch_metrics(batch: TrainBatch, policy_T: torch.Tensor | None = None) -> dict[str, float]:
     """`critic/{rewards,advantages,returns,values}`, `critic/vf_explained_var` and `state_tokens/*` of a train batch.
 
     `critic/rewards` is the sum of a row's `rewards` over its policy tokens, or the row's reward where the batch has
     none (no KL in the reward). `state_tokens/total` counts trained tokens; `coverage` divides by response tokens.
+    These two sums are over what was sampled (`policy_T`), and the other means over what was trained (the loss mask).
     """
-    policy_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
+    trained_N = batch.tokens["loss_mask"].nonzero().squeeze(-1)
+    policy_N = trained_N if policy_T is None else policy_T.nonzero().squeeze(-1)
     metrics = _tensor_spread("critic/rewards", _row_rewards_B(batch, policy_N))
-    found = {name: batch.tokens[name][policy_N] for name in ("advantages", "returns", "values") if name in batch.tokens}
+    names = (name for name in ("advantages", "returns", "values") if name in batch.tokens)
+    found = {name: batch.tokens[name][trained_N] for name in names}
     for name, value_N in found.items():
         metrics |= _tensor_spread(f"critic/{name}", value_N)
     if {"returns", "values"} <= found.keys():
         metrics["critic/vf_explained_var"] = _explained_variance(found["returns"], found["values"])
-    metrics["state_tokens/total"] = float(len(policy_N))
+    metrics["state_tokens/total"] = float(len(trained_N))
     num_response_tokens = _num_response_tokens(batch, policy_N)
     if num_response_tokens:
-        metrics["state_tokens/coverage"] = len(policy_N) / num_response_tokens
+        metrics["state_tokens/coverage"] = len(trained_N) / num_response_tokens
     return metrics
 
 
@@ -136,16 +145,14 @@ def balance_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]])
     }
 
 
-def timing_metrics(
-    seconds: Mapping[str, float], trajectories: Sequence[Trajectory], batch: TrainBatch | None
-) -> dict[str, float]:
+def timing_metrics(seconds: Mapping[str, float], num_sampled_tokens: int, batch: TrainBatch | None) -> dict[str, float]:
     """`timing_s/{phase}` (s) and `timing_per_token_ms/{phase}` (ms).
 
     `gen` is divided by the sampled tokens, those of failed trajectories too (they cost time); `BATCH_PHASES` are
     divided by all tokens of the batch. Other phases have no per-token figure.
     """
     metrics = {f"timing_s/{phase}": float(value) for phase, value in seconds.items()}
-    num_tokens = {"gen": sum(t.num_policy_tokens for t in trajectories)}
+    num_tokens = {"gen": num_sampled_tokens}
     num_tokens |= dict.fromkeys(BATCH_PHASES, int(batch.lengths_B.sum()) if batch is not None else 0)
     for phase, value in seconds.items():
         if num_tokens.get(phase):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from verl.config import Config
 from verl.config.placement import devices_of_nodes, num_ranks
 from verl.protocol import TrainBatch, Trajectory
+from verl.rollout.groups import Group
 from verl.rollout.manager import RolloutManager
 from verl.tracking.spans import Span, covered_s
 from verl.tracking.timeline import write_timeline
@@ -41,13 +43,12 @@ class Performance:
         self.utilisation = Utilisation.of(config, policy, actor.device_name(), num_ranks(config, "actor"))
         self._spans: dict[str, list[Span]] = {}
 
-    def metrics(self, timer: Timer, sampled: Sequence[Trajectory], trained: TrainBatch) -> dict[str, float]:
-        """Metrics of a step that has ended."""
+    def metrics(self, timer: Timer, work: Work, trained: TrainBatch) -> dict[str, float]:
+        """Metrics of a step that has ended, in which that was sampled."""
         engines, ranks = self.rollouts.take_spans(), spans_of(self.roles)
         self._spans = engines | ranks
-        num_tokens = sum(trajectory.num_tokens for trajectory in sampled)
-        metrics = throughput_metrics(num_tokens, timer.seconds["step"], self.num_devices)
-        metrics |= retriever_metrics(sampled, timer.seconds["step"])
+        metrics = throughput_metrics(work.num_tokens, timer.seconds["step"], self.num_devices)
+        metrics |= retriever_metrics(work.search_ms, timer.seconds["step"])
         if self.utilisation and (seconds := timer.seconds.get("update_actor")):
             metrics |= self.utilisation.metrics(trained.lengths_B, seconds)
         return metrics | idle_metrics([span for span in timer.spans if span.name == "step"], engines, ranks)
@@ -61,8 +62,47 @@ class Performance:
         self._spans = {}
 
 
+class Work(NamedTuple):
+    """What was sampled and searched for."""
+
+    num_tokens: int  # with prompts and retrieved text
+    num_policy_tokens: int
+    search_ms: Sequence[float]  # how long each search took that was answered
+
+
+class WorkOfStep:
+    """The work of one step, on groups that it takes over from earlier steps and on new ones."""
+
+    def __init__(self, begun: Sequence[Group]) -> None:
+        """`begun`: the former, as they are when the step begins."""
+        self._before = {key: _work_on(trajectory) for key, trajectory in _numbered(begun)}
+
+    def on(self, groups: Sequence[Group]) -> Work:
+        """What has been added since. A trajectory that is sampled anew after a failure is new from its first token."""
+        num_tokens, num_policy_tokens, search_ms = 0, 0, list[float]()
+        for key, trajectory in _numbered(groups):
+            now, before = _work_on(trajectory), self._before.get(key, Work(0, 0, ()))
+            num_tokens += now.num_tokens - before.num_tokens
+            num_policy_tokens += now.num_policy_tokens - before.num_policy_tokens
+            search_ms += now.search_ms[len(before.search_ms) :]
+        return Work(num_tokens, num_policy_tokens, search_ms)
+
+
+def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int], Trajectory]]:
+    """The trajectories of the groups as far as they were sampled, each by its group, its number there, its attempt."""
+    for group in groups:
+        for index, trajectory in (group.begun | group.results).items():
+            yield (group, index, group.attempts.get(index, 0)), trajectory
+
+
+def _work_on(trajectory: Trajectory) -> Work:
+    times = [event.get("milliseconds") for event in trajectory.events]
+    search_ms = [float(ms) for ms in times if isinstance(ms, int | float)]
+    return Work(trajectory.num_tokens, trajectory.num_policy_tokens, search_ms)
+
+
 def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:
-    """`num_tokens`: tokens of all trajectories of the step, with prompts and retrieved text.
+    """`num_tokens`: those that the step added to trajectories, with prompts and retrieved text.
 
     `perf/throughput` is per second and device (GPUs, or processes on CPU).
     """
@@ -73,15 +113,14 @@ def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dic
     }
 
 
-def retriever_metrics(sampled: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """`perf/retriever/...` of a step that took `seconds`, from the events that say in how many `milliseconds` a search
-    was answered; {} where none does. Retries and the waiting in the retriever's queue are part of that time.
+def retriever_metrics(search_ms: Sequence[float], seconds: float) -> dict[str, float]:
+    """`perf/retriever/...` of a step that took `seconds`, from the time in which each of its searches was answered; {}
+    where there was none. Retries and the waiting in the retriever's queue are part of that time.
 
     - `queries_per_s`: searches over the whole step, not over the time in which there were any.
     - `p50_ms`, `p99_ms`: percentiles by nearest rank, the smallest time that so many percent do not exceed.
     """
-    events = (event for trajectory in sampled for event in trajectory.events)
-    times = sorted(float(ms) for event in events if isinstance(ms := event.get("milliseconds"), int | float))
+    times = sorted(search_ms)
     if not times:
         return {}
     ranks = {f"p{percent}_ms": times[-(-percent * len(times) // 100) - 1] for percent in (50, 99)}

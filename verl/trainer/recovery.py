@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from verl.algorithms.kl import KLController
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
 from verl.trainer.checkpoints import Checkpoints
@@ -18,9 +19,10 @@ LR_FACTOR = 0.5
 class Recovery:
     """Acts on the guard's alarms."""
 
-    def __init__(self, config: CollapseGuardConfig, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: CollapseGuardConfig, checkpoints: Checkpoints, kl_weight: KLController) -> None:
         self.guard = CollapseGuard(config)
         self.checkpoints = checkpoints
+        self.kl_weight = kl_weight
         self._alarm: Alarm | None = None
         self._num_watched = 0
 
@@ -55,6 +57,8 @@ class Recovery:
         self.checkpoints.actor.scale_lr(LR_FACTOR)
         if self.checkpoints.critic is not None:
             self.checkpoints.critic.scale_lr(LR_FACTOR)
+        # An adaptive weight followed the KL of the collapsed policy.
+        self.kl_weight.value = self.checkpoints.kl_weights.get(good, self.kl_weight.value)
         self.guard.reset()
         return good
 

@@ -71,7 +71,7 @@ class RLTrainer:
         run, timed = self.run, self.timer
         with timed("step"), self._announced_if_first(step):
             collected, trained, metrics = self.train_step(step)
-        metrics |= run.performance.metrics(timed, collected.sampled, trained)
+        metrics |= run.performance.metrics(timed, collected.work, trained)
         metrics |= self._validate(step)
         # Before anything is saved: a checkpoint has the weights that the run continues with, and their score.
         rolled_back = self._watch(metrics, step)
@@ -119,6 +119,8 @@ class RLTrainer:
             seconds=timed.seconds,
             partitions=split_rows(trained.lengths_B, run.num_shares),
             max_prompt_length=self.config.data.max_start_length,
+            policy_T=batch.tokens["loss_mask"],
+            num_sampled_tokens=collected.work.num_policy_tokens,
         )
         metrics |= staleness_metrics(collected.sampled, step, max_staleness(self.config))
         scores = run.updates.scores(batch, trained)

@@ -129,7 +129,7 @@ class Run:
         moves, most, policy = anchor_moves(config), config.trainer.max_ckpt_to_keep, policy_shape(config)
         size = 4 * policy.num_params  # saved in float32
         self.checkpoints = Checkpoints(self.run_dir, self.actor, self.critic, moves, most, pools.copies, size)
-        self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints)
+        self.recovery = Recovery(config.trainer.collapse_guard, self.checkpoints, self.estimator.kl_weight)
         self.updates = Updates(config, self.actor, self.critic)
         self.evaluator = Evaluator(config, self.prompts, self.rollouts, self.scorer, self.files)
         self.performance = Performance(config, policy, self.rollouts, self.actor, self.critic, self.run_dir)

@@ -49,7 +49,8 @@ def step_numbers(
 ) -> dict[str, float]:
     """What the trajectories and the clock say, beside numbers for those that only a model gives."""
     metrics = step_metrics(sampled, None, seconds=STEP_S) | health_metrics(sampled, None)
-    metrics |= throughput_metrics(10_000 + 100 * step, 4.0, 1) | retriever_metrics(sampled, 4.0)
+    search_ms = [event["milliseconds"] for one in sampled for event in one.events if "milliseconds" in event]
+    metrics |= throughput_metrics(10_000 + 100 * step, 4.0, 1) | retriever_metrics(search_ms, 4.0)
     metrics |= {"critic/score/mean": 0.05 if falls else score(step, seed)}
     metrics |= {"actor/kl_loss": 0.001 * step, "actor/entropy_loss": 1 / step, "actor/grad_norm": 0.5}
     if step % 4 == 0:

@@ -221,6 +221,9 @@ def test_gradient_and_metrics(name: str, model_path: str, other_model_path: str,
     if name == "entropy":
         means["pg_loss"] = world.mean(ppo(world, highest=1.28))
     metrics = engine.update(batch)
+    parts = [value for key, value in metrics.items() if key.startswith("actor/loss_part/")]
+    assert len(parts) == (1 if loss in (gspo, dr_grpo, corrected) else 2)
+    assert metrics["actor/loss"] == pytest.approx(sum(parts), rel=1e-6)
     assert {key: metrics[f"actor/{key}"] for key in means} == pytest.approx(
         {key: value.item() for key, value in means.items()}, rel=1e-5
     )

@@ -61,6 +61,21 @@ def test_kl_is_divided_by_the_batch_std_of_advantages(model_path: str, run_dir: 
     assert relative_error(halved, plain) < 1e-5
 
 
+def test_the_kl_is_reported_in_nats_and_its_part_of_the_loss_as_it_stands_there(model_path: str, run_dir: Path) -> None:
+    """d = log p - log q = 2 at every token: k2 is 2 nats, and 2 / 0.05 in a loss whose advantages were so divided."""
+    batch = make_batch()
+    engine = make_engine(model_path, run_dir, *kl_overrides("k2", 0.1))
+    batch.tokens["old_log_probs"] = engine.log_probs(batch, 1.0).tokens["log_prob"]
+    batch.tokens["ref_log_probs"] = batch.tokens["old_log_probs"] - 2
+    batch.rows["adv_batch_std"] = torch.full((len(batch),), 0.05)
+    metrics = engine.update(batch)
+    assert metrics["actor/kl_loss"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["actor/loss_part/kl"] == pytest.approx(0.1 * 2.0 / (0.05 + 1e-6), rel=1e-5)
+    assert metrics["actor/loss_part/entropy"] == pytest.approx(-0.01 * metrics["actor/entropy_loss"], rel=1e-5)
+    parts = ("policy", "entropy", "kl")
+    assert metrics["actor/loss"] == pytest.approx(sum(metrics[f"actor/loss_part/{part}"] for part in parts), rel=1e-6)
+
+
 def test_equal_rewards_leave_the_kl_as_it_is(model_path: str, run_dir: Path) -> None:
     """There is no deviation to divide by: the KL keeps its weight, as if nothing had been scaled."""
     batch = make_batch(8)  # groups of two

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.algorithms.kl import AdaptiveKL
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.config.trainer import TrainerConfig
 from verl.errors import CheckpointError
@@ -32,7 +33,7 @@ from verl.trainer.resuming import state_to_resume
 from verl.trainer.roles import ActorGroup, CriticGroup
 
 Roles = tuple[ActorGroup, CriticGroup]
-PROGRESS = {"prompts": {"position": 3}}
+PROGRESS = {"prompts": {"position": 3}, "kl_weight": 0.25}
 # of a state, below its folder
 FILES = (
     *("manifest.json", "trainer.json", "actor/.metadata", "actor/__0_0.distcp"),
@@ -239,12 +240,15 @@ def test_a_rollback_while_a_collapsed_state_is_written_and_a_kill_after_it(
     saved(checkpoints, 1, score=0.4)
     roles[0].load(collapsed)
     saved(checkpoints, 2, score=0.9, settle=False)
-    recovery = Recovery(CollapseGuardConfig(action="rollback", patience=2, max_repetition=0.5), checkpoints)
+    recovery = Recovery(
+        CollapseGuardConfig(action="rollback", patience=2, max_repetition=0.5), checkpoints, AdaptiveKL(1, 1, 9)
+    )
     answers = []
     for step in (3, 4):
         recovery.watch({"health/repetition": 0.9}, step)
         answers.append(recovery.act(step))
     assert answers == [None, 1]
+    assert recovery.kl_weight.value == 0.25, "that of step 1, not that which followed the KL of collapsed weights"
     saved(checkpoints, 4, score=None)
 
     roles[0].load(collapsed)
@@ -256,6 +260,7 @@ def test_a_rollback_while_a_collapsed_state_is_written_and_a_kill_after_it(
     assert same_weights(tmp_path / "resumed", tmp_path / "actor" / "global_step_1")
     assert same_weights(last_checkpoint(tmp_path), tmp_path / "actor" / "global_step_1")
     assert best_checkpoint(tmp_path) == tmp_path / "actor" / "global_step_1"
+    assert resumed.kl_weights == {1: 0.25, 4: 0.25}
     assert resumed.best == checkpoints.best == 1 and resumed.steps == checkpoints.steps == [1, 4]
     assert not any((tmp_path / folder / "global_step_2").exists() for folder in ("actor", "ref", "critic", "state"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import torch
 
 from verl.config import Config
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
+from verl.rollout.groups import Group
 from verl.tracking.spans import Span
 from verl.trainer import idle_clock
 from verl.trainer.idle_clock import IdleClock
 from verl.trainer.metrics import step_metrics, validation_metrics
 from verl.trainer.model_shape import ModelShape, policy_shape
-from verl.trainer.performance import Utilisation, idle_metrics, retriever_metrics, throughput_metrics
+from verl.trainer.performance import Utilisation, WorkOfStep, idle_metrics, retriever_metrics, throughput_metrics
 
 
 def policy(*ids: int) -> Segment:
@@ -108,10 +109,27 @@ def test_token_means_are_over_policy_tokens(answered: Trajectory, wandered: Traj
     assert "critic/values/mean" not in metrics
 
 
-def test_a_row_without_policy_tokens_has_no_response(answered: Trajectory, wandered: Trajectory) -> None:
-    batch = TrainBatch.from_trajectories([answered, wandered, answered])
-    batch.tokens["loss_mask"][12:24] = False  # as where a trajectory is left out of the losses
-    assert step_metrics([answered], batch)["state_tokens/coverage"] == pytest.approx(2 * 5 / (2 * 9))
+@pytest.mark.parametrize(
+    ("left_out", "trained"),
+    [
+        ((), 8),
+        (range(12, 24), 5),  # the second trajectory, as one that algorithm.filter_overlong leaves out of the losses
+        ((3, 4), 6),  # the first turn of the first trajectory, as rejected tokens
+        ((9, 10, 11), 5),  # its last turn, where its reward is
+    ],
+)
+def test_what_is_left_out_of_the_losses_is_still_part_of_the_response(
+    answered: Trajectory, wandered: Trajectory, batch: TrainBatch, left_out: Sequence[int], trained: int
+) -> None:
+    """Of 9 + 7 response tokens 5 + 3 are the policy's. Rewards less a KL of 0.1 at each: 1 - 0.5 and -0.3."""
+    policy_T = batch.tokens["loss_mask"].clone()
+    batch.tokens["rewards"] = torch.where(policy_T, -0.1, 0.0)
+    batch.tokens["rewards"][11] += 1.0
+    batch.tokens["loss_mask"][list(left_out)] = False
+    metrics = step_metrics([answered, wandered], batch, policy_T=policy_T)
+    assert metrics["state_tokens/total"] == trained
+    assert metrics["state_tokens/coverage"] == pytest.approx(trained / 16)
+    assert metrics["critic/rewards/mean"] == pytest.approx((0.5 - 0.3) / 2)
 
 
 def test_metrics_of_tokens_are_those_of_plain_numbers() -> None:
@@ -171,6 +189,8 @@ def test_time_per_token(answered: Trajectory, wandered: Trajectory, failed: Traj
     assert metrics["timing_s/gen"] == 0.3
     assert metrics["timing_s/save_checkpoint"] == 2.0
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(20.0)  # 300 ms over 5 + 3 + 7 sampled tokens
+    of_this_step = step_metrics([answered, wandered, failed], batch, seconds=seconds, num_sampled_tokens=6)
+    assert of_this_step["timing_per_token_ms/gen"] == pytest.approx(50.0)  # 9 of them are of earlier steps
     assert metrics["timing_per_token_ms/update_actor"] == pytest.approx(20.0)  # 480 ms over 24 tokens of the batch
     assert "timing_per_token_ms/save_checkpoint" not in metrics
 
@@ -268,19 +288,32 @@ def test_gpus_are_known_by_their_drivers_names(name: str, flops: float) -> None:
 def test_retriever_metrics_by_hand() -> None:
     """250 searches that took 1 to 250 ms, in a step of 20 s, beside turns that did not search."""
     milliseconds = [float(1 + place * 7 % 250) for place in range(250)]  # each once, in no order
-    rows = [
-        Trajectory(
-            "g", Prompt((1,), "s", {}), [], Status.ANSWERED,
-            events=[{"action": "search", "milliseconds": ms} for ms in milliseconds[place::5]] + [{"action": "answer"}],
-        )
-        for place in range(5)
-    ]  # fmt: skip
-    assert retriever_metrics(rows, 20.0) == {
+    group = Group(Prompt((1,), "s", {}), ["train"] * 5, 1, 0)
+    for place in range(5):
+        searches = [{"action": "search", "milliseconds": ms} for ms in milliseconds[place::5]]
+        group.results[place] = Trajectory("g", group.prompt, [], events=[*searches, {"action": "answer"}])
+    assert retriever_metrics(WorkOfStep([]).on([group]).search_ms, 20.0) == {
         "perf/retriever/queries_per_s": 12.5,
         "perf/retriever/p50_ms": 125.0,
         "perf/retriever/p99_ms": 248.0,  # 99% of 250 are 247.5
     }
-    assert retriever_metrics([replace(rows[0], events=[{"action": "answer"}])], 20.0) == {}
+    assert retriever_metrics([], 20.0) == {}
+
+
+def test_the_work_of_a_step_is_what_it_added(answered: Trajectory) -> None:
+    """One trajectory was interrupted in its first turn, one had ended, one fails and is sampled anew, one is new."""
+    group = Group(answered.prompt, ["train"] * 4, 1, 0)
+    ended = replace(answered, events=[{"milliseconds": 5.0}, {}])
+    interrupted = replace(answered, segments=answered.segments[:2], events=[{"turn": 0}])
+    group.begun |= {0: interrupted, 2: interrupted}
+    group.results[1] = ended
+    step = WorkOfStep([group])
+    assert step.on([group]) == (0, 0, [])
+    group.begun.clear()
+    group.results |= {0: replace(answered, events=[{"milliseconds": 7.0}, {}]), 2: ended, 3: ended}
+    group.attempts[2] = 1
+    # 12 tokens, of which 5 are the policy's; 5 and 2 of them were there already of the interrupted one
+    assert step.on([group]) == (7 + 0 + 12 + 12, 3 + 0 + 5 + 5, [7.0, 5.0, 5.0])
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ class Engines:
     """
 
     def __init__(self, dies: Sequence[int] = ()) -> None:
-        self.version, self.clock, self.dies = 0, 0, list(dies)
+        self.version, self.clock, self.dies, self.num_sampled = 0, 0, list(dies), 0
         self.stats: dict[str, float] = {}
 
     def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
@@ -81,6 +81,8 @@ class Engines:
             for slot, trajectory in list(playing.items()):
                 trajectory.segments.append(Segment(Source.POLICY, (2,), (-1.0,), ((self.version, 1),)))
                 trajectory.num_turns += 1
+                trajectory.events.append({"milliseconds": float(self.clock)})
+                self.num_sampled += 1
                 if trajectory.num_turns == trajectory.prompt.row["length"]:
                     trajectory.status = Status.ANSWERED
                     draws.record(slot, playing.pop(slot))
@@ -132,6 +134,22 @@ def test_the_first_complete_groups_are_taken_and_the_slow_ones_go_on_under_the_n
         versions = [version for version, _ in one.weight_versions]
         assert versions == sorted(versions) and len(set(versions)) > 1
         assert len(one.ids) == 11, "nothing is sampled twice, nothing is lost"
+
+
+def test_the_work_of_a_step_is_what_its_engines_sampled(prompts: Any) -> None:
+    """Not that of the steps in which its trajectories were begun; every turn of these is a token and a search."""
+    run = Run(prompts(), "trainer.max_staleness=9")
+    finished, sampled = 0, 0
+    for step in range(1, STEPS + 1):
+        before, clock = run.engines.num_sampled, run.engines.clock
+        collected = run.step(step)
+        work = collected.work
+        assert work.num_policy_tokens == len(work.search_ms) == run.engines.num_sampled - before
+        assert min(work.search_ms) > clock, "a search of an earlier step counted there"
+        finished += sum(one.num_tokens for one in collected.sampled)
+        sampled += work.num_tokens
+        assert sampled >= finished
+    assert sampled == finished, "in the whole run every token counts once"
 
 
 def test_what_is_complete_and_not_needed_is_the_first_of_the_next_step(prompts: Any) -> None:

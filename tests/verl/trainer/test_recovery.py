@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from run_config import run_config
 
+from verl.algorithms.kl import AdaptiveKL, FixedKL
 from verl.config import Config
 from verl.config.collapse_guard import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
@@ -36,7 +37,7 @@ def recovery(action: str, **settings: Any) -> tuple[Recovery, Role, Role]:
     actor, critic = Role(), Role()
     checkpoints = Checkpoints(RUN, actor, critic, with_anchor=True)  # type: ignore[arg-type]
     config = CollapseGuardConfig(action=action, patience=2, max_repetition=0.5, **settings)  # type: ignore[arg-type]
-    return Recovery(config, checkpoints), actor, critic
+    return Recovery(config, checkpoints, AdaptiveKL(0.001, 0.1, 100)), actor, critic
 
 
 def watch(recovery: Recovery, metrics: dict[str, float], step: int) -> int | None:
@@ -142,7 +143,8 @@ def test_a_reward_that_is_always_the_same_is_warned_of(
         ]
     )
     dead, alive = step_of(config, [0.8] * 16), step_of(config, [0.8] * 15 + [0.0])
-    loop = Recovery(config.trainer.collapse_guard, Checkpoints(tmp_path, Role(), None, with_anchor=False))  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, Role(), None, with_anchor=False)  # type: ignore[arg-type]
+    loop = Recovery(config.trainer.collapse_guard, checkpoints, FixedKL(0.001))
     logged = []
     for step in range(1, 202):
         metrics = alive if step == 1 else dead
