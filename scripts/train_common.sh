@@ -48,6 +48,7 @@ SHARED=(
   data.max_obs_length=500
   data.shuffle_train_dataloader=True
   algorithm.no_think_rl=false
+  agent.tags_in_thoughts=true
   actor_rollout_ref.model.path="$BASE_MODEL"
   actor_rollout_ref.model.enable_gradient_checkpointing=true
   actor_rollout_ref.model.use_remove_padding=True

@@ -12,7 +12,7 @@ from search_r1.command_parser import parser_of
 from search_r1.evaluation.judge_flags import add_judge_flags, check_judge_flags, judge_settings
 from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import template_of
 from verl.config import Config
 from verl.config.keys import is_known
 from verl.tracking.secrets import mask_secrets
@@ -93,12 +93,13 @@ def server_of(args: argparse.Namespace) -> Server | None:
 
 def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dict[str, Any]:
     """What the answers depend on besides the questions, without secrets; `retriever` describes the service's index."""
-    template, rollout = load_template(config.agent.template), config.actor_rollout_ref.rollout
+    template, rollout = template_of(config.agent), config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
         "method": args.method,
         "model": _model(args, config),
         "dtype": rollout.dtype if args.server is None else None,
-        "template": {"name": template.name, "fingerprint": template.fingerprint},
+        "template": {"name": template.name, "fingerprint": template.fingerprint}
+        | ({"tags_in_thoughts": True} if template.grammar.tags_in_thoughts else {}),
         "sampling": asdict(agent_sampling(args, config)) | {"seed": args.seed},
         "max_turns": config.max_turns if METHODS[args.method].loops else 0,
         "max_prompt_length": config.data.max_prompt_length,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from search_r1.evaluation.openai_sampler import OpenAISampler
 from search_r1.llm_agent.agent import SearchAgent, limits_within
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Sampling, make_environment
 from verl.config import Config
 from verl.model_source import find_source
@@ -35,7 +35,7 @@ async def open_served_agent(config: Config, sampling: Sampling, server: Server) 
     Raises `ConfigError` without a tokenizer, `RolloutError` if the server is down or lacks the model, and
     `EnvironmentUnavailable` if no retriever answers.
     """
-    template = load_template(config.agent.template)
+    template = template_of(config.agent)
     tokenizer = load_tokenizer(
         find_source(server.tokenizer, "--tokenizer"), config.actor_rollout_ref.model.trust_remote_code, "--tokenizer"
     )

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from search_r1.llm_agent.templates import Template, load_template
+from search_r1.llm_agent.templates import Template, template_of
 from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config
@@ -65,7 +65,7 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
     Logs what it waits for. Raises `ConfigError` without a model, and `EnvironmentUnavailable`, before the model is
     loaded, if no retriever answers.
     """
-    template = load_template(config.agent.template)
+    template = template_of(config.agent)
     config = with_model_found(config)
     with phase(f"reading the tokenizer of {config.actor_rollout_ref.model.path}"):
         tokenizer, window = load_tokenizer(config)

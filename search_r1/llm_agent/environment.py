@@ -13,7 +13,7 @@ from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 from search_r1.llm_agent.prompt_check import prompt_problem
 from search_r1.llm_agent.search_engine import Searcher, index_named, retriever_info
-from search_r1.llm_agent.templates import TEMPLATE_FILE, load_template
+from search_r1.llm_agent.templates import TEMPLATE_FILE, template_of
 from search_r1.search.corpus import title_and_text
 from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
@@ -58,7 +58,7 @@ class SearchEnvironment(Environment):
 
     @classmethod
     def from_config(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> SearchEnvironment:
-        grammar = load_template(config.agent.template).grammar
+        grammar = template_of(config.agent).grammar
         searcher = Searcher.from_config(config.retriever) if config.do_search and grammar.search is not None else None
         return cls(searcher, tokenizer, config.data.max_obs_length, config.agent.feedback, grammar)
 
@@ -87,17 +87,17 @@ class SearchEnvironment(Environment):
     @classmethod
     def check_prompt_file(cls, config: Config, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
         """See `verl.agent.environment.Environment`."""
-        return prompt_problem(load_template(config.agent.template), metadata, prompt)
+        return prompt_problem(template_of(config.agent), metadata, prompt)
 
     @classmethod
     def files(cls, config: Config) -> dict[str, str]:
         """See `verl.agent.environment.Environment`."""
-        return {TEMPLATE_FILE: load_template(config.agent.template).source}
+        return {TEMPLATE_FILE: template_of(config.agent).source}
 
     @classmethod
     async def sources(cls, config: Config) -> dict[str, str]:
         """See `verl.agent.environment.Environment`."""
-        found = {"the template": load_template(config.agent.template).fingerprint}
+        found = {"the template": template_of(config.agent).fingerprint}
         retriever = config.retriever
         if config.do_search and retriever.engine is None and retriever.placement == "apart":
             infos = await asyncio.gather(*map(retriever_info, addresses_of(retriever.url)))

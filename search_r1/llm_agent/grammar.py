@@ -1,21 +1,27 @@
 """The tags that the policy writes and reads: one `Grammar` for rollout, reward, evaluation and inference.
 
-A turn's action is its first complete `<search>query</search>` or `<answer>text</answer>`. What the policy reads after a
-search is enclosed in `<information>` tags. The tag names are defined by a prompt template
-(`search_r1.llm_agent.templates`), so that all code agrees on them.
+A turn's action is its first complete `<search>query</search>` or `<answer>text</answer>`. A tag that is only named in a
+closed thought ("I will write <answer> tags") opens nothing. What the policy reads after a search is enclosed in
+`<information>` tags. The tag names are defined by a prompt template (`search_r1.llm_agent.templates`), so that all code
+agrees on them.
+
+All of this takes time in proportion to the text, whatever a policy writes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from verl.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _BOX = r"\boxed{"
+_BRACES = re.compile(r"\\boxed\{|[{}]")
+_NAMED = "\0"  # replaces the "<" of a tag that opens nothing
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,22 @@ class Action:
     content: str = ""
 
 
+class Pair(NamedTuple):
+    """A tag pair in a text: from `start` to `end` with its tags, from `inner` to `inner_end` without them."""
+
+    name: str
+    start: int
+    inner: int
+    inner_end: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Grammar:
     """Tag names. `search` None: no tool, a turn can only answer. `boxed`: the answer is in `\\boxed{}` inside its tags.
 
-    Raises `ConfigError` for an invalid or repeated tag name.
+    `tags_in_thoughts`: opening tags inside a closed think block act as anywhere else, as published. Raises
+    `ConfigError` for an invalid or repeated tag name.
     """
 
     think: str = "think"
@@ -38,6 +55,7 @@ class Grammar:
     information: str = "information"
     answer: str = "answer"
     boxed: bool = False
+    tags_in_thoughts: bool = field(default=False, repr=False)  # prompts, identified by this repr, do not depend on it
 
     def __post_init__(self) -> None:
         names = self.names
@@ -64,10 +82,10 @@ class Grammar:
 
     def parse_action(self, text: str) -> Action:
         """The first complete tag pair in the text. Without one, or with an empty query, the action is invalid."""
-        match = self._action.search(text)
-        if match is None:
+        pair = next(pairs(self.acting(text), *self._actions), None)
+        if pair is None:
             return Action("invalid")
-        kind, content = ("search" if match.group(1) == self.search else "answer"), match.group(2).strip()
+        kind, content = ("search" if pair.name == self.search else "answer"), text[pair.inner : pair.inner_end].strip()
         return Action("invalid") if kind == "search" and not content else Action(kind, content)
 
     def extract_answer(self, text: str) -> str | None:
@@ -75,14 +93,30 @@ class Grammar:
 
         None without a pair, and without a closed box where there has to be one.
         """
-        answers = self._answer.findall(text)
-        if not answers:
+        *_, last = (None, *pairs(self.acting(text), self.answer))
+        if last is None:
             return None
-        return last_box(answers[-1]) if self.boxed else str(answers[-1]).strip()
+        answer = text[last.inner : last.inner_end]
+        return last_box(answer) if self.boxed else answer.strip()
+
+    def acting(self, text: str, *more: str) -> str:
+        """`text` in which those opening tags are no tags any more that open nothing; its length stays.
+
+        They are those of thoughts, searches and answers, and of the names in `more`, inside a think block that is
+        closed. A block that sampling left open still acts.
+        """
+        if self.tags_in_thoughts:
+            return text
+        named = re.compile(f"<(?=(?:{'|'.join(map(re.escape, (self.think, *self._actions, *more)))})>)")
+        pieces, end = [], 0
+        for thought in pairs(text, self.think):
+            pieces += [text[end : thought.inner], named.sub(_NAMED, text[thought.inner : thought.inner_end])]
+            end = thought.inner_end
+        return "".join([*pieces, text[end:]])
 
     def thoughts(self, text: str) -> list[str]:
         """The contents of a turn's think blocks, stripped."""
-        return [str(thought).strip() for thought in self._thought.findall(text)]
+        return [text[thought.inner : thought.inner_end].strip() for thought in pairs(text, self.think)]
 
     def has_thought(self, text: str) -> bool:
         """Whether a turn has a think block that is not empty."""
@@ -105,54 +139,47 @@ class Grammar:
         """(text, "think" | "search" | "answer" | "") pieces of a policy's turn, in order, tags included."""
         end = 0
         kinds = {self.think: "think", self.search: "search", self.answer: "answer"}
-        for match in self._block.finditer(text):
-            if match.start() > end:
-                yield text[end : match.start()], ""
-            yield match.group(), kinds[match.group(1)]
-            end = match.end()
+        for block in pairs(text, self.think, *self._actions):
+            if block.start > end:
+                yield text[end : block.start], ""
+            yield text[block.start : block.end], kinds[block.name]
+            end = block.end
         if end < len(text):
             yield text[end:], ""
 
     @cached_property
-    def _action(self) -> re.Pattern[str]:
-        return _pair(*(name for name in (self.search, self.answer) if name is not None))
-
-    @cached_property
-    def _block(self) -> re.Pattern[str]:
-        return _pair(*(name for name in (self.think, self.search, self.answer) if name is not None))
-
-    @cached_property
-    def _answer(self) -> re.Pattern[str]:
-        return re.compile(f"<{self.answer}>(.*?)</{self.answer}>", re.DOTALL)
-
-    @cached_property
-    def _thought(self) -> re.Pattern[str]:
-        return re.compile(f"<{self.think}>(.*?)</{self.think}>", re.DOTALL)
+    def _actions(self) -> tuple[str, ...]:
+        return (self.answer,) if self.search is None else (self.search, self.answer)
 
 
 SEARCH_R1 = Grammar()
 
 
+def pairs(text: str, *names: str) -> Iterator[Pair]:
+    """The complete pairs of these tags, in order: each goes to the first closing tag of its name, and none is inside
+    another."""
+    end, unclosed = 0, set()
+    for opening in re.finditer(f"<({'|'.join(map(re.escape, names))})>", text):
+        name = opening.group(1)
+        if opening.start() < end or name in unclosed:
+            continue
+        inner_end = text.find(f"</{name}>", opening.end())
+        if inner_end < 0:
+            unclosed.add(name)
+            continue
+        end = inner_end + len(f"</{name}>")
+        yield Pair(name, opening.start(), opening.end(), inner_end, end)
+
+
 def last_box(text: str) -> str | None:
     """The content of the last closed `\\boxed{...}`, stripped; braces inside it are counted. None without one."""
-    start = text.rfind(_BOX)
-    while start >= 0:
-        content = _braced(text[start + len(_BOX) :])
-        if content is not None:
-            return content.strip()
-        start = text.rfind(_BOX, 0, start)
-    return None
-
-
-def _braced(text: str) -> str | None:
-    """`text` up to the brace that closes one opened before it."""
-    depth = 1
-    for position, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[:position]
-    return None
-
-
-def _pair(*names: str) -> re.Pattern[str]:
-    return re.compile(rf"<({'|'.join(map(re.escape, names))})>(.*?)</\1>", re.DOTALL)
+    last: tuple[int, int] | None = None
+    opened: list[tuple[int, bool]] = []  # where the content of each open brace begins, and whether it is a box
+    for brace in _BRACES.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace.group() == _BOX))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and (last is None or start > last[0]):
+                last = start, brace.start()
+    return None if last is None else text[slice(*last)].strip()

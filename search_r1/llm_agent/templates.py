@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.text_files import read_text_file
 from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from verl.config.agent import AgentConfig
 
 # In the metadata of a prompt file: the template it was made with.
 TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
@@ -68,6 +71,12 @@ class Template:
         values = {"question": normalize_question(question), "context": context or ""}
         user = {"role": "user", "content": _SLOT.sub(lambda slot: values[slot.group(1)], self.text)}
         return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
+def template_of(agent: AgentConfig) -> Template:
+    """The template that a run's config names, with the rule by which it reads tags. Raises as `load_template`."""
+    template = load_template(agent.template)
+    return replace(template, grammar=replace(template.grammar, tags_in_thoughts=agent.tags_in_thoughts))
 
 
 def load_template(name_or_path: str) -> Template:

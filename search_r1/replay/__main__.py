@@ -41,6 +41,7 @@ def score(args: argparse.Namespace) -> None:
     config = load_config("ppo_trainer")
     if args.template is not None:
         config.agent.template = args.template
+    config.agent.tags_in_thoughts = args.tags_in_thoughts
     rule = make_reward(config, args.reward, args.kwargs)
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code, "--tokenizer")
     stored = read_stored(args.files)
@@ -105,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     scored.add_argument("--kwargs", type=_mapping, default={}, help="keyword arguments of the reward, as YAML or JSON")
     scored.add_argument("--template", help="template of the run, for its grammar (default: search_r1)")
+    scored.add_argument(
+        "--tags_in_thoughts",
+        action="store_true",
+        help="read tags as a run with agent.tags_in_thoughts=true, such as one of train_grpo.sh",
+    )
     scored.add_argument(
         "--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the model that sampled"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import template_of
 from search_r1.rewards.reading import Reading, read_trajectory
 from verl.by_name import in_words, load_by_name
 from verl.errors import ConfigError, RewardError, RewardUnavailable, VerlError
@@ -97,7 +97,7 @@ class ComponentReward(ABC):
     @classmethod
     def from_config(cls, config: Config, **kwargs: Any) -> ComponentReward:
         """How the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`."""
-        return cls(grammar=load_template(config.agent.template).grammar, **kwargs)
+        return cls(grammar=template_of(config.agent).grammar, **kwargs)
 
     @property
     def scores_while_sampling(self) -> bool:

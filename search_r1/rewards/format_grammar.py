@@ -5,8 +5,9 @@
     search := "<search>" text "</search>"
     answer := "<answer>" text "</answer>"
 
-Only white space is allowed between blocks. Observations come from the environment: `<information>` in the policy's own
-words breaks the format. The tag names are those of the prompt template. It is the grammar of Search-R1's format reward,
+Only white space is allowed between blocks. A tag that is only named in a thought opens nothing (see `Grammar.acting`),
+but breaks the format, as published. Observations come from the environment: `<information>` in the policy's own words
+breaks the format. The tag names are those of the prompt template. It is the grammar of Search-R1's format reward,
 read from turns instead of from a decoded chat.
 """
 

@@ -5,8 +5,7 @@ The tag means nothing to the environment; it is read here, only from the policy'
 
 from __future__ import annotations
 
-import re
-
+from search_r1.llm_agent.grammar import pairs
 from search_r1.rewards.component import component
 from search_r1.rewards.metrics import contains_gold
 from search_r1.rewards.normalize import normalizer
@@ -14,7 +13,6 @@ from search_r1.rewards.reading import Reading
 from search_r1.rewards.tags import num_pairs
 
 REFINE = "refine"
-_NOTE = re.compile(f"<{REFINE}>(.*?)</{REFINE}>", re.DOTALL)
 
 
 @component("refine_correct")
@@ -25,7 +23,8 @@ class RefineCorrect:
         self.normalize = normalizer(unicode)
 
     def __call__(self, reading: Reading) -> float:
-        notes = [str(note) for turn in reading.turns for note in _NOTE.findall(turn.text)]
+        texts = [(turn.text, reading.grammar.acting(turn.text, REFINE)) for turn in reading.turns]
+        notes = [text[note.inner : note.inner_end] for text, acting in texts for note in pairs(acting, REFINE)]
         return float(contains_gold([" ".join(notes)], reading.targets, self.normalize))
 
 

@@ -26,7 +26,7 @@ from search_r1.http.process import (
     settle_process,
 )
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import template_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
 from verl.startup import log_to_stderr
@@ -75,7 +75,7 @@ def checked_config(args: argparse.Namespace) -> Config:
     if args.max_concurrent < 1:
         raise ServerError(f"--max_concurrent is {args.max_concurrent}; it must be at least 1")
     config = agent_config(args)
-    if load_template(config.agent.template).needs_context:
+    if template_of(config.agent).needs_context:
         raise ConfigError(f"template {config.agent.template} needs passages beforehand; choose one that searches")
     return config
 

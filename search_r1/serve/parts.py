@@ -28,8 +28,9 @@ class TurnSplitter:
     """Splits one policy turn incrementally, as its text arrives.
 
     A block starts with its opening tag, whether or not it is closed later. As in the grammar's actions, a query or an
-    answer may begin inside an open thought. From an opening answer tag on, everything is held back: only the end of the
-    turn shows whether the turn is an answer.
+    answer may begin inside a thought that stays open; unless `Grammar.tags_in_thoughts`, none begins inside a closed
+    one. So from an opening tag in a thought on, everything is held back until the thought is closed or the turn ends.
+    From an opening answer tag elsewhere on, too: only the end of the turn shows whether the turn is an answer.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -40,21 +41,33 @@ class TurnSplitter:
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain after `text`, the next piece of the turn."""
         self._waiting += text
-        return merged([*self._blocks(keeps_answer=True)])
+        return merged([*self._blocks(keeps_answer=True, is_over=False)])
 
     def end(self) -> list[Part]:
         """The rest of a turn that is not an answer."""
-        rest = merged([*self._blocks(keeps_answer=False), Part(self._kind, self._waiting)])
+        rest = merged([*self._blocks(keeps_answer=False, is_over=True), Part(self._kind, self._waiting)])
         self._waiting = ""
         return rest
 
     def end_with_answer(self) -> list[Part]:
         """The rest of a turn that is an answer."""
+        parts = [*self._blocks(keeps_answer=True, is_over=True)]
         answer, self._waiting = self._waiting, ""
-        return merged([Part("answer", answer)])
+        return merged([*parts, Part("answer", answer)])
 
-    def _blocks(self, keeps_answer: bool) -> Iterator[Part]:
+    def _blocks(self, keeps_answer: bool, is_over: bool) -> Iterator[Part]:
         while match := re.search("|".join(map(re.escape, self._tags(keeps_answer))), self._waiting):
+            if self._kind == "think" and not self._grammar.tags_in_thoughts:
+                closing = f"</{self._grammar.think}>"
+                end = self._waiting.find(closing)
+                if end >= 0:
+                    yield Part("think", self._waiting[: end + len(closing)])
+                    self._kind, self._waiting = "text", self._waiting[end + len(closing) :]
+                    continue
+                if not is_over:
+                    yield Part("think", self._waiting[: match.start()])
+                    self._waiting = self._waiting[match.start() :]
+                    return
             if match.group() == f"<{self._grammar.answer}>":
                 yield Part(self._kind, self._waiting[: match.start()])
                 self._waiting = self._waiting[match.start() :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,14 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
     notes: list[str] = []
     grammar = SEARCH_R1
     agent = config.get("agent")
+    agent = agent if isinstance(agent, dict) else {}
     own = folder / TEMPLATE_FILE
-    template = own if own.is_file() else agent.get("template") if isinstance(agent, dict) else None
+    template = own if own.is_file() else agent.get("template")
     if template:
         try:
             grammar = load_template(str(template)).grammar
+            # a run of before there was this key had the published rule
+            grammar = replace(grammar, tags_in_thoughts=bool(agent.get("tags_in_thoughts", True)))
         except (ConfigError, OSError, ValueError) as error:
             notes.append(f"Tags are those of Search-R1: the run's template cannot be read ({error}).")
     found = tokenizer or _find_tokenizer(folder, config)

@@ -24,6 +24,11 @@ class AgentConfig:
         "Dotted name of the environment, a subclass of verl.agent.environment.Environment.",
     )
     template: str = setting("search_r1", "Name of a prompt template, or path of a template file.", path=True)
+    tags_in_thoughts: bool = setting(
+        False,
+        "An opening search or answer tag inside a closed think block opens a query or an answer, as in Search-R1; "
+        "false: it is only named there, and opens nothing.",
+    )
     feedback: str = setting(FEEDBACK, "Sentence that the policy reads after an invalid turn; it must not contain tags.")
     max_failed_ratio: float = share(
         0.2,

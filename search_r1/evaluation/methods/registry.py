@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from search_r1.llm_agent.templates import load_template
+from search_r1.llm_agent.templates import template_of
 from verl.config import Config
 from verl.errors import ConfigError
 
@@ -46,7 +46,7 @@ def overrides_of(method: str, own_template: bool) -> tuple[str, ...]:
 
 def check_template(method: str, config: Config) -> None:
     """Raises `ConfigError` for a template that the method cannot fill."""
-    template = load_template(config.agent.template)
+    template = template_of(config.agent)
     if template.needs_context != METHODS[method].needs_context:
         kind = "with {context}" if METHODS[method].needs_context else "without {context}"
         raise ConfigError(f"--method {method} needs a template {kind}; {template.name} is none")
