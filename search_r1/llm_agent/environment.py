@@ -15,6 +15,7 @@ from search_r1.llm_agent.prompt_check import prompt_problem
 from search_r1.llm_agent.search_engine import Searcher, index_named, retriever_info
 from search_r1.llm_agent.templates import TEMPLATE_FILE, template_of
 from search_r1.search.corpus import title_and_text
+from search_r1.search.sanitize import whole_characters
 from verl.agent.environment import Environment, Outcome, PromptProblem
 from verl.agent.text import encode_text
 from verl.errors import ConfigError
@@ -139,4 +140,4 @@ def _score(document: Any) -> float | None:
 
 def _id(document: Any) -> str:
     """As text; "" when the server sends none (online engines)."""
-    return "" if document.get("id") is None else str(document["id"])
+    return "" if document.get("id") is None else whole_characters(str(document["id"]))

@@ -18,6 +18,7 @@ from search_r1.errors import QueryRefused, RetrieverError
 from search_r1.http.error_replies import may_blame_query
 from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
+from search_r1.search.sanitize import whole_characters
 from verl.by_name import load_by_name
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
@@ -134,7 +135,7 @@ class Searcher:
                 result = await asyncio.wrap_future(self._threads.submit(method, *arguments))
                 return await result if inspect.isawaitable(result) else result
         except RetrieverError as error:
-            raise EnvironmentUnavailable(str(error)) from error
+            raise EnvironmentUnavailable(whole_characters(str(error))) from error
         except TimeoutError as error:
             if not timer.expired():
                 raise self._unavailable(f"{name}() raised TimeoutError: {error}") from error
@@ -146,7 +147,9 @@ class Searcher:
 
     def _document(self, document: Document) -> Mapping[str, Any]:
         if isinstance(document, str):
-            return {"contents": f"\n{document}"}
+            return {"contents": f"\n{whole_characters(document)}"}
+        if isinstance(document, Mapping):
+            document = whole_characters(dict(document))
         if isinstance(document, Mapping) and isinstance(document.get("contents"), str):
             return document
         if isinstance(document, Mapping) and isinstance(document.get("text"), str):
@@ -154,7 +157,7 @@ class Searcher:
         raise self._unavailable(f"a document is {_short(document)}, not a text or a mapping with 'contents' or 'text'")
 
     def _unavailable(self, reason: str) -> EnvironmentUnavailable:
-        return EnvironmentUnavailable(f"search engine {_name(self._engine)}: {reason}")
+        return EnvironmentUnavailable(whole_characters(f"search engine {_name(self._engine)}: {reason}"))
 
 
 class _Function:

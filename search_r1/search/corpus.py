@@ -1,7 +1,8 @@
 """A passage corpus on disk: one JSON object per line, read by row number without keeping the text in memory.
 
 Row schema: `{"id": "0", "contents": "\\"Title\\"\\ntext", ...}`. A row without `contents` but with `text` (and perhaps
-`title`) is read as `"title"\\ntext`. Further keys are kept.
+`title`) is read as `"title"\\ntext`. Further keys are kept. In any text of a row, half a surrogate pair is read as
+U+FFFD.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
 from search_r1.search.compressed import plain_copy
-from search_r1.search.sanitize import strip_agent_tags
+from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
 _SCAN_BYTES = 1 << 24
 _SAMPLED_ROWS = 1024
@@ -80,7 +81,7 @@ class Corpus:
 def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """The passage on line `number` (from 1) of the corpus `path`, as `Corpus` gives it. Raises `CorpusError`."""
     try:
-        return _passage(json.loads(line))
+        return _passage(whole_characters(json.loads(line)))
     except (ValueError, RecursionError) as error:
         reason = f"{error}" if line.strip() else "blank line"
         raise CorpusError(
@@ -90,9 +91,7 @@ def parse_passage(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def passage_contents(row: dict[str, Any]) -> str:
     """`contents` of a decoded row, or title and text joined, agent tags stripped. Raises `ValueError`."""
-    contents = strip_agent_tags(_contents(row))
-    contents.encode()  # a lone surrogate cannot be sent: UnicodeEncodeError is a ValueError
-    return contents
+    return strip_agent_tags(_contents(row))
 
 
 def title_and_text(contents: str) -> tuple[str, str]:

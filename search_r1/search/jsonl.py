@@ -12,6 +12,7 @@ from typing import Any
 
 from long_task import reading
 from search_r1.errors import CorpusError
+from search_r1.search.sanitize import whole_characters
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -30,10 +31,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, decoded JSON object) of each line. Raises `CorpusError`."""
+    """(line number from 1, decoded JSON object) of each line, U+FFFD for half characters. Raises `CorpusError`."""
     for number, line in read_lines(path):
         try:
-            value = json.loads(line)
+            value = whole_characters(json.loads(line))
         except (ValueError, RecursionError) as error:
             reason = f"{error}" if line.strip() else "blank line"
             raise CorpusError(f"{path}, line {number}: {reason}; each line must be a JSON object") from error

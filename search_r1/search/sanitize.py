@@ -1,12 +1,14 @@
-"""Remove the agent's tags from retrieved text.
+"""Make retrieved text harmless: without the agent's tags, and with whole characters only.
 
-Otherwise a passage with `<answer>Paris</answer>` in it would be read as the policy's own answer.
+Otherwise a passage with `<answer>Paris</answer>` in it would be read as the policy's own answer, and half a surrogate
+pair, which JSON may carry and UTF-8 may not, could be neither sent, tokenized nor stored.
 """
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 AGENT_TAGS = ("answer", "search", "information", "think", "result")
 
@@ -33,6 +35,22 @@ def strip_agent_tags(text: str, more: tuple[str, ...] = ()) -> str:
             kept.append("")
     _append(kept, rest)
     return "".join(kept)
+
+
+def whole_characters(value: Any) -> Any:
+    """A text, or decoded JSON, with U+FFFD for each half of a surrogate pair, in keys as well."""
+    if isinstance(value, str):
+        return value if _is_whole(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {whole_characters(key): whole_characters(item) for key, item in value.items()}
+    return [whole_characters(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 @lru_cache

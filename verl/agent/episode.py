@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agent.chat_turns import reply_ids
 from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling
 from verl.agent.pause import Interrupted, Pause
-from verl.agent.text import decode_turn
+from verl.agent.text import decode_turn, whole_characters
 from verl.by_name import dotted_name
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
@@ -86,7 +86,7 @@ async def run_episode(
     except Interrupted:
         return trajectory
     except EnvironmentUnavailable as error:
-        trajectory.status, trajectory.failure = Status.FAILED, str(error)
+        trajectory.status, trajectory.failure = Status.FAILED, whole_characters(str(error))
     trajectory.open_turn = None
     return trajectory
 

@@ -19,8 +19,17 @@ _REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none 
 
 @lru_cache(maxsize=256)  # a reply is measured, then encoded, and trajectories of one question look the same things up
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """The ids of `text` alone: no BOS, no EOS."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """The ids of `text` alone: no BOS, no EOS; half a surrogate pair, which is no character, is read as U+FFFD."""
+    return tuple(tokenizer(whole_characters(text), add_special_tokens=False)["input_ids"])
+
+
+def whole_characters(text: str) -> str:
+    """`text` with U+FFFD for each half of a surrogate pair, which can be neither tokenized nor stored."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

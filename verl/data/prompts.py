@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
+from verl.agent.text import whole_characters
 from verl.data.files import check_files, file_list, read_table
 from verl.errors import DataError, translated
 from verl.protocol import Prompt
@@ -37,7 +38,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    whole = [whole_characters(text) for text in texts]
+    return [list(ids) for ids in tokenizer(whole, add_special_tokens=False)["input_ids"]]
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from verl.agent.text import whole_characters
 from verl.protocol import Segment, Source, Trajectory, flat_tokens, was_search
 from verl.tracking.trajectory_rows import SCHEMA, question_of
 
@@ -25,7 +26,8 @@ _REMEMBERED = 32  # texts: the prompt of a group is decoded once, and a response
 def to_table(trajectories: Sequence[Trajectory], step: int, decode: Decode) -> pa.Table:
     """One row per trajectory, with the columns of `SCHEMA`; `decode` turns token ids into text.
 
-    Raises ValueError or OverflowError for a value that its column cannot hold.
+    Half a surrogate pair in a text is stored as U+FFFD. Raises ValueError or OverflowError for a value that its column
+    cannot hold.
     """
     text = lru_cache(_REMEMBERED)(lambda ids: decode(list(ids)))
     small = pa.schema([field for field in SCHEMA if field.name not in _TOKEN_COLUMNS])
@@ -50,10 +52,10 @@ def _row(trajectory: Trajectory, step: int, text: _Text) -> dict[str, Any]:
         "step": step,
         "group_id": trajectory.group_id,
         "data_source": trajectory.prompt.data_source,
-        "question": question_of(trajectory.prompt.row),
+        "question": _whole(question_of(trajectory.prompt.row)),
         "ground_truth": None if truth is None else _json(truth),
         "status": None if trajectory.status is None else trajectory.status.value,
-        "failure": trajectory.failure,
+        "failure": _whole(trajectory.failure),
         "reward": trajectory.reward,
         "reward_components": trajectory.reward_components,
         "num_turns": trajectory.num_turns,
@@ -83,14 +85,18 @@ def _ids(segments: Iterable[Segment]) -> tuple[int, ...]:
 def _search(event: dict[str, Any]) -> dict[str, Any]:
     document_ids = event.get("document_ids")
     return {
-        "query": str(event["query"]),
-        "document_ids": None if document_ids is None else [str(document_id) for document_id in document_ids],
+        "query": whole_characters(str(event["query"])),
+        "document_ids": None if document_ids is None else [whole_characters(str(each)) for each in document_ids],
         "ms": event.get("milliseconds"),
     }
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    return whole_characters(json.dumps(value, ensure_ascii=False, default=_plain))
+
+
+def _whole(text: str | None) -> str | None:
+    return None if text is None else whole_characters(text)
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from search_r1.errors import RetrieverReplyError
 from search_r1.http.address import without_credentials
 from search_r1.http.error_replies import SHOWN_CHARS
+from search_r1.search.sanitize import whole_characters
 
 Passages = list[dict[str, Any]]
 
@@ -26,10 +27,10 @@ def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | Q
     """The passages of each query, or why it has none. Raises `RetrieverReplyError`.
 
     Accepts `{"document": {...}, "score": x}`, a document that is a string (the published reranking server), and bare
-    documents. Each passage has `contents`; a missing `id` or `score` becomes None.
+    documents. Each passage has `contents`; a missing `id` or `score` becomes None, and half a character U+FFFD.
     """
     try:
-        reply = json.loads(payload)
+        reply = whole_characters(json.loads(payload))
         result, errors = reply["result"], reply.get("errors") or {}
         if len(result) != num_queries:
             raise ValueError(f"{len(result)} results for {num_queries} queries")

@@ -30,6 +30,7 @@ from search_r1.search.client.exchange import Reply, TemporaryFailure, post
 from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery, may_be_one_query
 from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.client.reply import Passages, QueryFailure
+from search_r1.search.sanitize import whole_characters
 
 _LOG = logging.getLogger(__name__)
 _GATHER_S = 0.001  # how long the first query of a batch waits for others
@@ -82,7 +83,7 @@ class RetrievalClient:
         `RetrieverReplyError` (not a retrieval reply).
         """
         self._attach()
-        pending = self._pending_query(query.encode("utf-8", "replace").decode())
+        pending = self._pending_query(whole_characters(query))
         pending.deadline = max(pending.deadline, time.monotonic() + self._deadline_s)
         try:
             # shielded: a caller that gives up does not cancel the query of the others

@@ -6,7 +6,7 @@ from typing import Any
 
 from search_r1.search.online.deny_list import DenyList
 from search_r1.search.online.providers import Result
-from search_r1.search.sanitize import strip_agent_tags
+from search_r1.search.sanitize import strip_agent_tags, whole_characters
 from search_r1.search.server.source_interface import ScoredPassage
 
 
@@ -25,13 +25,8 @@ def to_documents(results: list[Result], source: str, deny: DenyList) -> list[Sco
 
 
 def _document(result: Result, source: str) -> dict[str, Any]:
-    title = strip_agent_tags(" ".join(_clean(result.title).split()))
+    title = strip_agent_tags(" ".join(whole_characters(result.title).split()))
     # no tag of the agent in the address either: it may be shown beside the text
-    url = _clean(result.url).replace("<", "%3C").replace(">", "%3E")
-    contents = strip_agent_tags(f'"{title}"\n{_clean(result.text).strip()}')
+    url = whole_characters(result.url).replace("<", "%3C").replace(">", "%3E")
+    contents = strip_agent_tags(f'"{title}"\n{whole_characters(result.text).strip()}')
     return {"id": url, "url": url, "contents": contents, "title": title, "source": source}
-
-
-def _clean(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may carry and UTF-8 may not."""
-    return text.encode("utf-8", "replace").decode()

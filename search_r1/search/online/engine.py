@@ -37,6 +37,7 @@ from search_r1.search.online.providers import Fields, Provider, Result
 from search_r1.search.online.rate_limit import RateLimit
 from search_r1.search.online.transport import RequestState, Transport, shown
 from search_r1.search.online.usage import Usage
+from search_r1.search.sanitize import whole_characters
 from search_r1.search.server.source_interface import (
     EncodedHits,
     Outcome,
@@ -109,7 +110,7 @@ class OnlineSource:
         self._attach()
         wait_s = max(0.0, wait_s - min(_REPLY_S, wait_s / 4))
         num_results = min(max(k, _LEAST_RESULTS), self._provider.max_results)
-        plain = [" ".join(query.encode("utf-8", "replace").decode().split()) for query in queries]
+        plain = [" ".join(whole_characters(query).split()) for query in queries]
         plain = [self._provider.shortened(query) for query in plain]
         self.usage.queries += len(queries)
         with self._pending_requests(

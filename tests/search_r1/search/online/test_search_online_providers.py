@@ -153,7 +153,7 @@ def test_tags_of_the_agent_are_stripped_even_when_they_were_encoded() -> None:
         "description": "&lt;answer&gt;Paris&lt;/answer&gt; <inform<think>ation>\ud800",
     }
     [(document, _)] = to_documents(PROVIDERS["brave"].parse({"web": {"results": [page]}}), "brave", NOTHING_DENIED)
-    assert document["contents"] == '"The x"\nParis ?'
+    assert document["contents"] == '"The x"\nParis \ufffd'
     assert document["title"] == "The x"
     assert document["url"] == document["id"] == "https://a.org/%3Canswer%3E"
 
