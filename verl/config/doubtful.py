@@ -9,6 +9,7 @@ from verl.config.counts import trajectories_per_step
 from verl.config.predicates import num_optimizer_steps, old_policy_is_current, samples_kl, truncates_sampling
 from verl.config.schema import Config
 from verl.config.validate import ACTOR, ROLLOUT
+from verl.config.without_effect import without_effect
 
 
 def doubts(config: Config) -> Iterator[str]:
@@ -20,6 +21,7 @@ def doubts(config: Config) -> Iterator[str]:
     yield from _stale_without_correction(config)
     yield from _stale_kl(config)
     yield from _llds_without_a_fall(config)
+    yield from without_effect(config)
 
 
 def _truncated_sampling(config: Config) -> Iterator[str]:

@@ -330,7 +330,6 @@ def test_what_will_hardly_do_what_was_meant_is_warned_of(overrides: list[str], m
     [
         [],
         [KL_LOSS],
-        [f"{ACTOR}.kl_loss_type=kl"],  # not in the loss
         [KL_LOSS, f"{ACTOR}.kl_loss_type=kl", f"{ACTOR}.kl_loss_coef=0"],  # only measured
         [KL_LOSS, f"{ACTOR}.kl_loss_type=kl+"],
         [KL_LOSS, f"{ACTOR}.kl_loss_type=k2"],
