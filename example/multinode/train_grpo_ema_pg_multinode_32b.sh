@@ -11,7 +11,6 @@ N_NODES_DEFAULT=4
 source "$(dirname "${BASH_SOURCE[0]}")/../../train_grpo_ema_pg.sh" \
   actor_rollout_ref.actor.optim.lr=2e-7 \
   actor_rollout_ref.actor.ppo_micro_batch_size=32 \
-  actor_rollout_ref.ref.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.log_prob_micro_batch_size=32 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
