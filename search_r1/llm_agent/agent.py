@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from search_r1.llm_agent.templates import Template, template_of
+from search_r1.llm_agent.templates import Template, normalize_question, template_of
 from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.engine import VLLMEngine
+
+
+_QUESTION, _CONTEXT = "what-the-user-asks?", "what-was-found-before"  # placeholders
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,13 @@ class SearchAgent:
         data_source: str = "question",
         row: dict[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt for a question. `row` is the dataset row for environment and reward; `question` is added to it."""
-        ids = encode_prompt(self.tokenizer, self.template.messages(question, context))
+        """The prompt for a question. `row` is the dataset row for environment and reward; `question` is added to it.
+
+        Question and context are text from outside: they cannot end the message that they are in.
+        """
+        outside = {_QUESTION: normalize_question(question)} | ({} if context is None else {_CONTEXT: context})
+        messages = self.template.messages(_QUESTION, None if context is None else _CONTEXT)
+        ids = encode_prompt(self.tokenizer, messages, outside)
         return Prompt(tuple(ids), data_source, {**(row or {}), "question": question})
 
     async def play(self, prompt: Prompt, seed: int | None = None, group_id: str = "question") -> Trajectory:

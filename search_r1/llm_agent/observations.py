@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.search.sanitize import strip_agent_tags
-from verl.agent.text import encode_text
+from verl.agent.text import encode_outside, whole_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,13 +39,12 @@ class ObservationWriter:
     Documents are written in order, in full while they fit. The first one that does not fit is truncated at the end of a
     word, and later ones are left out, so nearly all of the limit is used. A document of which only the title would fit
     is left out, too, unless it is the first. The text is chosen first, then tokenized as a whole, so that ids and text
-    agree. Tags and special tokens in a document are removed, so that a page cannot act for the policy or end its turn.
+    agree. Tags in a document are removed, and what looks like a control token is encoded by its characters, so that a
+    page cannot act for the policy or end its turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, grammar: Grammar = SEARCH_R1) -> None:
         self._tokenizer, self._max_length, self._grammar = tokenizer, max_length, grammar
-        literals = sorted(special_tokens(tokenizer), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, literals)) or "(?!)")
 
     def write(self, documents: Sequence[Mapping[str, Any]]) -> Observation:
         """`documents` have `contents`: a title line, then text. Without documents, the text says so."""
@@ -62,15 +61,17 @@ class ObservationWriter:
         return self._observation(body, count)
 
     def _clean(self, contents: str) -> str:
-        # Removing a tag may join the halves of a control token, so these go last; a space joins nothing.
-        return self._control.sub(" ", strip_agent_tags(contents, self._grammar.names))
+        return strip_agent_tags(whole_characters(contents), self._grammar.names)
 
     def _fits(self, body: str) -> bool:
-        return len(encode_text(self._tokenizer, self._grammar.wrap_information(body))) <= self._max_length
+        return len(self._encode(self._grammar.wrap_information(body))) <= self._max_length
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return encode_outside(self._tokenizer, text, self._grammar.tags)
 
     def _observation(self, body: str, num_documents: int) -> Observation:
         text = self._grammar.wrap_information(body)
-        ids = encode_text(self._tokenizer, text)
+        ids = self._encode(text)
         if len(ids) > self._max_length:
             raise ValueError(f"{self._max_length} tokens do not hold an empty observation")
         return Observation(text, ids, num_documents)

@@ -11,7 +11,7 @@ from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.transcript import final_answer, read_turns
 from search_r1.serve.parts import Part, TurnSplitter
 from verl.agent.environment import Environment, Generation, Outcome, Sampling, StreamingSampler, join_pieces
-from verl.agent.text import TurnDecoder
+from verl.agent.text import TurnDecoder, whole_characters
 from verl.errors import ConfigError
 from verl.protocol import Prompt, Status, Trajectory, was_search
 
@@ -76,7 +76,7 @@ class _Followed(Environment):
         self._reply: Part | None = None
         self._searches: list[Search] = []
         self._num_turns = self._prompt_length = self._sampled_length = self._observed_length = 0
-        self.stop_strings = agent.environment.stop_strings
+        self.stop_strings, self.tags = agent.environment.stop_strings, agent.environment.tags
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
@@ -136,7 +136,7 @@ class _Followed(Environment):
         if searched := was_search(event):
             documents, milliseconds = event.get("document_ids", ()), event.get("milliseconds", 0.0)
             self._searches.append(Search(str(event.get("query", "")), tuple(documents), milliseconds))
-        self._reply = Part("information" if searched else "feedback", outcome.reply)
+        self._reply = Part("information" if searched else "feedback", whole_characters(outcome.reply))
         return outcome
 
     async def check(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from verl.agent.text import encode_text
+from verl.agent.text import encode_outside, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,13 +73,13 @@ def _user_message(tokenizer: PreTrainedTokenizerBase, template: str) -> UserMess
 
 
 def reply_ids(
-    tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], reply: str, turn_is_over: bool
+    tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], reply: str, turn_is_over: bool, tags: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
-    """The ids of a reply to the policy's `turn`."""
+    """The ids of a reply to the policy's `turn`. Of added tokens, only the environment's own `tags` come out of it."""
     message = user_message(tokenizer) if turn_is_over else None
-    return (
-        encode_text(tokenizer, reply) if message is None else message.wrap(turn, encode_text(tokenizer, reply.strip()))
-    )
+    if message is None:
+        return encode_outside(tokenizer, reply, tags)
+    return message.wrap(turn, encode_outside(tokenizer, reply.strip(), tags))
 
 
 def unwrapped(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], ids: Sequence[int]) -> Sequence[int]:

@@ -87,7 +87,8 @@ def join_pieces(pieces: Sequence[Generation]) -> Generation:
 class Outcome:
     """The environment's reply to one policy turn.
 
-    `reply` is what the policy reads next (nothing when `done`). `action` names what the turn was ("search", "answer",
+    `reply` is what the policy reads next (nothing when `done`), character by character: no control token and no other
+    added token comes out of it. `action` names what the turn was ("search", "answer",
     "invalid"), `valid` says whether it followed the grammar, `event` is kept in the trajectory for people to read.
     """
 
@@ -116,7 +117,10 @@ class Environment(ABC):
     """Strings that end a turn, unless EOS comes first; the string is part of the turn."""
 
     tags: tuple[str, ...] = ()
-    """Strings that the policy must write literally: preflight checks that the tokenizer preserves them."""
+    """Strings that the policy must write literally: preflight checks that the tokenizer preserves them.
+
+    If the tokenizer has added tokens for some, those are the only ones that can come out of a reply.
+    """
 
     example_turn: str = "I do not know."
     """A turn that ends an episode, if there is one: preflight tries environment and reward on it."""

@@ -132,7 +132,7 @@ class _Episode:
             if last:
                 return Status.TURN_LIMIT
             is_over = reason == "stop" and not any(stop in text for stop in stops)  # by EOS
-            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, is_over)
+            ids = reply_ids(self.tokenizer, self.turn_ids, outcome.reply, is_over, self.environment.tags)
             if not self._fits(ids):
                 self.trajectory.events[-1]["observation_dropped"] = True
                 return Status.LENGTH_LIMIT

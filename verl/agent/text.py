@@ -1,8 +1,13 @@
-"""Between token ids and text: ids are sampled and trained on, text serves only to find tags and to be read."""
+"""Between token ids and text: ids are sampled and trained on, text serves only to find tags and to be read.
+
+Text from outside (passages, replies of an environment, questions of users) must not act: `encode_outside` encodes it so
+that none of it is an added token, such as the ones that end a turn, and that its characters are all there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from os.path import commonprefix
 from typing import TYPE_CHECKING
@@ -21,6 +26,63 @@ _REPLACEMENT = "\ufffd"  # how bytes are decoded that are no character, or none 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The ids of `text` alone: no BOS, no EOS; half a surrogate pair, which is no character, is read as U+FFFD."""
     return tuple(tokenizer(whole_characters(text), add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(maxsize=256)
+def encode_outside(tokenizer: PreTrainedTokenizerBase, text: str, tags: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """The ids of a text from outside: as `encode_text`, but none is that of an added token, special or not.
+
+    What looks like one is encoded by its characters. `tags` are those texts that may be added tokens nevertheless: the
+    environment writes them itself.
+    """
+    ids = encode_text(tokenizer, text)
+    literals = added_tokens(tokenizer)
+    if all(literals.get(token) in (None, *tags) for token in ids):
+        return ids
+    allowed = "|".join(map(re.escape, sorted(set(tags) & set(literals.values()), key=len, reverse=True)))
+    pieces = re.split(f"({allowed})", whole_characters(text)) if allowed else [whole_characters(text)]
+    return tuple(
+        token
+        for place, piece in enumerate(pieces)
+        for token in (encode_text(tokenizer, piece) if place % 2 else _encode_characters(tokenizer, piece))
+    )
+
+
+def _encode_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of `text` by the model of the tokenizer alone, which does not know of added tokens."""
+    literals = added_tokens(tokenizer)
+    encode = _model_alone(tokenizer)
+    ids = encode(text)
+    found = {literals[token] for token in ids if token in literals}
+    if not found:
+        return ids
+    # the vocabulary of the model has them too: cut behind the first character, so that none is whole
+    cuts = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, found)), text)]
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return [token for piece in pieces for token in encode(piece) if token not in literals]
+
+
+@lru_cache(maxsize=8)
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Text by id of all added tokens but those that are ordinary text: white space, and what stands for the unknown."""
+    added = {token: str(literal) for token, literal in tokenizer.added_tokens_decoder.items()}
+    return {token: text for token, text in added.items() if text.strip() and token != tokenizer.unk_token_id}
+
+
+@lru_cache(maxsize=8)
+def _model_alone(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Encodes as `tokenizer` would without added tokens."""
+    if not tokenizer.is_fast:
+        return lambda text: list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    from tokenizers import Tokenizer
+
+    parts = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    alone = Tokenizer(parts.model)  # shares the vocabulary
+    if parts.normalizer is not None:
+        alone.normalizer = parts.normalizer
+    if parts.pre_tokenizer is not None:
+        alone.pre_tokenizer = parts.pre_tokenizer
+    return lambda text: list(alone.encode(text, add_special_tokens=False).ids)
 
 
 def whole_characters(text: str) -> str:

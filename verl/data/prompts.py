@@ -7,13 +7,15 @@ import hashlib
 import json
 import logging
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
-from verl.agent.text import whole_characters
+from verl.agent.text import added_tokens, encode_outside, encode_text, whole_characters
 from verl.data.files import check_files, file_list, read_table
 from verl.errors import DataError, translated
 from verl.protocol import Prompt
@@ -27,14 +29,29 @@ Messages = Sequence[Mapping[str, str]]
 _ENCODE_ROWS = 1024  # rows tokenised in one call
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, outside: Mapping[str, str] | None = None
+) -> list[int]:
     """The token ids that an episode starts from, for training, validation and `infer.py` alike.
 
     Applies the tokenizer's chat template (with the generation prompt) if it has one; else encodes the text of the
     single message as it is. No BOS or EOS beyond what the template writes. Raises `DataError` for a prompt without
     content, and for several messages without a chat template.
+
+    `outside`: texts from outside, such as a user's question, by the placeholders that stand for them in the messages.
+    No added token comes out of them (see `verl.agent.text`); the messages themselves are trusted.
     """
-    return _encode_texts(tokenizer, [_prompt_text(tokenizer, messages)])[0]
+    text = _prompt_text(tokenizer, messages)
+    if not outside:
+        return _encode_texts(tokenizer, [text])[0]
+    pieces = re.split(f"({'|'.join(map(re.escape, outside))})", text)
+    own = [encode_text(tokenizer, piece) for piece in pieces[::2]]
+    whole = encode_text(tokenizer, "".join(outside.get(piece, piece) for piece in pieces))
+    added = added_tokens(tokenizer)
+    if [token for token in whole if token in added] == [token for ids in own for token in ids if token in added]:
+        return list(whole)
+    between = [encode_outside(tokenizer, outside[piece]) for piece in pieces[1::2]]
+    return [token for ids, more in zip_longest(own, between, fillvalue=()) for token in (*ids, *more)]
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

@@ -31,6 +31,7 @@ class ThoughtSearch(Environment):
     ) -> None:
         self._searcher, self._writer, self._grammar = searcher, writer, grammar
         self._feedback, self._steps_left = feedback, steps
+        self.tags = grammar.tags
         self.stop_strings = self._stops()
 
     async def step(self, prompt: Prompt, text: str, tools_allowed: bool) -> Outcome:

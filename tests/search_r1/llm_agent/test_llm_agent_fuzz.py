@@ -12,7 +12,6 @@ from scripted_policy import Script
 
 from search_r1.llm_agent.environment import SearchEnvironment
 from search_r1.llm_agent.grammar import Grammar, last_box
-from search_r1.llm_agent.observations import special_tokens
 from search_r1.llm_agent.search_engine import Searcher
 from search_r1.llm_agent.templates import load_template, shipped_templates
 from search_r1.llm_agent.transcript import Reply, final_answer, read_turns
@@ -195,4 +194,4 @@ def assert_frames_hold(trajectory: Trajectory, tokenizer, grammar: Grammar) -> N
         body = grammar.unwrap_information(text)
         assert text.startswith(f"\n\n<{grammar.information}>") and text.endswith(f"</{grammar.information}>\n\n")
         assert not any(tag in body for tag in grammar.tags)
-        assert not any(token in text for token in special_tokens(tokenizer))
+        assert not set(segment.ids) & set(tokenizer.all_special_ids)
