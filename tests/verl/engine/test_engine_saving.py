@@ -19,7 +19,7 @@ from value_cases import value_batch
 
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.saving import save_model
-from verl.engine.sharding import local
+from verl.engine.sharding import RowShards, local
 from verl.engine.streaming import Entry, stream, write_safetensors
 from verl.engine.value_engine import ValueEngine
 from verl.errors import CheckpointError
@@ -186,6 +186,19 @@ def test_going_on_gives_the_same_bits(model_path: str, other_model_path: str, ru
     assert (broken.step, broken.lr_factor) == (3, 0.5)
     assert train(broken, range(3, 6)) == expected
     assert_same(broken, straight)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 6, 13])
+def test_the_rows_of_a_shard_are_those_that_torch_chunk_gives(num_rows: int, num_ranks: int) -> None:
+    """With torch.chunk some of the last ranks may have fewer rows than the others, or none."""
+    weight = torch.arange(num_rows * 3).view(num_rows, 3)
+    chunks = list(weight.chunk(num_ranks)) if num_rows else []
+    chunks += [weight[:0]] * (num_ranks - len(chunks))
+    for place, chunk in enumerate(chunks):
+        shards = RowShards(weight, [list(range(num_ranks))], 0, place)  # type: ignore[arg-type]
+        assert torch.equal(weight[shards.rows_at(place)], chunk)
+        assert torch.equal(weight.flatten()[shards.values], chunk.flatten())
 
 
 def test_a_state_before_the_first_step(model_path: str, other_model_path: str, run_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from run_config import run_config
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
 from verl.config.model import OptimConfig
-from verl.engine.batching import selected_tokens
+from verl.engine.batching import RankValues, selected_tokens
 from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
 from verl.engine.mini_batches import mini_batches
 from verl.engine.optimizer import Schedule
+from verl.engine.policy_objective import require_old_policy
 from verl.engine.sharding import local
 from verl.errors import ConfigError, NumericalError
 
@@ -146,6 +148,36 @@ def test_llds_acts_on_what_an_optimizer_step_did(
     noise_T = 0.1 * torch.randn(len(batch.tokens["ids"]), generator=torch.Generator().manual_seed(0))
     batch.tokens["old_log_probs"] = engine.log_probs(batch, 1.0).tokens["log_prob"] + noise_T
     assert (engine.update(batch)["actor/llds_loss"] > 0) == acts
+
+
+@pytest.mark.parametrize(
+    ("kl", "needed"),
+    [
+        ((), ["old_log_probs"]),
+        (kl_overrides("full_forward"), ["old_log_probs"]),
+        ([*kl_overrides("full_forward"), f"{ACTOR}.kl_topk_tokens=4"], ["old_log_probs"]),  # those of the anchor
+        (kl_overrides("full_reverse"), ["old_log_probs"]),
+        ([*kl_overrides("full_reverse"), f"{ACTOR}.kl_topk_tokens=4"], ["old_log_probs", "top_index"]),
+    ],
+)
+def test_several_optimizer_steps_need_what_is_of_the_policy_before_the_first(
+    kl: Sequence[str], needed: list[str]
+) -> None:
+    actor = run_config([*kl, f"{ACTOR}.ppo_epochs=2"]).actor_rollout_ref.actor
+    batch = make_batch(2)
+    top_Tk = torch.zeros(len(batch.tokens["ids"]), 4, dtype=torch.int32)
+    tokens = {"old_log_probs": batch.tokens["old_log_probs"], "top_index": top_Tk}
+    for missing in needed:
+        batch.tokens = batch.tokens | {name: tokens[name] for name in needed if name != missing}
+        batch.tokens.pop(missing, None)
+        with pytest.raises(ValueError, match=f"need tokens.'{missing}'"):
+            require_old_policy(actor, batch, None, num_steps=2)
+        require_old_policy(actor, batch, None, num_steps=1)
+    batch.tokens = batch.tokens | {name: tokens[name] for name in needed}
+    require_old_policy(actor, batch, None, num_steps=2)
+    batch.tokens.pop("old_log_probs")
+    own = RankValues([0, 1], {"old_log_probs": tokens["old_log_probs"]})  # as a rank has top_index
+    require_old_policy(actor, batch, own, num_steps=2)
 
 
 def test_shuffle_is_seeded_and_given_order_is_kept() -> None:

@@ -15,6 +15,7 @@ from engine_cases import full_logits, log_softmax_rows, make_batch, make_engine,
 from engine_state import assert_same_weights, full_state, gradients, save_state, whole
 from engine_workers import KL
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -217,6 +218,39 @@ def test_what_is_saved_is_the_merged_model_and_peft_s_adapter(model_path: str, r
     for name, parameter in adapted.merge_and_unload().named_parameters():
         torch.testing.assert_close(parameter, state[name], rtol=1e-5, atol=1e-6)
     assert adapted.peft_config["default"].base_model_name_or_path == model_path
+
+
+@pytest.mark.parametrize("forward", [(), (IN_BFLOAT16,)], ids=["float32", "bfloat16"])
+def test_adapters_on_a_base_stored_in_bfloat16_are_saved_in_float32(
+    forward: tuple[str, ...], model_path: str, run_dir: Path, tmp_path: Path
+) -> None:
+    """The merged weights are W + alpha / r B A in float32: rounded to the base's format they would be others."""
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    engine = make(str(tmp_path / "base"), run_dir, *forward)
+    train(engine, range(3))
+    engine.save_pretrained(run_dir / "saved", None)
+    saved, adapter = (
+        load_file(run_dir / "saved" / name) for name in ("model.safetensors", "adapter/adapter_model.safetensors")
+    )
+    assert {tensor.dtype for tensor in (*saved.values(), *adapter.values())} == {torch.float32}
+    lost = 0
+    for name, weight in base.state_dict().items():
+        if name not in saved:
+            assert name == "lm_head.weight", "tied to the embedding"
+            continue
+        factors = [adapter.get(f"base_model.model.{name.removesuffix('weight')}lora_{one}.weight") for one in "BA"]
+        expected = weight.double()
+        if factors[0] is not None and factors[1] is not None:
+            expected = expected + 16 / 4 * factors[0].double() @ factors[1].double()
+            lost += int((expected.bfloat16().double() - expected).abs().max() > 1e-4)
+        torch.testing.assert_close(saved[name].double(), expected, rtol=0, atol=1e-6)
+    assert lost == 2 * 7
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "saved", dtype="auto")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items() if name in saved)
+    again = make(str(tmp_path / "base"), run_dir, *forward)
+    again.load_saved(run_dir / "saved")
+    assert_same_weights(again, engine)
 
 
 def test_a_critic_s_output_layer_is_trained_and_saved_with_its_adapters(tmp_path: Path, run_dir: Path) -> None:

@@ -28,6 +28,15 @@ def test_an_engine_goes_on_with_its_own_episodes_and_takes_those_of_others_last(
     assert last.slot == 2 and last.begun is group.begun[2], "nothing is left waiting for its engine"
 
 
+def test_lost_samples_are_drawn_again_first_and_in_their_order() -> None:
+    config = load_config("ppo_trainer", [])
+    groups = groups_of([Prompt((1,), "nq", {})], ["train"] * 6, step=1)
+    draws = Draws(config, groups, step=1)
+    assert [request.slot for request in draws.take(4)] == [0, 1, 2, 3]
+    draws.return_first([3, 0, 2])
+    assert [request.slot for request in draws.take(9)] == [0, 2, 3, 4, 5]
+
+
 def test_the_order_of_the_queue_is_kept_among_an_engine_s_own_and_new_episodes() -> None:
     _, draws = interrupted()
     assert [request.slot for request in draws.take(4, "a")] == [0, 2, 3, 1]

@@ -12,6 +12,7 @@ from content_scorer import ContentScorer
 from run_config import run_config
 
 from verl.config import Config
+from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
@@ -93,6 +94,36 @@ def test_groups_of_equal_rewards_are_replaced() -> None:
     assert [t.group_id for t in collected.sampled[::2]] == ["train-1-0", "train-1-1", "train-1-2"]
     assert collected.metrics["filter_groups/rounds"] == 1.5 and collected.metrics["filter_groups/kept"] == 2 / 3
     assert len(collected.sampled) == 6 and one.prompts.drawn == 3  # type: ignore[attr-defined]
+
+
+class Unavailable(Scorer):
+    """A reward that cannot be had for the first `failing` trajectories, under the rule of the real scorer."""
+
+    max_failed_ratio = 0.5
+    require_enough_so_far = RealScorer.require_enough_so_far
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self._num_requested, self._num_unavailable = failing, 0, 0
+
+    def score_some(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        self._num_requested += len(trajectories)
+        for trajectory in trajectories:
+            trajectory.reward = trajectory.events[0]["reward"]
+            if self._num_unavailable < self.failing:
+                self._num_unavailable += 1
+                trajectory.status, trajectory.reward = Status.FAILED, None
+        return list(trajectories)
+
+
+@pytest.mark.parametrize(("failing", "stops"), [(2, False), (3, True)])
+def test_rewards_that_fail_early_count_against_the_whole_step(failing: int, stops: bool) -> None:
+    """A step wants 2 groups of 2: of 4 trajectories a half may fail, even where only the first 2 are scored yet."""
+    one = Collector(make_config(*FILTER), Prompts(), Rollouts([(0, 1)] * 4), Unavailable(failing))  # type: ignore[arg-type]
+    if stops:
+        with pytest.raises(RolloutError, match="3 of 4 trajectories could not be scored so far"):
+            one.collect(1)
+    else:
+        assert len(one.collect(1).trained) == 4
 
 
 def test_in_a_deterministic_run_groups_are_judged_in_their_order() -> None:
