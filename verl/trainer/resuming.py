@@ -112,7 +112,7 @@ def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mappin
         progress = saved_state.read_progress(state)
     except (OSError, ValueError):
         return []  # its verification, which comes later, says what is wrong
-    prompts.check_state(progress["prompts"])
+    prompts.check_state(progress.get("prompts", {}))
     before = progress.get("sources")
     if before is None:
         return [f"{state} does not say which prompts and index it was trained with, so they cannot be compared"]

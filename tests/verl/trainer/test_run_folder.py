@@ -234,6 +234,8 @@ def test_what_a_resumed_run_reads_otherwise(
         (path / saved_state.TRAINER).write_text(json.dumps(progress))
 
     state = prompts.state_dict()
+    saved()
+    assert len(sources_since(trainer, prompts, now)) == 1, "nothing in it: its verification says so later"
     saved(prompts=state, sources={"the template": "a", "the retriever's index": "gone"})
     assert sources_since(trainer, prompts, now) == [
         "the template: a -> b (scores before and after it cannot be compared)"
