@@ -58,10 +58,10 @@ def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(qui
     assert [found[1] for found in told if found] == [
         "the config is valid",
         "checking prompt files, reward, models and environment",
+        "loading the prompts",
         "loads policy 0.75 M, anchor 0.75 M parameters",
         "importing Ray and the trainer",
         "starting Ray",
-        "loading the prompts",
         "prompts: 120 for training, 32 for validation",
         "layout: 1 training rank and 1 engine on CPU",
         "starting 1 rollout engine",
