@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
 from search_r1.search.replaceable import check_file
 
+_LOG = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 180  # tokens of a passage
 _EARLIER_LIMIT = 256
 
@@ -92,13 +94,13 @@ def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> 
 
 
 def _max_length(wanted: int | None, encoder: Encoder) -> int:
-    if wanted is None:
-        return min(_DEFAULT_LENGTH, encoder.longest)
-    try:
-        encoder.check_length(wanted)
-    except EncoderError as error:
-        raise EncoderError(f"--max_length {wanted}: {error}") from error
-    return wanted
+    """The length that passages are cut at, which the manifest has. The published script asks 256 of every model."""
+    if wanted is not None and wanted > encoder.longest:
+        _LOG.warning(
+            "--max_length %d: the encoder takes texts of at most %d tokens, so passages are cut there",
+            *(wanted, encoder.longest),
+        )
+    return min(_DEFAULT_LENGTH if wanted is None else wanted, encoder.longest)
 
 
 def _cut(max_length: int) -> dict[str, Any]:

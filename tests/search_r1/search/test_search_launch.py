@@ -98,7 +98,9 @@ def test_published_dense_scripts_build_and_serve(
     assert build.words[:3] == ("python3", "-m", "search_r1.search.index_builder")
     assert index_builder.main(build.arguments) == 0
     made = json.loads((tmp_path / "e5_HNSW64.index.json").read_text())
-    assert (made["pooling"], made["max_length"], made["faiss_type"]) == ("mean", 256, "HNSW64")
+    assert (made["pooling"], made["max_length"], made["faiss_type"]) == ("mean", 24, "HNSW64"), (
+        "the model takes no more"
+    )
     assert (tmp_path / "emb_e5.memmap").stat().st_size == 5 * 32 * 4
     corpus_file.rename(tmp_path / "wiki-18.jsonl")
     settings = f"file_path={tmp_path} retriever_path={model_dir}"

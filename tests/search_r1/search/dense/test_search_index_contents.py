@@ -146,8 +146,8 @@ def test_a_passage_is_cut_where_it_was_asked_and_never_silently_elsewhere(long_m
 
 
 @pytest.mark.parametrize("limits", [{}, {"sentence_bert_config.json": {"max_seq_length": 300}}])
-def test_a_length_beyond_the_model_is_refused(
-    long_model: Path, tmp_path: Path, limits: dict, capsys: pytest.CaptureFixture[str]
+def test_a_length_beyond_the_model_is_told_and_the_manifest_has_the_real_one(
+    long_model: Path, tmp_path: Path, limits: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
     corpus = corpus_of(tmp_path / "corpus", "river", "city").path
     if limits:
@@ -161,10 +161,12 @@ def test_a_length_beyond_the_model_is_refused(
         for name, content in {"modules.json": modules, "1/config.json": pooling, **limits}.items():
             (long_model / name).write_text(json.dumps(content))
     longest = 300 if limits else 600
-    assert build_dense(long_model, corpus, tmp_path, "--max_length", str(longest + 1)) == 1
-    assert f"--max_length {longest + 1}: the encoder takes texts of at most {longest}" in capsys.readouterr().err
-    assert build_dense(long_model, corpus, tmp_path, "--max_length", str(longest), "--save_embedding") == 0
-    assert json.loads((tmp_path / "e5_Flat.index.json").read_text())["max_length"] == longest
+    told = f"--max_length {longest + 1}: the encoder takes texts of at most {longest} tokens"
+    for wanted in (longest, longest + 1):
+        assert build_dense(long_model, corpus, tmp_path / str(wanted), "--max_length", str(wanted)) == 0
+        assert (told in caplog.text) == (wanted > longest)
+        made = json.loads((tmp_path / str(wanted) / "e5_Flat.index.json").read_text())
+        assert made["max_length"] == longest
 
 
 def test_vectors_that_an_earlier_version_cut_at_256_are_not_continued(
