@@ -125,7 +125,7 @@ def test_a_run_on_slurm(cluster: dict[str, str], start: Callable[..., Script], t
     assert len(token) == 64 and f"token={token}" in second and f"token={token}" in third
     assert head.startswith("n1 ") and head.endswith(f"--head --port=6379 --dashboard-host={ADDRESS}")
     assert [line[:2] for line in (second, third)] == ["n2", "n3"] and second.endswith(f"--address={ADDRESS}:6379")
-    assert train == f"train {ADDRESS}:6379 {token} 4 a=1 trainer.nnodes=3"
+    assert train == f"train {ADDRESS}:6379 {token} 4 trainer.sigterm_grace_s=120 a=1 trainer.nnodes=3"
 
 
 def test_slurm_outside_of_the_repository(start: Callable[..., Script], tmp_path: Path) -> None:

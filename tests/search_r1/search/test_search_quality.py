@@ -93,7 +93,7 @@ def test_reranking_orders_what_bm25_found_and_nothing_else(arguments: argparse.N
     model = encoder(Path(arguments.model), "minilm")
     for query, hits in zip(queries, found, strict=True):
         rows = [hit.row for hit in indexes.bm25.search([query], 100)[0]]
-        vectors = model.encode_passages([indexes.corpus[row]["contents"] for row in rows], 180)
+        vectors = model.encode_passages([indexes.corpus[row]["contents"] for row in rows])
         scores = vectors @ model.encode_queries([query])[0] if rows else np.empty(0)
         best = np.argsort(-scores)[:2]
         assert [hit.row for hit in hits] == [rows[i] for i in best]
