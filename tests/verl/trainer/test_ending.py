@@ -245,6 +245,7 @@ grace_s, step_s, signals = float(sys.argv[1]), float(sys.argv[2]), [getattr(sign
 
 def train():
     log_to_stderr()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has let its background ignore
     heed_interrupts()
     with StopAfterStep(grace_s) as stop:
         for number in signals:
@@ -292,6 +293,7 @@ def test_a_signal_that_is_passed_on_twice_is_one() -> None:
 
 def test_signals_wait_for_the_end_of_a_block() -> None:
     with restored_handlers():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         heed_interrupts()
         done = []
         with pytest.raises(KeyboardInterrupt), interrupts_at_the_end():

@@ -21,6 +21,7 @@ from verl.data.prompts import PromptSource
 from verl.errors import DataError
 from verl.single_controller import ResourcePool
 from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.estimates import Estimator
 from verl.trainer.recovery import Recovery
 from verl.trainer.resuming import settings_since, sources_since, state_to_resume
 from verl.trainer.roles import ActorGroup
@@ -74,7 +75,8 @@ def test_a_run_of_an_earlier_version_is_resumed(
     assert progress["step"] == 2 and checkpoints.steps == [2]
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "again"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    Recovery(config.trainer.collapse_guard, checkpoints).guard.load_state_dict(progress["guard"])
+    estimator = Estimator(config)
+    Recovery(config.trainer.collapse_guard, checkpoints, estimator.kl_weight).guard.load_state_dict(progress["guard"])
     SamplingState.from_json(progress).put_back(prompts)
     assert prompts.state_dict()["position"] == 4, "the next draw begins another epoch"
     assert len({prompt.index for prompt in prompts.next(4)}) == 4
