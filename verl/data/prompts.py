@@ -127,7 +127,12 @@ class PromptSource:
         Rows are of one kind if they have the same `data_source`, and if their `reward_model` and `extra_info` are equal
         in fields and types, and in what is null or empty.
         """
-        seen = set()
+        return ((place, self._prompt(index)) for place, index in self._kinds)
+
+    @functools.cached_property
+    def _kinds(self) -> list[tuple[str, int]]:
+        """Place and index of a prompt of each kind."""
+        found, seen = [], set()
         for number, table in enumerate(self._tables):
             rows = {row: index for index, (of, row) in enumerate(self._rows) if of == number}
             columns = [name for name in ("data_source", "reward_model", "extra_info") if name in table.column_names]
@@ -135,7 +140,8 @@ class PromptSource:
                 kind = (values["data_source"], _shape(values))
                 if row in rows and kind not in seen:
                     seen.add(kind)
-                    yield self._place((number, row)), self._prompt(rows[row])
+                    found.append((self._place((number, row)), rows[row]))
+        return found
 
     def check_ids(self, num_embeddings: int) -> None:
         """Raise `DataError` for the first prompt with a token that a model of so many embeddings does not have."""

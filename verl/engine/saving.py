@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from verl.engine.merging import exported
 from verl.engine.model import Decoder
 from verl.engine.sharding import is_main_rank, reshard
 from verl.engine.streaming import Entry, stream, write_safetensors
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.storage import could_not_write, sync
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,18 @@ def save_without_weights(model: PreTrainedModel, tokenizer: Any, folder: Path) -
         model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def save_as_a_test(model: PreTrainedModel, tokenizer: Any, named: str) -> None:
+    """Save all but the weights to a temporary folder. Raises ConfigError for what would fail at the first checkpoint;
+    `named` says where the model is from.
+    """
+    with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
+        try:
+            save_without_weights(model, tokenizer, Path(folder))
+        except Exception as error:  # whatever code of others raises, it would raise it again
+            what = f"{named} could not be saved again as a checkpoint"
+            raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:

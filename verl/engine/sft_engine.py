@@ -15,7 +15,7 @@ from verl.engine.loading import load_sharded
 from verl.engine.micro_batches import Budget
 from verl.engine.model import layout_of
 from verl.engine.optimizer import Schedule, build_adamw, set_lr
-from verl.engine.saving import save_model, save_without_weights
+from verl.engine.saving import save_as_a_test, save_model
 from verl.engine.sharding import reshard
 from verl.errors import ConfigError
 from verl.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
@@ -69,12 +69,9 @@ class SftEngine:
         """Save in Hugging Face format. Raises CheckpointError on every rank if it fails."""
         save_model(self.model, Path(path), tokenizer)
 
-    def save_without_weights(self, folder: str, tokenizer: Any) -> None:
-        """Save the rest of a model, as a test before the first step. Raises ConfigError if that fails."""
-        try:
-            save_without_weights(self.model.model, tokenizer, Path(folder))
-        except Exception as error:  # whatever code of others raises, it would raise it again at the end
-            raise ConfigError(f"this model could not be saved again: {type(error).__name__}: {error}") from error
+    def save_as_a_test(self, tokenizer: Any, named: str) -> None:
+        """See `verl.engine.saving.save_as_a_test`; before the first step."""
+        save_as_a_test(self.model.model, tokenizer, named)
 
     @property
     def num_embeddings(self) -> int:

@@ -92,8 +92,7 @@ def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
 
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
         engine = SftEngine(config, device)
-    with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
-        engine.save_without_weights(folder, tokenizer)
+    engine.save_as_a_test(tokenizer, f"model.path={config.model.path}")
     with startup.phase(f"tokenising {len(rows)} rows"):
         batches = Batches(config, tokenizer, rows)
         batches.check_ids(engine.num_embeddings)

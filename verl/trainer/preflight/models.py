@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from verl.engine.hf_model import HfModel
 from verl.engine.loading import import_modules
 from verl.engine.lora import Lora
 from verl.engine.model import CausalLm
-from verl.engine.saving import save_without_weights
+from verl.engine.saving import save_as_a_test
 from verl.engine.value_model import TokenClassifier
 from verl.engine.weight_files import WeightFiles, weight_files
 from verl.errors import CheckpointError, ConfigError
@@ -128,18 +127,10 @@ def require_savable(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _save_as_a_test(hf: HfModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    with tempfile.TemporaryDirectory(prefix="trial-save-") as folder:
-        try:
-            model = hf.blank()
-            if model.can_generate():
-                _check_end_of_text(model.generation_config, hf)
-            save_without_weights(model, tokenizer, Path(folder))
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever code of others raises, it would raise it again at the first checkpoint
-            raise ConfigError(
-                f"{hf.setting}={hf.path} could not be saved again as a checkpoint: {type(error).__name__}: {error}"
-            ) from error
+    model = hf.blank()
+    if model.can_generate():
+        _check_end_of_text(model.generation_config, hf)
+    save_as_a_test(model, tokenizer, f"{hf.setting}={hf.path}")
 
 
 def _check_end_of_text(generation_config: GenerationConfig | None, hf: HfModel) -> None:
