@@ -44,7 +44,16 @@ def main() -> None:
 def write_model(folder: Path, shape: str, tokenizer: Path, device: torch.device, seed: int = 0) -> int:
     """Returns the number of parameters. The same seed gives the same values on the same kind of device."""
     filled = fill_up(load_tokenizer(str(tokenizer), False, "--tokenizer"), SHAPES[shape]["vocab_size"])
-    ids = {"bos_token_id": None, "eos_token_id": filled.eos_token_id, "pad_token_id": filled.pad_token_id}
+    num_parameters = write_policy(folder, shape, device, seed, filled.eos_token_id, filled.pad_token_id)
+    filled.save_pretrained(folder)
+    return num_parameters
+
+
+def write_policy(
+    folder: Path, shape: str, device: torch.device, seed: int = 0, eos: int | None = None, pad: int | None = None
+) -> int:
+    """The model without a tokenizer. Returns the number of parameters."""
+    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
     config = Qwen2Config(
         **SHAPES[shape], **ids, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype=DTYPE
     )
@@ -53,7 +62,6 @@ def write_model(folder: Path, shape: str, tokenizer: Path, device: torch.device,
     entries = [Entry(name, DTYPE, parameter.shape) for name, parameter in model.named_parameters()]
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    filled.save_pretrained(folder)
     write_weights(folder, random_values(entries, device, seed), plan_files(entries, MAX_FILE_BYTES))
     return sum(entry.shape.numel() for entry in entries)
 

@@ -15,6 +15,7 @@ from verl.config.predicates import needs_ref_log_probs, scores_in_update
 from verl.protocol import TrainBatch
 
 MICRO_BATCHES = 2
+DIFFERENT_IDS = 100
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Limit:
         return lengths[:most_rows]
 
 
+def limit_of(settings: object, prefix: str) -> Limit:
+    """From the settings of a pass, whose names begin with `prefix`."""
+    values = vars(settings)
+    by_tokens = values.get(f"{prefix}_use_dynamic_bsz", values.get("use_dynamic_bsz"))
+    return Limit(bool(by_tokens), values[f"{prefix}_max_token_len_per_gpu"], values[f"{prefix}_micro_batch_size"])
+
+
 def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k: int, batch_std: bool) -> TrainBatch:
     """A batch with all columns that any loss reads, for `micro_batches` on each rank."""
     lengths_B = torch.tensor(lengths * (num_ranks * micro_batches), dtype=torch.int64)
@@ -50,7 +58,8 @@ def largest_batch(lengths: list[int], num_ranks: int, micro_batches: int, top_k:
     zero_T = torch.zeros(num_tokens)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
     tokens = {name: zero_T for name in names}
-    tokens |= {"ids": zero_T.long(), "loss_mask": torch.ones(num_tokens, dtype=torch.bool)}
+    ids_T = torch.arange(num_tokens) % DIFFERENT_IDS  # one id alone would make a GPU add all of a gradient to one row
+    tokens |= {"ids": ids_T, "loss_mask": torch.ones(num_tokens, dtype=torch.bool)}
     if top_k:
         tokens["top_index"] = torch.zeros(num_tokens, top_k, dtype=torch.int32)
     rows = {"reward": torch.zeros(num_rows), "group": torch.arange(num_rows)}
