@@ -27,7 +27,7 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.grammar import Grammar
 from verl.config import Config
 from verl.errors import VerlError
-from verl.startup import PLAIN, log_to_stderr
+from verl.process.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

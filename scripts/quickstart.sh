@@ -63,7 +63,7 @@ python=.venv/bin/python
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
 # Now, not when data and warm start have been made again.
-$python -m verl.trainer.run_folder --config-name "tinywiki$suffix" trainer.default_local_dir="$run_dir/rl" "$@" ||
+$python -m verl.run.resuming --config-name "tinywiki$suffix" trainer.default_local_dir="$run_dir/rl" "$@" ||
   fail "here that is: bash scripts/quickstart.sh -- trainer.resume_mode=auto, --output_dir ANOTHER_FOLDER, or" \
     "bash scripts/quickstart.sh -- trainer.overwrite=archive (with the other options as they were)"
 
@@ -74,7 +74,7 @@ say "warm start: language modelling, then imitation of an imperfect demonstrator
 $python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
   "${sft_size[@]}" "${on_device[@]}"
-policy=$($python -m verl.trainer.last_checkpoint "$run_dir/sft")
+policy=$($python -m verl.run.last_checkpoint "$run_dir/sft")
 
 say "retrieval server"
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -96,7 +96,7 @@ $python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_file
   trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" \
   "${rl_size[@]}" "${rl_on_device[@]}" "$@"
 rl_seconds=$((SECONDS - rl_started))
-trained=$($python -m verl.trainer.last_checkpoint "$run_dir/rl")
+trained=$($python -m verl.run.last_checkpoint "$run_dir/rl")
 
 say "one question, answered by infer.py with the trained policy"
 question=$($python -m search_r1.evaluation.example_question "$run_dir/data/test.parquet")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from verl.storage import free_bytes
-from verl.trainer.preflight import machine
-from verl.trainer.preflight.finding import Finding, judge
+from verl.process.storage import free_bytes
+from verl.trainer.start_checks import machine
+from verl.trainer.start_checks.finding import Finding, judge
 
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK, LEAST_SHARED = 8 * GIB, 5 * GIB, GIB // 2

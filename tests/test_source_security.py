@@ -27,8 +27,8 @@ UNSAFE_CALLS = frozenset(
 TRUST_SETTING = re.compile(r"([\w.]+\.)?trust_remote_code")
 
 ALLOWED = {
-    ("verl/rollout/weights/ipc.py", "import pickle"): "CUDA memory handles that the trainer of this very run wrote",
-    ("verl/rollout/weights/ipc.py", "pickle.loads"): "the same: they come through Ray from the trainer's worker",
+    ("verl/weight_sync/ipc.py", "import pickle"): "CUDA memory handles that the trainer of this very run wrote",
+    ("verl/weight_sync/ipc.py", "pickle.loads"): "the same: they come through Ray from the trainer's worker",
 }
 # Not seen here, because PyTorch does it: torch.distributed.checkpoint unpickles the `.metadata` of a saved state. It is
 # read only from a folder whose manifest verifies; SECURITY.md says that such a folder must be one you trust.
@@ -115,7 +115,7 @@ def test_what_counts_as_unsafe(source: str, found: list[str]) -> None:
 
 def test_remote_code_is_off_unless_asked_for() -> None:
     from verl.config import load_config
-    from verl.config.sft import load_sft_config
+    from verl.config.load.run import load_sft_config
 
     assert load_config("ppo_trainer").actor_rollout_ref.model.trust_remote_code is False
     assert load_sft_config("sft").model.trust_remote_code is False

@@ -27,14 +27,14 @@ class Column(NamedTuple):
 
 _BATCH = "verl.protocol.TrainBatch.from_trajectories"
 _MODEL = "verl.engine.batching.model_input"
-_COLLECT = "verl.trainer.collection.Collector.collect"
+_COLLECT = "verl.trainer.sampling.collection.Collector.collect"
 _PREPARE = "verl.trainer.estimates.Estimator.prepare"
 _UPDATES, _SCORES = "verl.trainer.updates.Updates.run", "verl.trainer.updates.Updates.scores"
 _ENGINE, _LEARNER = "verl.engine.policy_engine.PolicyEngine", "verl.engine.learner.Learner.accumulate"
 _LOSS, _KL = "verl.engine.policy_objective.PolicyObjective", "verl.engine.kl_objective"
 _CRITIC = "verl.engine.value_engine.ValueEngine.loss"
-_MISMATCH = "verl.trainer.health.sampler_mismatch"
-_METRICS, _STORED = "verl.trainer.metrics.batch_metrics", "verl.trainer.stored_values.token_values"
+_MISMATCH = "verl.trainer.metrics.health.sampler_mismatch"
+_METRICS, _STORED = "verl.trainer.metrics.batch.batch_metrics", "verl.trainer.stored_values.token_values"
 
 COLUMNS: Mapping[Kind, Mapping[str, Column]] = {
     "tokens": {

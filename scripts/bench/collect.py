@@ -31,12 +31,12 @@ from verl.data.prompts import PromptSource
 from verl.pretrained import load_policy_tokenizer
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
-from verl.rollout.weights.buckets import Version, plan_buckets
-from verl.rollout.weights.memory import HostBuckets, weight_folder
 from verl.single_controller import ResourcePool
 from verl.single_controller.cluster import connect
-from verl.trainer.collection import Collector
-from verl.trainer.scoring import Scorer
+from verl.trainer.sampling.collection import Collector
+from verl.trainer.sampling.scoring import Scorer
+from verl.weight_sync.buckets import Version, plan_buckets
+from verl.weight_sync.memory import HostBuckets, weight_folder
 
 BUCKET_MIB = 64.0
 Row = dict[str, float]

@@ -25,7 +25,7 @@ from verl.engine.micro_batches import split_rows
 from verl.protocol import TrainBatch
 from verl.single_controller.cluster import init_patiently
 from verl.single_controller.shared_batch import SharedBatch, SharedValues, merged, share
-from verl.trainer.roles import SCORED, ActorGroup
+from verl.workers.roles import SCORED, ActorGroup
 
 TOP_K = 32
 MIB = 2**20

@@ -42,9 +42,9 @@ from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.timing import Timer
 from verl.tracking.trajectory_store import write_trajectories
 from verl.trainer.estimates import for_losses, token_rewards
-from verl.trainer.health import health_metrics
-from verl.trainer.metrics import step_metrics
-from verl.trainer.roles import SCORED, ActorGroup
+from verl.trainer.metrics.batch import step_metrics
+from verl.trainer.metrics.health import health_metrics
+from verl.workers.roles import SCORED, ActorGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 200

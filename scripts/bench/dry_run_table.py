@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 from verl.config import Config
-from verl.config.stored import load_stored_config
+from verl.config.load.stored import load_stored_config
 from verl.phases import Phase
-from verl.trainer.dry_run.gpus import GIB
-from verl.trainer.dry_run.place import Place, parse_gpus
-from verl.trainer.dry_run.report import least_seconds_of_step
-from verl.trainer.dry_run.run import DryRun, dry_run
+from verl.planning.dry_run.gpus import GIB
+from verl.planning.dry_run.place import Place, parse_gpus
+from verl.planning.dry_run.report import least_seconds_of_step
+from verl.planning.dry_run.run import DryRun, dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train_grpo.sh", "train_ppo.sh", "train_grpo_ema_pg.sh")

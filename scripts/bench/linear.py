@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from verl.engine.linear import linear, onednn_is_faster
+from verl.engine.device.linear import linear, onednn_is_faster
 
 SIZES = [(128, 384), (384, 128), (896, 4864), (4864, 896)]  # TinyWiki's and Qwen2.5-0.5B's MLPs
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

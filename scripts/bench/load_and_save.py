@@ -23,11 +23,11 @@ import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.config.model import FsdpConfig, ModelConfig
-from verl.engine.device import init_process_group
-from verl.engine.loading import load_sharded
-from verl.engine.saving import save_model
-from verl.heap import return_free_memory
+from verl.config.sections.model import FsdpConfig, ModelConfig
+from verl.engine.device.runtime import init_process_group
+from verl.engine.files.loading import load_sharded
+from verl.engine.files.saving import save_model
+from verl.process.heap import return_free_memory
 
 MIB = 2**20
 

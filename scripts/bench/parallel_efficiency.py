@@ -5,7 +5,7 @@
 The same batch of full rows is scored and learned from (log-probs of policy and anchor, then one update) by 1, 2 and 4
 ranks of FSDP2 over gloo, in turns. Ranks may be more than cores: what counts is the time that all of them spend on
 cores, the median over the rounds. The efficiency is that of one rank divided by that of all. The planner's is worked
-out from a dry run of each number of ranks and what `verl.trainer.plan.calibrate` measures here before.
+out from a dry run of each number of ranks and what `verl.planning.plan.calibrate` measures here before.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch.multiprocessing as mp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config, load_config
-from verl.engine.device import init_process_group
+from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.phases import Phase
+from verl.planning.dry_run.machine import Cost, Machine
+from verl.planning.dry_run.roles import run_role
+from verl.planning.dry_run.run import no_warnings
+from verl.planning.plan.calibrate import calibrated, described
 from verl.protocol import TrainBatch
-from verl.trainer.dry_run.roles import run_role
-from verl.trainer.dry_run.run import no_warnings
-from verl.trainer.plan.calibrate import calibrated, described
-from verl.trainer.plan.machine import Cost, Machine
 
 CPU = torch.device("cpu")
 VOCABULARY, WINDOW = 2048, 512  # of the latter, half is prompt

@@ -51,8 +51,8 @@ from verl.rollout.draws import Draws
 from verl.rollout.engine_settings import engine_args, engine_variables
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.worker import EpisodeRequest, RolloutWorker, settings_of
-from verl.trainer.last_checkpoint import last_checkpoint
-from verl.trainer.selection import Selection
+from verl.run.last_checkpoint import last_checkpoint
+from verl.trainer.sampling.selection import Selection
 
 ALL_IN_ONE = 1_000_000  # queries a request
 SIDES = ("episodes", "synchronous", "in_process", "over_sample")

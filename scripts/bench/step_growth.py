@@ -30,7 +30,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.config import load_config
-from verl.engine.device import init_process_group
+from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.protocol import TrainBatch
 

@@ -65,7 +65,7 @@ def write(folder: Path) -> None:
 
 def ours(folder: Path, batch: TrainBatch, num_threads: int) -> Update:
     from verl.config import load_config
-    from verl.engine.device import init_process_group
+    from verl.engine.device.runtime import init_process_group
     from verl.engine.policy_engine import PolicyEngine
 
     actor, device = "actor_rollout_ref.actor", torch.device("cpu")

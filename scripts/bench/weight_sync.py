@@ -34,13 +34,13 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Shard
 
 from verl.config import load_config
-from verl.engine.device import device_mesh, init_process_group, resolve_device
+from verl.engine.device.runtime import device_mesh, init_process_group, resolve_device
+from verl.engine.files.checksum import differing, sums_of
 from verl.rollout.weight_stream import stream_buckets
 from verl.rollout.weight_sync import open_weights
-from verl.rollout.weights.checksum import differing, sums_of
-from verl.rollout.weights.export import WeightExporter
-from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.memory import HostBuckets, weight_folder
+from verl.weight_sync.export import WeightExporter
+from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.memory import HostBuckets, weight_folder
 
 HIDDEN, MLP = 2048, 8192
 SQUARE, WIDE = (HIDDEN, HIDDEN), (MLP, HIDDEN)

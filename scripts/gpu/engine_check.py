@@ -23,8 +23,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.engine.batching import model_input
 from verl.engine.head import Head, HeadRequest, token_stats
+from verl.engine.hf_model import decoder_layers
 from verl.engine.micro_batches import Budget, plan
-from verl.engine.model import CausalModel, decoder_layers, layout_of
+from verl.engine.model import CausalModel, layout_of
 from verl.protocol import TrainBatch
 
 SHAPES: dict[str, dict[str, Any]] = {

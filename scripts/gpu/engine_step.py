@@ -30,19 +30,19 @@ from shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from verl.config import Config, load_config
-from verl.config.predicates import has_anchor
-from verl.engine.device import init_process_group
-from verl.engine.device_memory import device_memory
-from verl.engine.model import weights_of
+from verl.config.rules.predicates import has_anchor
+from verl.engine.device.memory import device_memory
+from verl.engine.device.runtime import init_process_group
+from verl.engine.device.sharding import local, reshard
+from verl.engine.files.checksum import sums_of
+from verl.engine.hf_model import weights_of
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import local, reshard
 from verl.phases import Phase
+from verl.planning.dry_run.passes import LargestPass, LargestPasses
+from verl.planning.dry_run.roles import run_role
 from verl.protocol import TrainBatch
 from verl.rollout.weight_sync import open_weights
-from verl.rollout.weights.checksum import sums_of
-from verl.rollout.weights.export import WeightExporter
-from verl.trainer.dry_run.passes import LargestPass, LargestPasses
-from verl.trainer.dry_run.roles import run_role
+from verl.weight_sync.export import WeightExporter
 
 GIB = 2**30
 ROLE = "actor_rollout_ref"

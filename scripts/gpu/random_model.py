@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from verl.engine.saving import plan_files, write_weights
-from verl.engine.streaming import Entry
+from verl.engine.files.saving import plan_files, write_weights
+from verl.engine.files.streaming import Entry
 from verl.pretrained import load_tokenizer
 
 DTYPE = torch.bfloat16

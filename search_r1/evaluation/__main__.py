@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from search_r1.evaluation.command_line import method_config, parse_arguments, server_of, settings_of
 from search_r1.llm_agent.command_line import agent_sampling, chooses
 from verl.errors import VerlError
-from verl.startup import PLAIN, log_to_stderr, phase, tell
-from verl.tracking.secrets import mask_text
+from verl.process.secrets import mask_text
+from verl.process.startup import PLAIN, log_to_stderr, phase, tell
 
 if TYPE_CHECKING:
     from search_r1.evaluation.questions import Question

@@ -14,8 +14,8 @@ from search_r1.evaluation.methods.registry import METHODS, check_template, overr
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
 from search_r1.llm_agent.templates import template_of
 from verl.config import Config
-from verl.config.keys import is_known
-from verl.tracking.secrets import mask_secrets
+from verl.config.sections.keys import is_known
+from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:
     from search_r1.evaluation.served_agent import Server

@@ -14,7 +14,7 @@ from search_r1.evaluation.store import Store
 from search_r1.rewards.component import BatchedComponent, Value
 from search_r1.rewards.reading import Reading
 from verl.errors import RewardUnavailable
-from verl.startup import tell
+from verl.process.startup import tell
 
 _PART = 256  # verdicts in a part: what a killed run loses at most
 

@@ -13,9 +13,9 @@ from long_task import Progress
 from search_r1.evaluation.questions import Question
 from search_r1.evaluation.records import Measurer, Scored
 from search_r1.evaluation.store import Store
-from verl.event_loop import end_all
+from verl.process.event_loop import end_all
+from verl.process.startup import tell
 from verl.protocol import Status, Trajectory
-from verl.startup import tell
 from verl.tracking.trajectory_store import Decode
 
 

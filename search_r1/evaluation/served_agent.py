@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from search_r1.evaluation.openai_sampler import OpenAISampler
 from search_r1.llm_agent.agent import SearchAgent, limits_within
+from search_r1.llm_agent.model_source import find_source
 from search_r1.llm_agent.templates import template_of
 from verl.agent.environment import Sampling, make_environment
 from verl.config import Config
-from verl.model_source import find_source
 from verl.pretrained import load_tokenizer
-from verl.startup import phase
-from verl.tracking.secrets import mask_text
+from verl.process.secrets import mask_text
+from verl.process.startup import phase
 
 
 @dataclass(frozen=True)

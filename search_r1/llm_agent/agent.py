@@ -12,16 +12,16 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from search_r1.llm_agent.model_source import find_model
 from search_r1.llm_agent.templates import Template, normalize_question, template_of
 from verl.agent.environment import Environment, Sampler, Sampling, make_environment
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config
 from verl.data.prompts import encode_prompt
 from verl.errors import ConfigError
-from verl.model_source import find_model
 from verl.pretrained import load_model_config, load_policy_tokenizer
+from verl.process.startup import phase, tell
 from verl.protocol import Prompt, Trajectory
-from verl.startup import phase, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ async def open_agent(config: Config, sampling: Sampling) -> AsyncIterator[Search
 
 async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:
     """Start a vLLM engine with the model, for sequences within `limits`."""
-    from verl.engine.device import resolve_device
+    from verl.engine.device.runtime import resolve_device
 
     device = resolve_device(config.trainer.device).type
     with phase("importing vLLM"):

@@ -20,7 +20,7 @@ from verl.agent.environment import Sampling
 from verl.agent.sampling import sampling_of
 from verl.config import Config, load_config, load_stored_config
 from verl.errors import ConfigError
-from verl.tracking.secrets import MASK
+from verl.process.secrets import MASK
 
 PUBLISHED = {
     "actor_rollout_ref.model.path": "PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.errors import ConfigError, DataError
+from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
+from verl.run.saved_state import PREFIX, step_folders
 from verl.tracking.tracker import CONFIG_FILE
-from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint
-from verl.trainer.saved_state import PREFIX, step_folders
 
 
 def config_file_of(run_dir: Path) -> Path:

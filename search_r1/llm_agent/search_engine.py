@@ -19,9 +19,9 @@ from search_r1.http.error_replies import may_blame_query
 from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
 from search_r1.search.sanitize import whole_characters
-from verl.by_name import load_by_name
 from verl.config import RetrieverConfig
 from verl.errors import ConfigError, EnvironmentUnavailable
+from verl.process.by_name import load_by_name
 
 INDEX_VERSION = "index_version"
 _INFO_DEADLINE_S = 5.0

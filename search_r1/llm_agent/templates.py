@@ -28,7 +28,7 @@ from search_r1.llm_agent.text_files import read_text_file
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from verl.config.agent import AgentConfig
+    from verl.config.sections.agent import AgentConfig
 
 # In the metadata of a prompt file: the template it was made with.
 TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"

@@ -36,7 +36,7 @@ def score(args: argparse.Namespace) -> None:
     from verl.config import load_config
     from verl.pretrained import load_tokenizer
     from verl.tracking.trajectory_store import write_trajectory_table
-    from verl.trainer.scoring import make_reward
+    from verl.trainer.sampling.scoring import make_reward
 
     config = load_config("ppo_trainer")
     if args.template is not None:

@@ -10,7 +10,7 @@ import torch
 from long_task import track
 from search_r1.replay.stored import Stored
 from verl.algorithms.kl import SAMPLED_KL
-from verl.engine.device import resolve_device, resolve_head_dtype, resolve_precision
+from verl.engine.device.runtime import resolve_device, resolve_head_dtype, resolve_precision
 from verl.engine.micro_batches import Budget, plan
 from verl.engine.model import CausalLm, CausalModel, layout_of
 from verl.engine.token_values import policy_scores, read_tokens

@@ -11,7 +11,7 @@ import pyarrow as pa
 from search_r1.replay.stored import Stored
 from verl.errors import RewardUnavailable
 from verl.protocol import Status, Trajectory
-from verl.trainer.scoring import BatchReward, Reward, score_trajectories
+from verl.trainer.sampling.scoring import BatchReward, Reward, score_trajectories
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.templates import template_of
 from search_r1.rewards.reading import Reading, read_trajectory
-from verl.by_name import in_words, load_by_name
 from verl.errors import ConfigError, RewardError, RewardUnavailable, VerlError
-from verl.event_loop import run_to_end
+from verl.process.by_name import in_words, load_by_name
+from verl.process.event_loop import run_to_end
 from verl.protocol import Trajectory
 from verl.score import Score, read_number
 

@@ -17,7 +17,7 @@ from search_r1.rewards.rubric import load_rubric
 from search_r1.rewards.verdict import VERDICT_FORMAT, read_score
 from search_r1.rewards.verdict_cache import VerdictCache
 from verl.errors import ConfigError, RewardUnavailable
-from verl.event_loop import end_all
+from verl.process.event_loop import end_all
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agen
 from search_r1.llm_agent.templates import template_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
-from verl.startup import log_to_stderr
+from verl.process.startup import log_to_stderr
 
 ROUTE = "/v1/chat/completions"
 TOKEN_VARIABLE = "SEARCH_R1_AUTH_TOKEN"

@@ -58,7 +58,7 @@ def _serve(args: argparse.Namespace) -> int:
     from search_r1.http.process import announce, bind, check_serving_arguments, read_token, serve
     from search_r1.viewer.app import create_app
     from search_r1.viewer.pages import Pages
-    from verl.startup import log_to_stderr
+    from verl.process.startup import log_to_stderr
 
     log_to_stderr()
     check_serving_arguments(args)

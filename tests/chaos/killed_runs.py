@@ -15,7 +15,7 @@ from phases import TRAINER, Phase, kill, resume, standing_still, title_of
 from same_runs import assert_same_trajectories, assert_same_weights, learned
 from training_process import TrainingProcess
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 STEPS = 6
 COMMAND = "-m verl.trainer.main_ppo"

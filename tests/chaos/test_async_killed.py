@@ -12,7 +12,7 @@ from killed_runs import EMA_PG, Runs
 from phases import UPDATE, standing_still
 from training_process import TrainingProcess
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 
 @pytest.mark.slow

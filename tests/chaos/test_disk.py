@@ -13,8 +13,8 @@ from small_disk import SmallDisk, small_disk
 from training_process import TrainingProcess, the_error
 
 from verl.errors import CheckpointError
-from verl.trainer import saved_state
-from verl.trainer.run_lock import LOCK
+from verl.run import saved_state
+from verl.run.run_lock import LOCK
 
 MIB = 2**20
 GOING_ON = "resuming after step 1"

@@ -15,7 +15,7 @@ from e2e_world import small_run
 from phases import TRAINER
 from training_process import TrainingProcess
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 from verl.trainer.failing import INTERRUPT_WAIT_S
 
 SETTINGS = (

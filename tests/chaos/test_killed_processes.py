@@ -13,7 +13,7 @@ from killed_runs import EMA_PG, KilledRun, Runs, assert_same_runs
 from phases import CRITIC_UPDATE, ROLLOUT, UPDATE, kill, standing_still, title_of
 from training_process import the_error
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

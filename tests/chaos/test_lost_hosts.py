@@ -14,7 +14,7 @@ from phases import EXPORT, ROLLOUT, SAMPLER, SAVE, TRAINER, UPDATE, Phase, stand
 from runs_on_hosts import SETTINGS, STEPS, HostRun, OneHost, assert_same, retriever_on
 from training_process import the_error
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 DOWN_S = 5.0

@@ -19,17 +19,17 @@ from transformers import AutoModelForTokenClassification
 
 from verl.config import Config, load_config
 from verl.engine.batching import RankValues, merge_rows
-from verl.engine.device import init_process_group
+from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.protocol import Prompt, Status, TrainBatch
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
 from verl.tracking.timing import Timer
-from verl.trainer.collection import Collected, Collector
 from verl.trainer.estimates import Estimator, for_critic
-from verl.trainer.metrics import step_metrics
-from verl.trainer.scoring import Scorer
+from verl.trainer.metrics.batch import step_metrics
+from verl.trainer.sampling.collection import Collected, Collector
+from verl.trainer.sampling.scoring import Scorer
 
 CPU = torch.device("cpu")
 REWARDS = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 0, 1), (0, 1, 0, 1)]

@@ -21,8 +21,8 @@ from search_r1.llm_agent.environment import SearchEnvironment
 from verl.agent.text import encode_text
 from verl.config import load_config
 from verl.protocol import Source, Status, Trajectory
+from verl.run import saved_state
 from verl.tracking.trajectory_store import load_trajectories
-from verl.trainer import saved_state
 
 NUM_TRAJECTORIES = 24
 TIMES = ("retriever.timeout_s=2", "retriever.deadline_s=8", "retriever.max_batch=1")

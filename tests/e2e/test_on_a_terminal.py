@@ -9,7 +9,7 @@ import pytest
 from e2e_world import small_run
 from terminal import CTRL_C, Screen, TerminalRun
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from e2e_world import small_run
 from hosts import Network, ray_cluster
 from runs_on_hosts import SETTINGS, STEPS, HostRun, OneHost, assert_same, retriever_on
 
-from verl.trainer import saved_state
+from verl.run import saved_state
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ from same_runs import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.viewer.panels import PANELS, metrics_of
+from verl.run.run_folder import archive
+from verl.run.run_lock import LOCK
 from verl.tracking.backend import Run
 from verl.tracking.prometheus_backend import LatestMetrics
 from verl.tracking.trajectory_store import read_trajectories
-from verl.trainer.run_folder import archive
-from verl.trainer.run_lock import LOCK
 
 Train = Callable[..., Path]
 
@@ -53,7 +53,7 @@ def test_the_start_is_told_phase_by_phase_and_nothing_that_nobody_can_act_on(qui
     said = (quickstart / "stderr").read_text().partition(" step 60/60 ")[2].partition("\n")[2]
     said = re.split(r"^\[ *\d+ s\] ", said, maxsplit=1, flags=re.MULTILINE)[0]  # what follows is from infer.py
     lines = [line for line in said.splitlines() if not line.endswith(" s so far")]
-    told = [re.fullmatch(r"\d\d:\d\d:\d\d INFO verl.startup: \[ *\d+ s\] (.*)", line) for line in lines]
+    told = [re.fullmatch(r"\d\d:\d\d:\d\d INFO verl.process.startup: \[ *\d+ s\] (.*)", line) for line in lines]
     assert all(told), [line for line, found in zip(lines, told, strict=True) if not found]
     assert [found[1] for found in told if found] == [
         "the config is valid",

@@ -132,7 +132,7 @@ case "$*" in
   *"import socket"*) echo 8001 ;;
   *sysconfig*) echo "${0%/*}" ;;
   *is_available*) echo True ;;
-  "-m verl.trainer.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
+  "-m verl.run.last_checkpoint "*) ls -d "$3"/{actor/,}global_step_1 2>/dev/null | head -n 1 ;;
 esac
 for argument in "$@"; do
   case "$argument" in trainer.default_local_dir=*) mkdir -p "${argument#*=}/"{,actor/}global_step_1 ;; esac

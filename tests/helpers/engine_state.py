@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from verl.engine.device.sharding import on_mesh, reshard
 from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.sharding import on_mesh, reshard
 from verl.engine.trained import TrainedEngine
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase

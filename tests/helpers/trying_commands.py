@@ -39,16 +39,17 @@ from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
 from verl.config import check_supported, load_config, load_config_from_argv
-from verl.config.command_line import load_from_argv
-from verl.config.sft import SftConfig, load_sft_config
+from verl.config.load.command_line import load_from_argv
+from verl.config.load.run import load_sft_config
+from verl.config.rules.format_reward import with_format_reward
+from verl.config.sections.sft import SftConfig
+from verl.planning.dry_run import __main__ as dry_run
+from verl.planning.dry_run.place import parse_gpus
+from verl.planning.plan import __main__ as plan
 from verl.single_controller import cluster
 from verl.tracking.tracker import Tracker
-from verl.trainer.dry_run import __main__ as dry_run
-from verl.trainer.dry_run.place import parse_gpus
-from verl.trainer.main_ppo_format import with_format_reward
-from verl.trainer.plan import __main__ as plan
-from verl.trainer.preflight import __main__ as preflight
-from verl.trainer.scoring import make_reward
+from verl.trainer.sampling.scoring import make_reward
+from verl.trainer.start_checks import __main__ as preflight
 
 Rule = Callable[[Command, Checkout], object]
 
@@ -340,7 +341,7 @@ def server(command: Command, checkout: Checkout) -> Iterator[str]:
 SMALL_WIKI = ("--num_passages", "600", "--num_train", "2", "--num_test", "2", "--num_sft_rows", "8")
 
 OPTIONS_ONLY = (
-    r"-m verl\.(trainer\.(plan\.calibrate|last_checkpoint)|tracking\.report)",
+    r"-m verl\.(planning\.plan\.calibrate|run\.last_checkpoint|tracking\.report)",
     r"-m search_r1\.doctor",  # tests/search_r1/test_doctor.py runs it
     r"-m search_r1\.(evaluation\.example_question|viewer \S+|replay (score|log_probs|export))",
     r"-m search_r1\.search\.(index_builder .*--retrieval_method|retrieval_server .*--retriever_name) (?!bm25)\S+",
@@ -358,7 +359,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"bash scripts/cluster/ssh\.sh", reaches_machines),
     (r"bash scripts/run_with_restart\.sh", supervises),
     (r"bash scripts/security\.sh", fetches_tools),
-    (r"python -m verl\.trainer\.(main_ppo|run_folder)", understood_by(composes_training)),
+    (r"python -m verl\.(trainer\.main_ppo|run\.resuming)", understood_by(composes_training)),
     (
         r"python -m verl\.trainer\.main_ppo_format",
         understood_by(lambda arguments: check_supported(with_format_reward(load_config_from_argv(arguments)))),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.determinism import random_state, seed_everything, set_random_state, use_deterministic_kernels
+from verl.process.determinism import random_state, seed_everything, set_random_state, use_deterministic_kernels
 
 
 def draw() -> list[float]:

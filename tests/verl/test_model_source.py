@@ -17,15 +17,15 @@ from run_config import run_config
 from transformers import AutoModelForCausalLM
 
 from search_r1.llm_agent.agent import load_tokenizer as load_agent_tokenizer
+from search_r1.llm_agent.model_source import find_model
 from verl.config import Config
+from verl.engine.files.saving import save_model
 from verl.engine.model import CausalLm, CausalModel
-from verl.engine.saving import save_model
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
-from verl.model_source import find_model
 from verl.pretrained import load_critic_tokenizer, load_policy_tokenizer, load_tokenizer
-from verl.trainer.preflight.inputs import check_parts
-from verl.trainer.preflight.models import models_of
+from verl.trainer.start_checks.inputs import check_parts
+from verl.trainer.start_checks.models import models_of
 
 
 class Hub(ThreadingHTTPServer):

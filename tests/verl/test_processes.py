@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from verl import startup, threads
-from verl.event_loop import run_to_end
-from verl.stacks import collect_stacks
-from verl.threads import engine_threads, rank_threads, usable_cores
+from verl.process import startup, threads
+from verl.process.event_loop import run_to_end
+from verl.process.stacks import collect_stacks
+from verl.process.threads import engine_threads, rank_threads, usable_cores
 
 PROGRAM = """
-from verl.startup import log_to_stderr, phase
+from verl.process.startup import log_to_stderr, phase
 log_to_stderr()
 import logging, warnings
 with phase("importing torch"):
@@ -32,7 +32,7 @@ import bm25s
 bm25s.logger.debug("noise")  # it made itself talkative
 logging.getLogger("torch._dynamo").warning("of torch")
 logging.getLogger("httpx").warning("of a request")
-logging.getLogger("verl.trainer.recovery").warning("of ours")
+logging.getLogger("verl.trainer.guard.recovery").warning("of ours")
 warnings.warn("of a caller")
 print("answer")
 raise RuntimeError("at the end")
@@ -42,7 +42,9 @@ raise RuntimeError("at the end")
 def test_phases_and_what_can_be_acted_on_go_to_standard_error() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout == "answer\n"
-    assert re.search(r"^\d\d:\d\d:\d\d INFO verl.startup: \[ *\d+ s\] importing torch$", done.stderr, re.MULTILINE)
+    assert re.search(
+        r"^\d\d:\d\d:\d\d INFO verl.process.startup: \[ *\d+ s\] importing torch$", done.stderr, re.MULTILINE
+    )
     assert "noise" not in done.stderr
     for told in ("of torch", "of a request", "of ours", "UserWarning: of a caller", "RuntimeError: at the end"):
         assert told in done.stderr, told
@@ -62,7 +64,7 @@ def test_a_long_phase_tells_that_it_is_still_going_on(
     handler = Beats()
     startup.log.addHandler(handler)
     try:
-        with caplog.at_level(logging.INFO, "verl.startup"), startup.phase("loading a model"):
+        with caplog.at_level(logging.INFO, "verl.process.startup"), startup.phase("loading a model"):
             assert seen.wait(60)
         told = len(caplog.records)
     finally:
@@ -82,7 +84,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 STUCK = """
 import threading, time
-from verl.stacks import offer_stacks
+from verl.process.stacks import offer_stacks
 offer_stacks()
 offer_stacks()
 entered = threading.Event()
@@ -99,7 +101,7 @@ main_thread()
 
 
 def test_all_threads_of_a_stuck_descendant_and_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.stacks.ANSWER_S", 60.0)
+    monkeypatch.setattr("verl.process.stacks.ANSWER_S", 60.0)
     silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
     try:

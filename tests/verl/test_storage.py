@@ -17,12 +17,12 @@ from small_disk import SmallDisk, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from verl.errors import StorageError
-from verl.storage import append, could_not_write, cut_unfinished_line, whole_file, writing
+from verl.process.storage import append, could_not_write, cut_unfinished_line, whole_file, writing
+from verl.run.run_folder import archive
 from verl.tracking.backend import Backend, Run
 from verl.tracking.jsonl_backend import JsonlBackend
 from verl.tracking.tensorboard_backend import TensorboardBackend
 from verl.tracking.tracker import Tracker
-from verl.trainer.run_folder import archive
 
 KIB = 2**10
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from verl.by_name import dotted_name, in_words, load_by_name
 from verl.errors import ConfigError, VerlError
+from verl.process.by_name import dotted_name, in_words, load_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

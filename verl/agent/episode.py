@@ -22,8 +22,8 @@ from verl.agent.chat_turns import reply_ids
 from verl.agent.environment import INTERRUPTED, Environment, Outcome, Sampler, Sampling
 from verl.agent.pause import Interrupted, Pause
 from verl.agent.text import decode_turn, whole_characters
-from verl.by_name import dotted_name
 from verl.errors import ConfigError, EnvironmentUnavailable, RolloutError
+from verl.process.by_name import dotted_name
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 
 if TYPE_CHECKING:

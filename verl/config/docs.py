@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
-from verl.config.inert import INERT_KEYS
-from verl.config.keys import Key, leaves
-from verl.config.listing import default_text, type_text
-from verl.config.schema import Config
-from verl.config.sft import SftConfig
-from verl.config.units import UNITS, WARM_START_UNITS, unit_of
+from verl.config.load.listing import default_text, type_text
+from verl.config.rules.inert import INERT_KEYS
+from verl.config.sections.keys import Key, leaves
+from verl.config.sections.schema import Config
+from verl.config.sections.sft import SftConfig
+from verl.config.sections.units import UNITS, WARM_START_UNITS, unit_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from verl.engine.device.sequence_parallel import SequenceGroup, SequenceShare
 from verl.engine.prefixes import Prefixes
-from verl.engine.sequence_parallel import SequenceGroup, SequenceShare
 from verl.protocol import TrainBatch, flat_positions
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
-from verl.config.model import ModelConfig
+from verl.config.sections.model import ModelConfig
 from verl.errors import ConfigError, VerlError
 from verl.pretrained import load_model_config
 
@@ -154,3 +155,16 @@ def attention_for(device: torch.device) -> str:
     """Name of the attention implementation that Hugging Face should use on `device`."""
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if flash else "sdpa"
+
+
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, each once, and saved buffers, as they are."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, as the model's own class declares them."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

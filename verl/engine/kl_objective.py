@@ -14,8 +14,8 @@ import torch
 
 from verl.algorithms.kl import EXACT_KL, TOPK_KL, importance_weight, sampled_kl
 from verl.config import ActorConfig
-from verl.config.predicates import has_exact_kl, policy_topk, topk_of
-from verl.engine.anchor_reader import AnchorReader
+from verl.config.rules.predicates import has_exact_kl, policy_topk, topk_of
+from verl.engine.anchor import AnchorReader
 from verl.engine.batching import ModelInput, values_at
 from verl.engine.head import TokenStats
 from verl.errors import ConfigError

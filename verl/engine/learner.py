@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregation import loss_weights
+from verl.config.sections.model import OptimConfig
 from verl.engine.batching import Layout, ModelInput, model_input, selected_tokens
+from verl.engine.device.sharding import is_main_rank, reduce_gradients
 from verl.engine.micro_batches import Budget, plan
-from verl.engine.sharding import is_main_rank, reduce_gradients
 from verl.errors import NumericalError
 from verl.protocol import TrainBatch
 
@@ -128,3 +129,45 @@ def clip_grad_norm(model: torch.nn.Module, limit: float) -> float:
     """Scale gradients down to a global norm of `limit`; returns the norm before. Every rank gets the same number."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a function of the RL step. `min_lr_ratio` matters for `cosine` only."""
+
+    lr: float
+    warmup_steps: int
+    total_steps: int
+    style: str = "constant"
+    min_lr_ratio: float = 0.0
+
+    @classmethod
+    def from_config(cls, optim: OptimConfig, run_steps: int) -> Schedule:
+        """Over `optim.total_training_steps` steps, or over the run's `run_steps` if that is negative."""
+        total_steps = run_steps if optim.total_training_steps < 0 else optim.total_training_steps
+        warmup_steps = int(optim.lr_warmup_steps_ratio * total_steps)
+        return cls(optim.lr, warmup_steps, total_steps, optim.warmup_style, optim.min_lr_ratio or 0.0)
+
+    def at(self, step: int) -> float:
+        """The rate of step `step`, counted from 0; after the last step a cosine stays at its minimum."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.style == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
+
+
+def build_adamw(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
+    """Decoupled weight decay (arXiv 1711.05101); one fused kernel per device where PyTorch has it."""
+    trainable = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(
+        trainable, optim.lr, optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl.config.model import LoraTargets, ModelConfig
-from verl.engine.linear import linear
-from verl.engine.slices import own_index
+from verl.config.sections.model import LoraTargets, ModelConfig
+from verl.engine.device.linear import linear
+from verl.engine.device.sharding import own_index
 from verl.errors import ConfigError
 
 ALL_LINEAR = "all-linear"

@@ -9,10 +9,11 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl.engine.anchor import ReferencePolicy
+from verl.engine.device.sharding import local, on_mesh
+from verl.engine.hf_model import weights_of
 from verl.engine.lora import LoraLinear, adapted_layers, is_adapter, merge
-from verl.engine.model import Decoder, weights_of
-from verl.engine.reference_policy import ReferencePolicy
-from verl.engine.sharding import local, on_mesh
+from verl.engine.model import Decoder
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine.batching import Layout, ModelInput
+from verl.engine.device.sequence_parallel import SequenceGroup, require_divisible_heads
 from verl.engine.head import Head, HeadRequest, TokenStats, token_stats
-from verl.engine.hf_model import HfModel
-from verl.engine.sequence_parallel import SequenceGroup, require_divisible_heads
+from verl.engine.hf_model import HfModel, decoder_layers, weights_of
 from verl.engine.varlen import NAME, use_varlen_attention, why_not_packed
 from verl.errors import ConfigError
 
@@ -78,6 +78,11 @@ class CausalModel(Decoder):
         return Head(projection.weight, getattr(projection, "bias", None))
 
 
+def named_tensors(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and saved buffers under their Hugging Face names, still sharded."""
+    return weights_of(model.model)
+
+
 class CausalLm(HfModel):
     """A causal language model."""
 
@@ -93,13 +98,6 @@ class CausalLm(HfModel):
             if getattr(model.config, name, None) not in (None, 1, 1.0):
                 changes = f"{type(model).__name__} changes its logits ({name})"
                 raise ConfigError(f"{changes}; the chunked head does not do that")
-
-
-def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, each once, and saved buffers, as they are."""
-    yield from model.named_parameters()
-    persistent = model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def layout_of(
@@ -138,9 +136,3 @@ def attention_cost(model: PreTrainedModel) -> float:
         return 0.0
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return float(heads * head_size * config.num_hidden_layers / weights)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, as the model's own class declares them."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]

@@ -11,24 +11,24 @@ import torch
 
 from verl.algorithms import anchor as anchor_rule
 from verl.config import Config
-from verl.config.model import FrozenFsdpConfig, FsdpConfig
-from verl.config.predicates import anchor_is_base, old_policy_is_current
-from verl.config.rollout import LogProbConfig
-from verl.engine.anchor_reader import AnchorReader
+from verl.config.rules.predicates import anchor_is_base, old_policy_is_current
+from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
+from verl.config.sections.rollout import LogProbConfig
+from verl.engine.anchor import AnchorReader, ReferencePolicy
 from verl.engine.batching import ModelInput, RankValues
-from verl.engine.device import set_threads
+from verl.engine.device.runtime import set_threads
+from verl.engine.device.sequence_parallel import sequence_group
+from verl.engine.device.sharding import end_reading, local, reshard
 from verl.engine.exchange import exchange, rows_of
+from verl.engine.files.loading import load_sharded
+from verl.engine.hf_model import weights_of
 from verl.engine.kl_objective import reads_anchor
 from verl.engine.learner import LossFunction, TokenLoss
-from verl.engine.loading import load_sharded
 from verl.engine.lora import adapted_layers
 from verl.engine.merging import merged_tensors
-from verl.engine.mini_batches import mean_of, rows_of_ranks
-from verl.engine.model import CausalModel, Decoder, layout_of, weights_of
+from verl.engine.micro_batches import mean_of, rows_of_ranks
+from verl.engine.model import CausalModel, Decoder, layout_of
 from verl.engine.policy_objective import PolicyObjective, require_old_policy
-from verl.engine.reference_policy import ReferencePolicy
-from verl.engine.sequence_parallel import sequence_group
-from verl.engine.sharding import end_reading, local, reshard
 from verl.engine.token_values import POLICY_SCORES, TokenScores, policy_scores
 from verl.engine.trained import TrainedEngine
 from verl.phases import Part, Phase

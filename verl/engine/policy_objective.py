@@ -17,8 +17,8 @@ from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.likelihood import llds
 from verl.algorithms.policy_loss import POLICY_LOSSES, Clip
 from verl.config import ActorConfig
-from verl.config.predicates import policy_topk
-from verl.engine.anchor_reader import AnchorReader
+from verl.config.rules.predicates import policy_topk
+from verl.engine.anchor import AnchorReader
 from verl.engine.batching import ModelInput, RankValues, values_at
 from verl.engine.kl_objective import build_kl, old_log_probs
 from verl.engine.learner import TokenLoss

@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 
-from verl.config.sft import SftConfig
+from verl.config.sections.sft import SftConfig
 from verl.engine.batching import ModelInput
-from verl.engine.device import set_threads
-from verl.engine.learner import Learner, TokenLoss
-from verl.engine.loading import load_sharded
+from verl.engine.device.runtime import set_threads
+from verl.engine.device.sharding import reshard
+from verl.engine.files.loading import load_sharded
+from verl.engine.files.saving import save_as_a_test, save_model
+from verl.engine.learner import Learner, Schedule, TokenLoss, build_adamw, set_lr
 from verl.engine.micro_batches import Budget
 from verl.engine.model import layout_of
-from verl.engine.optimizer import Schedule, build_adamw, set_lr
-from verl.engine.saving import save_as_a_test, save_model
-from verl.engine.sharding import reshard
 from verl.errors import ConfigError
-from verl.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
+from verl.process.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.protocol import TrainBatch
 
 
@@ -70,7 +69,7 @@ class SftEngine:
         save_model(self.model, Path(path), tokenizer)
 
     def save_as_a_test(self, tokenizer: Any, named: str) -> None:
-        """See `verl.engine.saving.save_as_a_test`; before the first step."""
+        """See `verl.engine.files.saving.save_as_a_test`; before the first step."""
         save_as_a_test(self.model.model, tokenizer, named)
 
     @property

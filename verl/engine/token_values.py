@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from verl.engine.anchor import ReferencePolicy
 from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, own_values
 from verl.engine.model import CausalModel
-from verl.engine.reference_policy import ReferencePolicy
 from verl.protocol import TrainBatch
 
 POLICY_SCORES = ("log_prob", "entropy")

@@ -11,22 +11,20 @@ import torch
 import torch.distributed as dist
 
 from verl.config import ActorConfig, Config, CriticConfig, FsdpConfig
-from verl.config.model import FrozenFsdpConfig
+from verl.config.sections.model import FrozenFsdpConfig
 from verl.engine.batching import Layout, RankValues, own_values, trained_rows
-from verl.engine.learner import Learner, LossFunction, TokenWeights, token_mean
-from verl.engine.micro_batches import Budget, plan
-from verl.engine.mini_batches import micro_budget, mini_batches
+from verl.engine.device.residence import residence
+from verl.engine.device.sharding import reshard
+from verl.engine.files.restoring import load_saved
+from verl.engine.files.resumable import Resumable
+from verl.engine.files.saving import save_model
+from verl.engine.learner import Learner, LossFunction, Schedule, TokenWeights, build_adamw, set_lr, token_mean
+from verl.engine.micro_batches import Budget, micro_budget, mini_batches, plan
 from verl.engine.model import Decoder
-from verl.engine.optimizer import Schedule, build_adamw, set_lr
-from verl.engine.residence import residence
-from verl.engine.restoring import load_saved
-from verl.engine.resumable import Resumable
-from verl.engine.saving import save_model
-from verl.engine.sharding import reshard
 from verl.engine.token_values import ReadTokens, read_tokens
 from verl.errors import NumericalError
-from verl.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.phases import Part, Phase
+from verl.process.heap import RETURN_EVERY_S, keep_freed_memory, return_free_memory
 from verl.protocol import TrainBatch
 
 

@@ -9,13 +9,13 @@ import torch
 from verl.algorithms.value_loss import value_loss
 from verl.config import Config
 from verl.engine.batching import ModelInput, RankValues, values_at
-from verl.engine.device import set_threads
+from verl.engine.device.runtime import set_threads
+from verl.engine.device.sequence_parallel import sequence_group
+from verl.engine.device.sharding import end_reading
+from verl.engine.files.loading import load_sharded_critic
 from verl.engine.learner import TokenLoss
-from verl.engine.loading import load_sharded_critic
-from verl.engine.mini_batches import mean_of
+from verl.engine.micro_batches import mean_of
 from verl.engine.model import layout_of
-from verl.engine.sequence_parallel import sequence_group
-from verl.engine.sharding import end_reading
 from verl.engine.trained import TrainedEngine
 from verl.engine.value_model import ValueModel
 from verl.phases import Part

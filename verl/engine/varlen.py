@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl.engine.batching import SharedKeys
-from verl.engine.device import kind_of
-from verl.engine.sequence_parallel import SequenceGroup
+from verl.engine.device.runtime import kind_of
+from verl.engine.device.sequence_parallel import SequenceGroup
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
-from verl.threads import engine_threads
+from verl.process.startup import CPU_ENGINE_VARIABLES, ENGINE_VARIABLES, quiet_libraries
+from verl.process.threads import engine_threads
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -24,7 +24,7 @@ class EngineSettings:
     kv_cache_gib: memory of the key-value cache on CPU; on a GPU `gpu_memory_utilization` (a fraction) decides.
     enforce_eager: run without CUDA graphs; None: with CUDA graphs on a GPU, without a compiler on CPU.
     tensor_parallel_size: ranks of the engine, each with its own process and device, all on this node.
-    num_threads: CPU threads of the model; None: see `verl.threads`.
+    num_threads: CPU threads of the model; None: see `verl.process.threads`.
     sleep_mode: let `sleep` free GPU memory.
     batch_invariant: on a GPU, kernels whose results do not depend on what else is in the batch. On CPU they are anyway.
     """

@@ -14,13 +14,13 @@ import ray
 from ray.exceptions import RayTaskError
 
 from verl.config import Config
-from verl.config.placement import placement_of
+from verl.config.rules.placement import placement_of
 from verl.errors import EngineDied, VerlError, WorkerDied
+from verl.process.startup import phase, tell
 from verl.rollout.node_retriever import NodeRetrievers
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool, wait_for, wait_for_any
 from verl.single_controller.sampling_nodes import SamplingNodes, is_alive
-from verl.startup import phase, tell
 
 log = logging.getLogger(__name__)
 

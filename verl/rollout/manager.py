@@ -23,11 +23,11 @@ from verl.rollout.stream import Stream
 from verl.rollout.weight_broadcast import WeightBroadcast
 from verl.rollout.weight_relay import WeightRelay
 from verl.rollout.weight_stream import WeightSender, WeightStream
-from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
 from verl.tracking.spans import Span
+from verl.weight_sync.exported import ExportedWeights
 
 PublishWeights = Callable[[], WeightStream]
 

@@ -15,9 +15,9 @@ import numpy as np
 import ray
 
 from verl.errors import WorkerDied
-from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.memory import Located, bucket_of, host_name, make_room, weight_folder
 from verl.single_controller import ResourcePool, wait_for
+from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.memory import Located, bucket_of, host_name, make_room, weight_folder
 
 CLOSE_S = 2.0
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.rollout.weights.exported import ExportedWeights, merge_exports
-from verl.rollout.weights.group import Meeting
 from verl.single_controller import wait_for
+from verl.weight_sync.exported import ExportedWeights, merge_exports
+from verl.weight_sync.group import Meeting
 
 
 @dataclass

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from verl.engine.files.checksum import NamedTensors, differing, sums_of
 from verl.errors import WeightSyncError
-from verl.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
-from verl.parent import end_with_parent
+from verl.process.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
+from verl.process.parent import end_with_parent
+from verl.process.stacks import offer_stacks
 from verl.rollout.seed_draws import draw_ahead
-from verl.rollout.weights.adapters import are_adapters, with_adapters
-from verl.rollout.weights.checksum import NamedTensors, differing, sums_of
-from verl.rollout.weights.group import RECEIVED, Meeting, WeightDrain
-from verl.rollout.weights.ipc import device_name, open_exports
-from verl.rollout.weights.memory import host_name, open_shared
-from verl.stacks import offer_stacks
+from verl.weight_sync.adapters import are_adapters, with_adapters
+from verl.weight_sync.group import RECEIVED, Meeting, WeightDrain
+from verl.weight_sync.ipc import device_name, open_exports
+from verl.weight_sync.memory import host_name, open_shared
 
 
 class WeightSyncExtension:
@@ -96,7 +96,7 @@ class WeightSyncExtension:
                 threading.Thread(target=end_with, args=(engine, owner), daemon=True).start()
 
     def speed_up_cpu(self) -> None:
-        """Sample with `verl.rollout.seed_draws`; see `verl.heap`."""
+        """Sample with `verl.rollout.seed_draws`; see `verl.process.heap`."""
         keep_freed_memory()
         collect_rarely()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)

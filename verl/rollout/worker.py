@@ -12,21 +12,21 @@ from verl.agent.environment import Generation, Sampler, Sampling, make_environme
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.agent.sampling import How, sampling_of
-from verl.by_name import in_words
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
-from verl.event_loop import end_all
-from verl.heap import collect_rarely
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
+from verl.process.by_name import in_words
+from verl.process.event_loop import end_all
+from verl.process.heap import collect_rarely
+from verl.process.stacks import offer_stacks
+from verl.process.threads import engine_threads
+from verl.process.working_dir import enter_working_dir
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
-from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.group import Meeting
-from verl.stacks import offer_stacks
-from verl.threads import engine_threads
 from verl.tracking.spans import OverlapRecorder, Span, gaps
-from verl.working_dir import enter_working_dir
+from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.group import Meeting
 
 if TYPE_CHECKING:
     from verl.rollout.engine import VLLMEngine

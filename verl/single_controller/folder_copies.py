@@ -21,11 +21,11 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import CheckpointError, StorageError, VerlError, translated
-from verl.single_controller.progress import note_progress
+from verl.process.progress import note_progress
+from verl.process.storage import Digests, could_not_write, sync, writing
+from verl.process.working_dir import enter_working_dir
 from verl.single_controller.resource_pool import ResourcePool
 from verl.single_controller.waiting import typed
-from verl.storage import Digests, could_not_write, sync, writing
-from verl.working_dir import enter_working_dir
 
 CHUNK = 64 * 2**20
 REMOVE_S = 10.0  # at most, to remove a copy: its node may be lost without Ray's knowing it yet

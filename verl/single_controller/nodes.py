@@ -16,9 +16,9 @@ import psutil
 import ray
 
 from verl.errors import ConfigError, WorkerError
+from verl.process.storage import writing
 from verl.single_controller.resource_pool import ResourcePool
 from verl.single_controller.waiting import wait_for
-from verl.storage import writing
 
 CONNECT_S = 10.0
 SEEN_S = 10.0  # a network file system may show a new file late

@@ -11,8 +11,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
+from verl.process.working_dir import working_dir_variable
 from verl.single_controller.waiting import wait_for
-from verl.working_dir import working_dir_variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 A_BIT = 0.001  # of the resource "node:ADDRESS", of which each node has one in Ray: enough to be placed there

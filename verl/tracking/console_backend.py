@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from long_task import Progress, duration
-from verl.storage import writing
+from verl.process.storage import writing
 from verl.tracking.backend import Run
 
 WATCHED = (

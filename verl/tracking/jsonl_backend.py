@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from verl.storage import append, cut_unfinished_line
+from verl.process.storage import append, cut_unfinished_line
 from verl.tracking.backend import Run
 
 FILE_NAME = "metrics.jsonl"

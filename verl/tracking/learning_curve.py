@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from verl.storage import whole_file
+from verl.process.storage import whole_file
 from verl.tracking.run_data import Curve, RunData
 
 TRAIN_METRIC = "critic/score/mean"

@@ -15,9 +15,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from verl.errors import ConfigError
+from verl.process.secrets import MASK, URL_CREDENTIALS
 from verl.tracking.backend import Run
 from verl.tracking.changed_settings import leaves
-from verl.tracking.secrets import MASK, URL_CREDENTIALS
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from verl.errors import VerlError
-from verl.storage import whole_file
+from verl.process.storage import whole_file
 from verl.tracking.learning_curve import SPLITS, TRAIN_METRIC, draw_learning_curve
 from verl.tracking.run_data import RunData, load_run
 from verl.tracking.trajectory_store import Kind, find_trajectories, read_trajectories

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from verl.config.trainer import TrainerConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.protocol import Source, Trajectory
 from verl.tracking.backend import Sample
 

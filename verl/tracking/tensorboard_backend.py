@@ -15,7 +15,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from verl.storage import append, writing
+from verl.process.storage import append, writing
 from verl.tracking.backend import Run, Sample
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.storage import whole_file
+from verl.process.storage import whole_file
 from verl.tracking.spans import Span
 
 FOLDER = "timeline"

@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.errors import ConfigError
-from verl.storage import whole_file
+from verl.process.secrets import mask_secrets
+from verl.process.storage import whole_file
 from verl.tracking.backend import Backend, PhaseBackend, Run, Sample, SampleBackend
 from verl.tracking.jsonl_backend import JsonlBackend
-from verl.tracking.secrets import mask_secrets
 
 BACKENDS = {
     "console": "verl.tracking.console_backend.ConsoleBackend",

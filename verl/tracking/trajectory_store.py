@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError
+from verl.process.storage import whole_file
 from verl.protocol import Trajectory
-from verl.storage import whole_file
 from verl.tracking.token_columns import TokenValues, with_token_values
 from verl.tracking.trajectory_columns import Decode, to_table
 from verl.tracking.trajectory_rows import PARSERS, SCHEMA, from_row

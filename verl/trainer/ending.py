@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.errors import DataError
+from verl.run.last_checkpoint import last_checkpoint
 from verl.tracking.learning_curve import SPLITS, TRAIN_METRIC
 from verl.tracking.run_data import RunData, load_run
-from verl.trainer.last_checkpoint import last_checkpoint
 
 WIDTH = 14
 

@@ -13,7 +13,7 @@ from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSett
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_to_go, penalised_rewards, sampled_kl
 from verl.algorithms.rollout_correction import CorrectionSettings, rollout_correction
 from verl.config import AlgorithmConfig, Config, KlCtrlConfig
-from verl.config.predicates import (
+from verl.config.rules.predicates import (
     corrects_rollout,
     has_kl_in_reward,
     needs_ref_log_probs,
@@ -22,7 +22,7 @@ from verl.config.predicates import (
 )
 from verl.protocol import TrainBatch
 from verl.tracking.timing import Timer
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.workers.roles import ActorGroup, CriticGroup
 
 
 class Estimator:

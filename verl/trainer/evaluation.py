@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 from verl.config import Config
-from verl.config.predicates import has_anchor
+from verl.config.rules.predicates import has_anchor
 from verl.data.prompts import PromptSource
+from verl.process.startup import phase
 from verl.rollout.manager import RolloutManager
-from verl.startup import phase
 from verl.tracking.timing import Timer
 from verl.tracking.trajectory_store import Kind
-from verl.trainer.metrics import validation_metrics
-from verl.trainer.preflight.prompts import PromptSets
-from verl.trainer.roles import ActorGroup
-from verl.trainer.rollout_source import RolloutSource
-from verl.trainer.scoring import Scorer
+from verl.trainer.metrics.batch import validation_metrics
+from verl.trainer.sampling.rollout_source import RolloutSource
+from verl.trainer.sampling.scoring import Scorer
+from verl.trainer.start_checks.prompts import PromptSets
 from verl.trainer.stored_values import TrajectoryFiles
+from verl.workers.roles import ActorGroup
 
 SPLITS: dict[Kind, str] = {"val": "validating", "val_ref": "validating the anchor", "test": "testing"}
 

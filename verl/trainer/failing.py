@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.errors import Stalled, TrainingCollapsed, VerlError
-from verl.stacks import collect_stacks
+from verl.process.interrupts import INTERRUPT_WAIT_S
+from verl.process.stacks import collect_stacks
+from verl.run import saved_state
+from verl.run.checkpoints import Checkpoints
 from verl.tracking.background_writer import BackgroundWriter
-from verl.trainer import saved_state
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.interrupts import INTERRUPT_WAIT_S
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import ray
 
 from verl.config import Config, check_supported
-from verl.config.placement import placement_of
+from verl.config.rules.placement import placement_of
 from verl.errors import ConfigError
 from verl.single_controller.resource_pool import JOINING_S, ResourcePool
 

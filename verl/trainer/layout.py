@@ -10,7 +10,7 @@ from typing import NamedTuple
 import ray
 
 from verl.config import Config
-from verl.config.placement import Placement, placement_of
+from verl.config.rules.placement import Placement, placement_of
 from verl.single_controller import Node, ResourcePool
 from verl.single_controller.folder_copies import FolderCopies
 from verl.single_controller.nodes import check_nodes

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
-from verl.config.doubtful import doubts
-from verl.config.placement import devices_of_nodes
-from verl.startup import log_to_stderr, phase, tell
-from verl.trainer.exit_status import exit_status
-from verl.trainer.interrupts import heed_interrupts
-from verl.trainer.resuming import check_start
-from verl.trainer.run_lock import run_lock
-from verl.trainer.saved_state import how_to_resume
+from verl.config.rules.doubtful import doubts
+from verl.config.rules.placement import devices_of_nodes
+from verl.process.interrupts import heed_interrupts
+from verl.process.startup import log_to_stderr, phase, tell
+from verl.run.exit_status import exit_status
+from verl.run.resuming import check_start
+from verl.run.run_lock import run_lock
+from verl.run.saved_state import how_to_resume
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
     check_start(config.trainer)
 
     with phase("checking prompt files, reward, models and environment"):
-        from verl.trainer.preflight.inputs import check_inputs
+        from verl.trainer.start_checks.inputs import check_inputs
 
         inputs = check_inputs(config)
         tell(f"loads {inputs.models}")
@@ -63,13 +63,13 @@ def run(config: Config) -> None:
     with phase("importing Ray and the trainer"):
         import ray
 
+        from verl.run.janitor import Janitor
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect, disconnect
         from verl.trainer.ending import ending  # its curves come with matplotlib
         from verl.trainer.fewer_nodes import on_nodes_that_are_there
-        from verl.trainer.janitor import Janitor
-        from verl.trainer.preflight.models import require_engines_share_heads
         from verl.trainer.rl_trainer import RLTrainer
+        from verl.trainer.start_checks.models import require_engines_share_heads
 
     run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:

@@ -8,12 +8,12 @@ import ray
 
 from verl.config import Config
 from verl.errors import RewardUnavailable, WorkerError
+from verl.process.startup import phase, tell
+from verl.process.working_dir import working_dir_variable
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
 from verl.single_controller.resource_pool import A_BIT, JOINING_S
-from verl.startup import phase, tell
-from verl.trainer.scoring import Scorer
-from verl.working_dir import working_dir_variable
+from verl.trainer.sampling.scoring import Scorer
 
 LOOPBACK = "127.0.0.1"
 

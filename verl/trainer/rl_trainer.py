@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config
-from verl.config.asynchronous import max_staleness
-from verl.config.predicates import stores_token_values, truncates_sampling
+from verl.config.rules.predicates import stores_token_values, truncates_sampling
+from verl.config.sections.asynchronous import max_staleness
 from verl.engine.micro_batches import split_rows
 from verl.errors import StorageError, TrainingCollapsed
+from verl.process.interrupts import StopAfterStep, interrupts_at_the_end
+from verl.process.startup import phase
 from verl.protocol import TrainBatch
-from verl.startup import phase
 from verl.tracking.report import write_report
 from verl.tracking.samples import samples_to_show
 from verl.tracking.timing import Timer
-from verl.trainer.collection import Collected
 from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due
 from verl.trainer.failing import last_words
-from verl.trainer.health import health_metrics
-from verl.trainer.interrupts import StopAfterStep, interrupts_at_the_end
-from verl.trainer.metrics import step_metrics
-from verl.trainer.preflight.inputs import Inputs
-from verl.trainer.roles import memory_metrics
-from verl.trainer.staleness import staleness_metrics
+from verl.trainer.metrics.batch import step_metrics
+from verl.trainer.metrics.health import health_metrics
+from verl.trainer.sampling.collection import Collected
+from verl.trainer.sampling.staleness import staleness_metrics
+from verl.trainer.start_checks.inputs import Inputs
 from verl.trainer.starting import Run
 from verl.trainer.stored_values import token_values
+from verl.workers.roles import memory_metrics
 
 log = logging.getLogger(__name__)
 

@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from long_task import Progress
-from verl import startup
-from verl.config.command_line import load_from_argv
-from verl.config.sft import SftConfig, load_sft_config
+from verl.config.load.command_line import load_from_argv
+from verl.config.load.run import load_sft_config
+from verl.config.sections.sft import SftConfig
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError
 from verl.pretrained import load_tokenizer
-from verl.storage import append, writing
+from verl.process import startup
+from verl.process.storage import append, writing
+from verl.run.exit_status import exit_status
+from verl.run.run_folder import archive, check_new_run
+from verl.run.run_lock import check_not_in_use, run_lock
+from verl.run.save_progress import saving
 from verl.tracking.jsonl_backend import FILE_NAME
-from verl.trainer.exit_status import exit_status
-from verl.trainer.run_folder import archive, check_new_run
-from verl.trainer.run_lock import check_not_in_use, run_lock
-from verl.trainer.save_progress import saving
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +69,9 @@ def run(config: SftConfig) -> Path:
     with startup.phase("importing torch"):
         import torch.distributed as dist
 
-        from verl.engine.device import init_process_group, resolve_device
-        from verl.trainer.preflight.disk import check_folder
-        from verl.trainer.preflight.finding import require
+        from verl.engine.device.runtime import init_process_group, resolve_device
+        from verl.trainer.start_checks.disk import check_folder
+        from verl.trainer.start_checks.finding import require
 
     require(check_folder(run_dir))
 
@@ -87,8 +88,8 @@ def run(config: SftConfig) -> Path:
 def train(config: SftConfig, rows: Sequence[Row], device: torch.device) -> Path:
     """The steps, inside a process group; writes `metrics.jsonl` and `global_step_N` into the run folder."""
     with startup.phase(f"loading {config.model.path}"):
+        from verl.engine.device.sharding import is_main_rank
         from verl.engine.sft_engine import SftEngine
-        from verl.engine.sharding import is_main_rank
 
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, "model.path")
         engine = SftEngine(config, device)

@@ -12,36 +12,36 @@ from pathlib import Path
 
 from verl.agent.environment import environment_class
 from verl.config import Config
-from verl.config.counts import num_training_steps
-from verl.config.predicates import anchor_moves, has_anchor, has_critic
-from verl.determinism import seed_everything
+from verl.config.rules.counts import num_training_steps
+from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic
+from verl.engine.files.model_shape import policy_shape
 from verl.pretrained import load_policy_tokenizer
+from verl.process.determinism import seed_everything
+from verl.process.stacks import offer_stacks
+from verl.process.startup import tell
+from verl.process.storage import whole_file
+from verl.process.watchdog import Watchdog
 from verl.rollout.manager import RolloutManager
-from verl.stacks import offer_stacks
-from verl.startup import tell
-from verl.storage import whole_file
+from verl.run.checkpoints import Checkpoints
+from verl.run.resuming import prepare_folder, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.collection import Collector
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
 from verl.trainer.failing import report_stall
+from verl.trainer.guard.recovery import Recovery
 from verl.trainer.layout import reserve_pools
-from verl.trainer.model_shape import policy_shape
-from verl.trainer.performance import Performance
-from verl.trainer.preflight.inputs import VALIDATION_PROMPTS, Inputs
-from verl.trainer.preflight.reward import try_reward
-from verl.trainer.recovery import Recovery
-from verl.trainer.resuming import prepare_folder, settings_since, sources_since, state_to_resume
+from verl.trainer.metrics.performance import Performance
 from verl.trainer.reward_server import RewardServer
-from verl.trainer.roles import ActorGroup, CriticGroup
-from verl.trainer.rollouts_ahead import rollout_source
-from verl.trainer.sampling_state import SamplingState
-from verl.trainer.scoring import Scorer
+from verl.trainer.sampling.collection import Collector
+from verl.trainer.sampling.rollouts_ahead import rollout_source
+from verl.trainer.sampling.sampling_state import SamplingState
+from verl.trainer.sampling.scoring import Scorer
+from verl.trainer.start_checks.inputs import VALIDATION_PROMPTS, Inputs
+from verl.trainer.start_checks.reward import try_reward
 from verl.trainer.stored_values import TrajectoryFiles
 from verl.trainer.updates import Updates
-from verl.trainer.watchdog import Watchdog
+from verl.workers.roles import ActorGroup, CriticGroup
 
 log = logging.getLogger(__name__)
 

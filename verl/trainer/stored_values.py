@@ -16,8 +16,8 @@ from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.token_columns import TokenValues
 from verl.tracking.trajectory_columns import Decode
 from verl.tracking.trajectory_store import Kind, write_trajectories
-from verl.trainer.collection import Collected
-from verl.trainer.policy_scores import PolicyScores
+from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.trainer.sampling.collection import Collected
 
 
 class TrajectoryFiles:

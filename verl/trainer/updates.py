@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 
 from verl.config import Config
-from verl.config.predicates import anchor_moves, scores_in_update, stores_token_values
+from verl.config.rules.predicates import anchor_moves, scores_in_update, stores_token_values
 from verl.engine.token_values import POLICY_SCORES
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
 from verl.tracking.timing import Timer
 from verl.trainer.estimates import for_critic
-from verl.trainer.policy_scores import PolicyScores
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.workers.roles import ActorGroup, CriticGroup
 
 TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and the batch
 

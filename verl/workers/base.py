@@ -11,18 +11,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import Config
-from verl.determinism import seed_everything, use_deterministic_kernels
-from verl.engine.device import init_process_group, resolve_device
-from verl.engine.device_memory import device_memory
-from verl.engine.memory_meter import MemoryMeter, in_phase
+from verl.engine.device.memory import device_memory
+from verl.engine.device.memory_meter import MemoryMeter, in_phase
+from verl.engine.device.runtime import init_process_group, resolve_device
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase
+from verl.process.determinism import seed_everything, use_deterministic_kernels
+from verl.process.stacks import offer_stacks
+from verl.process.storage import Digests
+from verl.process.working_dir import enter_working_dir
 from verl.single_controller.nodes import use_network_of
 from verl.single_controller.shared_batch import SharedBatch
-from verl.stacks import offer_stacks
-from verl.storage import Digests
 from verl.tracking.spans import Span, SpanRecorder
-from verl.working_dir import enter_working_dir
 
 LOOPBACK = "127.0.0.1"  # on one node it works whatever happens to the network
 

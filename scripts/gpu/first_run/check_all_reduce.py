@@ -13,7 +13,7 @@ import torch.multiprocessing
 
 from first_run.child import run_child
 from first_run.result import Result, judged
-from verl.engine.device import init_process_group
+from verl.engine.device.runtime import init_process_group
 
 MIB = 2**20
 SIZES = {"cuda": (1, 64, 1024), "cpu": (1, 4)}  # MiB of bfloat16

@@ -18,13 +18,13 @@ from first_run.child import run_child
 from first_run.result import Result, judged
 from verl.agent.environment import Generation, Sampling
 from verl.config import Config, load_config
-from verl.engine.device_memory import device_memory
-from verl.engine.sharding import named_tensors
+from verl.engine.device.memory import device_memory
+from verl.engine.model import named_tensors
 from verl.phases import Phase
 from verl.protocol import TrainBatch
 from verl.rollout.engine import VLLMEngine
-from verl.rollout.weights.memory import weight_folder
 from verl.rollout.worker import settings_of
+from verl.weight_sync.memory import weight_folder
 from verl.workers.actor import ActorWorker
 
 GIB = 2**30

@@ -16,7 +16,7 @@ import psutil
 from first_run.nvidia import Gpu, GpuProcess, gpu_processes, gpus, smi, visible
 from first_run.result import Result, judged
 from first_run.site import Site
-from verl.tracking.secrets import mask_text
+from verl.process.secrets import mask_text
 
 GIB = 2**30
 MIN_DRIVER = 580  # of CUDA 13

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import VerlError
-from verl.startup import PLAIN, log_to_stderr
+from verl.process.startup import PLAIN, log_to_stderr
 
 if TYPE_CHECKING:
     from search_r1.data.tinywiki.build import Recipe

@@ -20,7 +20,7 @@ from search_r1.data.tinywiki.policy import make_policy, train_tokenizer
 from search_r1.data.tinywiki.questions import distinct_questions, load_template, make_question, prompt_row
 from search_r1.data.tinywiki.world import World, plan_worlds, stream_passages
 from verl.errors import DataError
-from verl.startup import phase
+from verl.process.startup import phase
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from verl.config import load_config
 from verl.data.prompts import PromptSource
 from verl.errors import DataError
 from verl.protocol import Segment, Source, Status, Trajectory
-from verl.trainer.scoring import make_reward
+from verl.trainer.sampling.scoring import make_reward
 
 TRAIN_MERGE, TEST_MERGE = "data_process/qa_search_train_merge.py", "data_process/qa_search_test_merge.py"
 ROWS = [

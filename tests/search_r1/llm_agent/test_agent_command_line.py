@@ -25,8 +25,8 @@ from verl.agent.environment import Sampling
 from verl.agent.episode import EpisodeLimits
 from verl.config import Config, load_config
 from verl.errors import ConfigError, VerlError
+from verl.run import saved_state
 from verl.tracking.tracker import Tracker
-from verl.trainer import saved_state
 
 URL = "http://127.0.0.1:8123/retrieve"
 Compose = Callable[..., Config]

@@ -12,10 +12,10 @@ from search_r1.rewards.component import COMPONENTS
 from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.reading import Reading
 from verl.config import load_config
-from verl.config.command_line import load_config_from_argv
+from verl.config.load.command_line import load_config_from_argv
 from verl.errors import ConfigError, RewardError, RewardUnavailable
-from verl.trainer.metrics import step_metrics, validation_metrics
-from verl.trainer.scoring import make_reward, score_trajectories
+from verl.trainer.metrics.batch import step_metrics, validation_metrics
+from verl.trainer.sampling.scoring import make_reward, score_trajectories
 
 SEARCH = "<think>a</think><search>capital of Italy</search>"
 PARTLY = "<think>b</think><answer>Rome or Milan</answer>"  # F1 0.5 with Rome

@@ -26,8 +26,8 @@ from search_r1.rewards.reading import Reading
 from verl.config import load_config
 from verl.errors import ConfigError, RewardUnavailable, RolloutError
 from verl.protocol import Status, Trajectory
-from verl.trainer.preflight.inputs import check_inputs
-from verl.trainer.scoring import Scorer
+from verl.trainer.sampling.scoring import Scorer
+from verl.trainer.start_checks.inputs import check_inputs
 
 ONE_ROW = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
 

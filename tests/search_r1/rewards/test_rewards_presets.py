@@ -10,7 +10,7 @@ from search_r1.rewards import presets
 from search_r1.rewards.presets.autorefine import AUTOREFINE
 from search_r1.rewards.presets.research import RESEARCH
 from verl.config import load_config
-from verl.trainer.scoring import make_reward
+from verl.trainer.sampling.scoring import make_reward
 
 SEARCH = "<think>a</think><search>q</search>"
 GOOD = "<think>b</think><answer> Rome </answer>"

@@ -8,15 +8,15 @@ from typing import Any
 
 from viewer_world import CONFIG, Episodes, river_step, write_step
 
-from verl.config.collapse_guard import CollapseGuardConfig
+from verl.config.sections.collapse_guard import CollapseGuardConfig
 from verl.protocol import Trajectory
 from verl.tracking.spans import Span
 from verl.tracking.timeline import write_timeline
 from verl.tracking.tracker import Tracker
-from verl.trainer.collapse_guard import CollapseGuard
-from verl.trainer.health import health_metrics
-from verl.trainer.metrics import step_metrics, validation_metrics
-from verl.trainer.performance import retriever_metrics, throughput_metrics
+from verl.trainer.guard.collapse_guard import CollapseGuard
+from verl.trainer.metrics.batch import step_metrics, validation_metrics
+from verl.trainer.metrics.health import health_metrics
+from verl.trainer.metrics.performance import retriever_metrics, throughput_metrics
 
 STEP_S = {"gen": 2.0, "update_actor": 1.5, "weight_sync": 0.25, "step": 4.0, "testing": 0.5}
 

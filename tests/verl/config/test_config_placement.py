@@ -6,7 +6,7 @@ import pytest
 from run_config import run_config
 
 from verl.config import check_supported
-from verl.config.placement import Placement, num_ranks, placement_of
+from verl.config.rules.placement import Placement, num_ranks, placement_of
 from verl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"

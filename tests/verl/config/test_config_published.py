@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from verl.config import Config, check_supported, load_config
-from verl.config.doubtful import doubts
-from verl.config.keys import value_at
+from verl.config.rules.doubtful import doubts
+from verl.config.rules.format_reward import with_format_reward
+from verl.config.sections.keys import value_at
 from verl.errors import ConfigError
-from verl.trainer.main_ppo_format import with_format_reward
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SPECIFICATION = REPOSITORY.parent / "shared" / "spec" / "search_r1_interface.md"

@@ -15,9 +15,9 @@ from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.algorithms.rollout_correction import Importance, Rejection
 from verl.algorithms.traits import ESTIMATOR_TRAITS
 from verl.config import CONFIG_DIR, Config
-from verl.config.keys import leaves
+from verl.config.sections.keys import leaves
 from verl.errors import ConfigError
-from verl.trainer.collapse_guard import CollapseGuard
+from verl.trainer.guard.collapse_guard import CollapseGuard
 
 ACTOR = "actor_rollout_ref.actor"
 GUARD = "trainer.collapse_guard"

@@ -11,12 +11,12 @@ from run_config import run_config
 from settings_read import settings_read
 
 from verl.config import Config, check_supported
-from verl.config.doubtful import doubts
-from verl.config.keys import Key, leaves, value_at
-from verl.config.validate import validate
-from verl.config.without_effect import RULES, Rule, covered, without_effect
+from verl.config.rules.doubtful import doubts
+from verl.config.rules.validate import validate
+from verl.config.rules.without_effect import RULES, Rule, covered, without_effect
+from verl.config.sections.keys import Key, leaves, value_at
 from verl.errors import ConfigError
-from verl.trainer.collapse_guard import LIMITS
+from verl.trainer.guard.collapse_guard import LIMITS
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 GUARD, LORA = "trainer.collapse_guard", "actor_rollout_ref.model.lora_rank=8"

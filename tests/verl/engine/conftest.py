@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl.engine.device import init_process_group
+from verl.engine.device.runtime import init_process_group
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,17 +23,17 @@ from engine_state import full_state, gradients, save_state, whole, whole_weights
 from forked import ranks
 from torch.profiler import ProfilerActivity, profile
 
-from verl.engine import residence
 from verl.engine.batching import ModelInput, RankValues, merge_rows
-from verl.engine.device import init_process_group
+from verl.engine.device import residence
+from verl.engine.device.runtime import init_process_group
 from verl.engine.exchange import exchange, rows_of
 from verl.engine.learner import TokenLoss
 from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
 from verl.errors import NumericalError
+from verl.planning.dry_run.work import kind_of
 from verl.protocol import TrainBatch
-from verl.rollout.weights.buckets import gathered
-from verl.trainer.dry_run.work import kind_of
+from verl.weight_sync.buckets import gathered
 
 ACTOR = "actor_rollout_ref.actor"
 KL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_reverse", f"{ACTOR}.kl_loss_coef=0.3")

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.engine.batching import Layout, merge_rows, model_input, selected_tokens, trained_rows
-from verl.engine.micro_batches import Budget, plan, split_rows
-from verl.engine.mini_batches import mini_batches
+from verl.engine.micro_batches import Budget, mini_batches, plan, split_rows
 from verl.protocol import TrainBatch
 
 PADDED, PACKED = Layout(packed=False), Layout(packed=True)

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from verl.algorithms.kl import EXACT_KL
-from verl.engine import linear as module
+from verl.engine.device import linear as module
+from verl.engine.device.linear import OneDnnLinear, linear, matmul, use_onednn
 from verl.engine.head import AnchorView, Head, HeadRequest, TokenStats, default_chunk, product, token_stats
-from verl.engine.linear import OneDnnLinear, linear, matmul, use_onednn
 
 NUM, HIDDEN, VOCABULARY, TOP = 7, 5, 11, 3
 TEMPERATURE = 0.7

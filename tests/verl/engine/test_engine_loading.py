@@ -24,9 +24,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from verl.config.critic import CriticModelConfig
-from verl.config.model import FsdpConfig, ModelConfig
-from verl.engine.loading import load_sharded, load_sharded_critic
+from verl.config.sections.critic import CriticModelConfig
+from verl.config.sections.model import FsdpConfig, ModelConfig
+from verl.engine.files.loading import load_sharded, load_sharded_critic
 from verl.engine.model import CausalLm
 from verl.errors import ConfigError
 

@@ -15,8 +15,8 @@ from torch.cuda import _pin_memory_utils
 from value_cases import value_batch, value_engine, write_critic
 
 from verl.algorithms import anchor as anchor_rule
-from verl.engine import residence as residence_module
-from verl.engine.device_memory import CudaMemory, DeviceMemory, device_memory
+from verl.engine.device import residence as residence_module
+from verl.engine.device.memory import CudaMemory, DeviceMemory, device_memory
 from verl.engine.learner import Learner
 from verl.engine.policy_engine import PolicyEngine
 from verl.phases import RESIDENT, Part, Phase
@@ -140,8 +140,8 @@ def test_what_only_a_gpu_calls_has_the_arguments_that_it_is_given(monkeypatch: p
 
     stand_in(torch.cuda, "synchronize")
     stand_in(torch.cuda, "empty_cache")
-    monkeypatch.setattr("verl.engine.device_memory.pin_memory", _bound(_pin_memory_utils.pin_memory, asked))
-    monkeypatch.setattr("verl.engine.device_memory.unpin_memory", _bound(_pin_memory_utils.unpin_memory, asked))
+    monkeypatch.setattr("verl.engine.device.memory.pin_memory", _bound(_pin_memory_utils.pin_memory, asked))
+    monkeypatch.setattr("verl.engine.device.memory.unpin_memory", _bound(_pin_memory_utils.unpin_memory, asked))
     device = torch.device("cuda", 0)
     memory = device_memory(device)
     assert isinstance(memory, CudaMemory) and not isinstance(device_memory(CPU), CudaMemory)

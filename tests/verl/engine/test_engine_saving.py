@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from value_cases import value_batch
 
+from verl.engine.device.sharding import RowShards, local
+from verl.engine.files.saving import save_model
+from verl.engine.files.streaming import Entry, stream, write_safetensors
 from verl.engine.policy_engine import PolicyEngine
-from verl.engine.saving import save_model
-from verl.engine.sharding import RowShards, local
-from verl.engine.streaming import Entry, stream, write_safetensors
 from verl.engine.value_engine import ValueEngine
 from verl.errors import CheckpointError
-from verl.storage import digest
-from verl.trainer.preflight.disk import checkpoint_bytes
-from verl.trainer.preflight.models import models_of
+from verl.process.storage import digest
+from verl.trainer.start_checks.disk import checkpoint_bytes
+from verl.trainer.start_checks.models import models_of
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from engine_cases import CPU, make_batch, make_engine, relative_error
 from transformers import AutoModelForCausalLM
 
 from verl.engine.batching import Layout, RankValues, merge_rows, model_input
-from verl.engine.micro_batches import Budget, plan_all
-from verl.engine.mini_batches import micro_budget
+from verl.engine.device.sequence_parallel import SequenceGroup
+from verl.engine.micro_batches import Budget, micro_budget, plan_all
 from verl.engine.model import layout_of
-from verl.engine.sequence_parallel import SequenceGroup
 from verl.errors import ConfigError
 
 

@@ -14,13 +14,13 @@ from engine_state import full_state, gradients
 from run_config import run_config
 
 from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, AdvantageSettings
-from verl.config.model import OptimConfig
+from verl.config.sections.model import OptimConfig
 from verl.engine.batching import RankValues, selected_tokens
-from verl.engine.device import Precision, backend_of, resolve_device, resolve_precision
-from verl.engine.mini_batches import mini_batches
-from verl.engine.optimizer import Schedule
+from verl.engine.device.runtime import Precision, backend_of, resolve_device, resolve_precision
+from verl.engine.device.sharding import local
+from verl.engine.learner import Schedule
+from verl.engine.micro_batches import mini_batches
 from verl.engine.policy_objective import require_old_policy
-from verl.engine.sharding import local
 from verl.errors import ConfigError, NumericalError
 
 ACTOR = "actor_rollout_ref.actor"

@@ -14,12 +14,12 @@ from run_config import run_config
 
 from verl.columns import COLUMNS
 from verl.config import ActorConfig
-from verl.engine.anchor_reader import AnchorReader
+from verl.engine.anchor import AnchorReader
 from verl.engine.batching import Layout, model_input
 from verl.engine.head import TokenStats
 from verl.engine.kl_objective import build_kl
 from verl.protocol import TrainBatch
-from verl.trainer.roles import ActorGroup
+from verl.workers.roles import ActorGroup
 
 ACTOR = "actor_rollout_ref.actor"
 V = 9

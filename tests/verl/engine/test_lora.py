@@ -24,7 +24,7 @@ from value_cases import defined_values, value_batch, value_engine, weights, writ
 from verl.engine.lora import Lora, LoraLinear, merge
 from verl.engine.policy_engine import PolicyEngine
 from verl.errors import CheckpointError, ConfigError
-from verl.storage import digest
+from verl.process.storage import digest
 
 MODEL = "actor_rollout_ref.model"
 IN_BFLOAT16 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16"

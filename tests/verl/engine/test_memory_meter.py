@@ -22,18 +22,18 @@ from engine_cases import CPU, make_batch, make_engine
 from safetensors.torch import load_file
 from tiny_models import qwen2_config, save_untrained
 
-from verl import heap
-from verl.config.model import FsdpConfig, ModelConfig
-from verl.engine.device_memory import CudaMemory, DeviceMemory, Usage
-from verl.engine.loading import load_sharded
-from verl.engine.memory_meter import GIB, MemoryMeter, in_phase
+from verl.config.sections.model import FsdpConfig, ModelConfig
+from verl.engine.device.memory import CudaMemory, DeviceMemory, Usage
+from verl.engine.device.memory_meter import GIB, MemoryMeter, in_phase
+from verl.engine.device.sharding import local
+from verl.engine.files.loading import load_sharded
+from verl.engine.files.saving import save_model
 from verl.engine.model import CausalModel
-from verl.engine.saving import save_model
-from verl.engine.sharding import local
 from verl.engine.trained import TrainedEngine
 from verl.errors import CheckpointError
-from verl.heap import return_free_memory
 from verl.phases import Phase
+from verl.process import heap
+from verl.process.heap import return_free_memory
 from verl.tracking.spans import SpanRecorder
 
 READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -12,8 +12,7 @@ from test_varlen import FAMILIES, defined, kernel_by_definition, log_probs_and_g
 
 from verl.engine import varlen
 from verl.engine.batching import Layout, PackedRows, model_input
-from verl.engine.micro_batches import Budget, plan, plan_all
-from verl.engine.mini_batches import rows_of_ranks
+from verl.engine.micro_batches import Budget, plan, plan_all, rows_of_ranks
 from verl.engine.model import CausalModel, layout_of
 from verl.protocol import TrainBatch
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from weight_source import stream_of
 
 from verl.agent.environment import INTERRUPTED, Generation, Sampling, join_pieces
+from verl.engine.anchor import ReferencePolicy
 from verl.engine.lora import Lora, adapted_layers, add_adapters, begin_adapters
 from verl.engine.merging import merged_tensors
 from verl.engine.model import CausalModel
-from verl.engine.reference_policy import ReferencePolicy
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.rollout.weights.adapters import adapters_of, with_adapters
+from verl.weight_sync.adapters import adapters_of, with_adapters
 
 MAX_ERROR = 2e-5
 MEAN_ERROR = 2e-6

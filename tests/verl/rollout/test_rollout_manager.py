@@ -26,10 +26,10 @@ from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
-from verl.rollout.weights.exported import ExportedWeights
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
-from verl.trainer.roles import ActorGroup
+from verl.weight_sync.exported import ExportedWeights
+from verl.workers.roles import ActorGroup
 
 POOL = ResourcePool(1, 1, "cpu")
 ROLLOUT = "actor_rollout_ref.rollout"

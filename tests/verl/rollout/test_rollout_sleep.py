@@ -18,9 +18,9 @@ from verl.rollout.engine import VLLMEngine
 from verl.rollout.fleet import Engine, Fleet, Seat
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
-from verl.rollout.weights.exported import ExportedWeights
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool
+from verl.weight_sync.exported import ExportedWeights
 
 
 class RecordingLLM:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from verl.rollout.weight_stream import Exported, stream_buckets
-from verl.rollout.weights.buckets import places_of, plan_buckets
-from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.memory import room_for
+from verl.weight_sync.buckets import places_of, plan_buckets
+from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.memory import room_for
 
 
 def test_buckets_by_hand() -> None:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.errors import NumericalError
-from verl.rollout.weights import checksum as weight_checksum
-from verl.rollout.weights.checksum import (
+from verl.engine.files import checksum as weight_checksum
+from verl.engine.files.checksum import (
     BLOCK,
     added,
     copy_checked,
@@ -19,6 +18,7 @@ from verl.rollout.weights.checksum import (
     sums_of,
     word_sum,
 )
+from verl.errors import NumericalError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
 

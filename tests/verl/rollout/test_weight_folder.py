@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forked import forked
 
-from verl.rollout.weights.memory import weight_folder
+from verl.weight_sync.memory import weight_folder
 
 
 def own(parent: Path, driver: Connection) -> None:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from e2e_world import free_port
 from forked import forked
 
+from verl.engine.files.checksum import differing, sums_of
 from verl.errors import WeightSyncError
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
-from verl.rollout.weights import group as weight_group
-from verl.rollout.weights.buckets import Version
-from verl.rollout.weights.checksum import differing, sums_of
-from verl.rollout.weights.exported import ExportedWeights
-from verl.rollout.weights.group import Meeting, WeightDrain, WeightGroup, WeightSource, end_group
-from verl.rollout.weights.memory import HostBuckets
+from verl.weight_sync import group as weight_group
+from verl.weight_sync.buckets import Version
+from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.group import Meeting, WeightDrain, WeightGroup, WeightSource, end_group
+from verl.weight_sync.memory import HostBuckets
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

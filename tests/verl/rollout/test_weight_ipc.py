@@ -11,11 +11,11 @@ from memory_by_name import PATIENT, TOO_SLOW, patient, share_by_name
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from weight_source import some_weights
 
+from verl.engine.files.checksum import sums_of
 from verl.errors import NumericalError
 from verl.rollout.weight_sync import open_weights
-from verl.rollout.weights.buckets import Version, gathered
-from verl.rollout.weights.checksum import sums_of
-from verl.rollout.weights.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
+from verl.weight_sync.buckets import Version, gathered
+from verl.weight_sync.ipc import DEVICE_ARGUMENT, DeviceBuckets, TensorExport, _on_device
 
 pytestmark = pytest.mark.usefixtures("memory_by_name")
 

@@ -16,21 +16,21 @@ from transformers import AutoModelForCausalLM
 from weight_source import some_weights, stream_of
 
 from verl.config import Config, load_config
-from verl.engine.device import device_mesh, init_process_group
+from verl.engine.device.runtime import device_mesh, init_process_group
+from verl.engine.files.checksum import differing, sums_of
 from verl.engine.lora import Lora, add_adapters, begin_adapters
 from verl.engine.model import Decoder
 from verl.errors import NumericalError, WeightSyncError
 from verl.rollout.weight_sync import open_weights
-from verl.rollout.weights import buckets as weight_buckets
-from verl.rollout.weights import export as weight_export
-from verl.rollout.weights import memory as weight_memory
-from verl.rollout.weights.adapters import adapters_of
-from verl.rollout.weights.buckets import Version, places_of, plan_buckets
-from verl.rollout.weights.checksum import differing, sums_of
-from verl.rollout.weights.export import WeightExporter
-from verl.rollout.weights.exported import ExportedWeights, merge_exports
-from verl.rollout.weights.ipc import DeviceBuckets
-from verl.rollout.weights.memory import HostBuckets
+from verl.weight_sync import buckets as weight_buckets
+from verl.weight_sync import export as weight_export
+from verl.weight_sync import memory as weight_memory
+from verl.weight_sync.adapters import adapters_of
+from verl.weight_sync.buckets import Version, places_of, plan_buckets
+from verl.weight_sync.export import WeightExporter
+from verl.weight_sync.exported import ExportedWeights, merge_exports
+from verl.weight_sync.ipc import DeviceBuckets
+from verl.weight_sync.memory import HostBuckets
 from verl.workers.actor import ActorWorker
 
 pytestmark = pytest.mark.usefixtures("memory_by_name")

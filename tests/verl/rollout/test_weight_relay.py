@@ -10,8 +10,8 @@ from weight_source import stream_of
 
 from verl.errors import WeightSyncError
 from verl.rollout.weight_relay import WeightReceiver
-from verl.rollout.weights import memory as weight_memory
-from verl.rollout.weights.memory import Located, memory_of, open_shared
+from verl.weight_sync import memory as weight_memory
+from verl.weight_sync.memory import Located, memory_of, open_shared
 
 WEIGHTS = [("a", torch.arange(70.0)), ("b", torch.randn(300, 200)), ("c", torch.randn(7, 3)), ("d", torch.randn(90))]
 

@@ -47,7 +47,7 @@ Compared = tuple[int, int, list[str]]
 
 def compare_all(folder: Path, weight_dir: Path) -> list[list[Compared]]:
     """Number of buckets, of values that a sync has to change, and what is other than expected, for each case."""
-    from verl.startup import quiet_libraries
+    from verl.process.startup import quiet_libraries
 
     quiet_libraries()
     torch.accelerator.empty_cache = lambda: None  # as the runner of a CPU engine has it

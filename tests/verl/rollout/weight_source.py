@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
-from verl.rollout.weights.buckets import MIB, Version, plan_buckets
-from verl.rollout.weights.memory import HostBuckets
+from verl.weight_sync.buckets import MIB, Version, plan_buckets
+from verl.weight_sync.memory import HostBuckets
 
 
 def stream_of(

@@ -14,10 +14,10 @@ import ray
 
 from verl.config import Config, load_config
 from verl.errors import VerlError
+from verl.planning.dry_run.place import located, parse_gpus
+from verl.process.storage import digest
 from verl.single_controller import folder_copies
 from verl.single_controller.cluster import connect
-from verl.storage import digest
-from verl.trainer.dry_run.place import located, parse_gpus
 from verl.trainer.fewer_nodes import on_nodes_that_are_there
 from verl.trainer.layout import Pools, reserve_pools
 

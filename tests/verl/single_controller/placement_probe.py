@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from verl.config import load_config
-from verl.config.placement import placement_of
+from verl.config.rules.placement import placement_of
 from verl.single_controller.cluster import RAY_SETTINGS, init_patiently
 from verl.trainer.layout import reserve_pools
 

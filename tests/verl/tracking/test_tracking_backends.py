@@ -23,7 +23,7 @@ from verl.tracking.backend import Run, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
 from verl.tracking.timing import Timer
 from verl.tracking.tracker import Tracker
-from verl.trainer.metrics import validation_metrics
+from verl.trainer.metrics.batch import validation_metrics
 
 
 def run_tracker(loggers: list[str], run_dir: Path, config: dict[str, Any] | None = None) -> None:

@@ -18,7 +18,7 @@ from verl.tracking.run_data import load_run
 from verl.tracking.tracker import Tracker
 from verl.tracking.trajectory_store import write_trajectories
 from verl.tracking.trajectory_text import choose_three, render_trajectory
-from verl.trainer.metrics import step_metrics, validation_metrics
+from verl.trainer.metrics.batch import step_metrics, validation_metrics
 
 REPO = Path(__file__).resolve().parents[3]
 CONFIG = {

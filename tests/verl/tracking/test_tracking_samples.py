@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.trainer import TrainerConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.backend import Sample
 from verl.tracking.samples import samples_to_show

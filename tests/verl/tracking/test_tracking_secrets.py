@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from verl.config import load_config_from_argv
-from verl.tracking.secrets import mask_secrets, mask_text
+from verl.process.secrets import mask_secrets, mask_text
 from verl.tracking.tracker import Tracker
 from verl.trainer.main_ppo import main
 

@@ -35,10 +35,10 @@ def make_config(prompt_file: Path, tmp_path: Path, tiny_model_dir: Path) -> Call
 @pytest.fixture
 def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The preflight does without its estimate of memory, which takes longer than all else."""
-    from verl.trainer.dry_run.run import DryRun
+    from verl.planning.dry_run.run import DryRun
 
     found = DryRun([], [], "", "ok", "not estimated", room=True)
-    monkeypatch.setattr("verl.trainer.preflight.findings.dry_run", lambda *_: found)
+    monkeypatch.setattr("verl.trainer.start_checks.findings.dry_run", lambda *_: found)
 
 
 @pytest.fixture(scope="session")

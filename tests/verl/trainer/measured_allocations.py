@@ -15,12 +15,12 @@ from run_config import run_config
 from torch.profiler import ProfilerActivity, profile
 
 from verl.config import Config
-from verl.config.predicates import has_anchor, needs_ref_log_probs, policy_topk, scores_in_update
-from verl.engine.device import init_process_group
+from verl.config.rules.predicates import has_anchor, needs_ref_log_probs, policy_topk, scores_in_update
+from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
+from verl.planning.dry_run.batches import for_update
 from verl.protocol import TrainBatch
-from verl.trainer.dry_run.batches import for_update
 
 CPU = torch.device("cpu")
 WAIT = dist.Work.wait

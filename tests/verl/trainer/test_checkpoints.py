@@ -20,17 +20,17 @@ from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.algorithms.kl import AdaptiveKL
-from verl.config.collapse_guard import CollapseGuardConfig
-from verl.config.trainer import TrainerConfig
+from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.errors import CheckpointError
+from verl.run import saved_state
+from verl.run.checkpoints import Checkpoints
+from verl.run.last_checkpoint import best_checkpoint, last_checkpoint
+from verl.run.resuming import state_to_resume
 from verl.single_controller import ResourcePool
 from verl.single_controller.waiting import Call
-from verl.trainer import saved_state
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint
-from verl.trainer.recovery import Recovery
-from verl.trainer.resuming import state_to_resume
-from verl.trainer.roles import ActorGroup, CriticGroup
+from verl.trainer.guard.recovery import Recovery
+from verl.workers.roles import ActorGroup, CriticGroup
 
 Roles = tuple[ActorGroup, CriticGroup]
 PROGRESS = {"prompts": {"position": 3}, "kl_weight": 0.25}

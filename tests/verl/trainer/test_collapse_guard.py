@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from verl.config.collapse_guard import CollapseGuardConfig
-from verl.trainer.collapse_guard import Alarm, CollapseGuard, good_checkpoint
+from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.trainer.guard.collapse_guard import Alarm, CollapseGuard, good_checkpoint
 
 KL = "actor/kl_loss"
 SCORE = "critic/score/mean"

@@ -16,8 +16,8 @@ from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
-from verl.trainer.collection import Collector
-from verl.trainer.scoring import Scorer as RealScorer
+from verl.trainer.sampling.collection import Collector
+from verl.trainer.sampling.scoring import Scorer as RealScorer
 
 
 @cache

@@ -14,23 +14,23 @@ from run_config import run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
-from verl.config.placement import RoleName
+from verl.config.rules.placement import RoleName
 from verl.errors import ConfigError
 from verl.phases import Phase
+from verl.planning.dry_run.__main__ import main
+from verl.planning.dry_run.advice import three_settings
+from verl.planning.dry_run.device import device_phases
+from verl.planning.dry_run.gpus import GIB, GPUS, Groups, groups_of
+from verl.planning.dry_run.learned import Learned
+from verl.planning.dry_run.machine import machine_of
+from verl.planning.dry_run.memory import Peak
+from verl.planning.dry_run.place import Place, located, parse_gpus
+from verl.planning.dry_run.report import PROMISED, least_seconds_of_step, report
+from verl.planning.dry_run.roles import Pass, Role, run_role, run_roles
+from verl.planning.dry_run.run import dry_run
+from verl.planning.dry_run.segments import Segments
+from verl.planning.dry_run.work import Operation, Work
 from verl.protocol import TrainBatch
-from verl.trainer.dry_run.__main__ import main
-from verl.trainer.dry_run.advice import three_settings
-from verl.trainer.dry_run.device import device_phases
-from verl.trainer.dry_run.gpus import GIB, GPUS, Groups, groups_of
-from verl.trainer.dry_run.learned import Learned
-from verl.trainer.dry_run.memory import Peak
-from verl.trainer.dry_run.place import Place, located, parse_gpus
-from verl.trainer.dry_run.report import PROMISED, least_seconds_of_step, report
-from verl.trainer.dry_run.roles import Pass, Role, run_role, run_roles
-from verl.trainer.dry_run.run import dry_run
-from verl.trainer.dry_run.segments import Segments
-from verl.trainer.dry_run.work import Operation, Work
-from verl.trainer.plan.machine import machine_of
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 VOCABULARY = 1024
@@ -407,7 +407,7 @@ def test_the_three_settings_that_gain_most(tmp_path: Path, monkeypatch: pytest.M
         peak = Peak(0, 1000 - gain - 30 * policy.model.enable_gradient_checkpointing)
         return Role("actor", GIB, Peak(0, 300), [Pass(Phase.UPDATE, "update", peak, Work(), 1.0, True)], Groups(1))
 
-    monkeypatch.setattr("verl.trainer.dry_run.advice.run_role", actor)
+    monkeypatch.setattr("verl.planning.dry_run.advice.run_role", actor)
     config, place = run_config(overrides_of(tmp_path, "trainer.device=auto"), "tinywiki"), parse_gpus("1xH100")
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     roles = [actor("actor", config, "cuda", [])]

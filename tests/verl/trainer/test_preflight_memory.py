@@ -9,17 +9,17 @@ from run_config import run_config
 from transformers import Qwen2Config
 
 from verl.config import Config
+from verl.engine.files.model_shape import CPU, model_shape
 from verl.engine.model import CausalLm
 from verl.engine.value_model import TokenClassifier
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.trainer.dry_run.gpus import GIB
-from verl.trainer.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
-from verl.trainer.dry_run.place import USUAL, Place, parse_gpus
-from verl.trainer.model_shape import CPU, model_shape
-from verl.trainer.preflight.__main__ import main
-from verl.trainer.preflight.command_line import parse
-from verl.trainer.preflight.models import models_of
+from verl.planning.dry_run.gpus import GIB
+from verl.planning.dry_run.kv_cache import kv_cache_tokens, room_for_sequences
+from verl.planning.dry_run.place import USUAL, Place, parse_gpus
+from verl.trainer.start_checks.__main__ import main
+from verl.trainer.start_checks.command_line import parse
+from verl.trainer.start_checks.models import models_of
 
 SHAPES = Path(__file__).with_name("shapes")
 ACTOR = "actor_rollout_ref.actor"
@@ -135,7 +135,7 @@ def test_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--estimate_only` is the dry run."""
-    monkeypatch.setattr("verl.trainer.dry_run.run.three_settings", lambda *_: [])  # takes several dry runs more
+    monkeypatch.setattr("verl.planning.dry_run.run.three_settings", lambda *_: [])  # takes several dry runs more
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
     Qwen2Config(**sizes, num_attention_heads=3, num_key_value_heads=1).save_pretrained(tmp_path)
     given = [

@@ -10,15 +10,15 @@ from run_config import run_config
 
 from verl.algorithms.kl import AdaptiveKL, FixedKL
 from verl.config import Config
-from verl.config.collapse_guard import CollapseGuardConfig
+from verl.config.sections.collapse_guard import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
+from verl.run.checkpoints import Checkpoints
 from verl.tracking.timing import Timer
-from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.estimates import Estimator
-from verl.trainer.health import health_metrics
-from verl.trainer.metrics import step_metrics
-from verl.trainer.recovery import Recovery
+from verl.trainer.guard.recovery import Recovery
+from verl.trainer.metrics.batch import step_metrics
+from verl.trainer.metrics.health import health_metrics
 
 RUN = Path("run")
 

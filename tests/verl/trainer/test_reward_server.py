@@ -19,10 +19,10 @@ from verl.errors import ConfigError, RewardUnavailable, WorkerError
 from verl.single_controller import wait_for
 from verl.single_controller.node_server import Launch, end_servers, start_server
 from verl.trainer.layout import reserve_pools
-from verl.trainer.preflight.devices import judge_nodes
-from verl.trainer.preflight.inputs import check_parts
 from verl.trainer.reward_server import RewardServer, reserve_reward_server
-from verl.trainer.scoring import Scorer
+from verl.trainer.sampling.scoring import Scorer
+from verl.trainer.start_checks.devices import judge_nodes
+from verl.trainer.start_checks.inputs import check_parts
 
 LAUNCH = f'exec "{ROOT}/.venv/bin/python" "{ROOT}/tests/helpers/judge_server.py" 0.0.0.0 $PORT'
 START_S = 120.0

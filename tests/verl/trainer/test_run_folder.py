@@ -20,20 +20,21 @@ from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
-from verl.config.keys import leaves
+from verl.config.sections.keys import leaves
 from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError, DataError, StorageError
+from verl.run import resuming, run_folder, saved_state
+from verl.run.last_checkpoint import last_checkpoint
+from verl.run.resuming import check_start, prepare_folder, settings_since, sources_since
+from verl.run.run_lock import LOCK, check_not_in_use, run_lock
 from verl.tracking.changed_settings import HARMLESS
 from verl.tracking.run_data import load_run
 from verl.tracking.timeline import write_timeline
 from verl.tracking.tracker import Tracker
-from verl.trainer import run_folder, saved_state, sft
-from verl.trainer.last_checkpoint import last_checkpoint
+from verl.trainer import sft
 from verl.trainer.main_ppo import main as main_ppo
 from verl.trainer.main_ppo import run as train
-from verl.trainer.preflight.__main__ import main as preflight
-from verl.trainer.resuming import check_start, prepare_folder, settings_since, sources_since
-from verl.trainer.run_lock import LOCK, check_not_in_use, run_lock
+from verl.trainer.start_checks.__main__ import main as preflight
 
 MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet", "metrics.jsonl.bak", "eval/a.json")
 RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"
@@ -99,8 +100,8 @@ def test_main_ppo_and_preflight_refuse_before_they_read_anything(
     assert "holds a run already" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="holds a run already"):  # as a notebook starts it
         train(settings(tmp_path))
-    assert run_folder.main(own) == 2 and run_folder.main([*own, RESUME]) == 0
-    assert run_folder.main([*own, ARCHIVE]) == 0
+    assert resuming.main(own) == 2 and resuming.main([*own, RESUME]) == 0
+    assert resuming.main([*own, ARCHIVE]) == 0
 
 
 @pytest.mark.usefixtures("no_dry_run")
@@ -266,7 +267,7 @@ def test_keys_that_change_nothing_are_keys_and_none_of_those_that_matter() -> No
 HOLDER = """
 import sys
 from pathlib import Path
-from verl.trainer.run_lock import run_lock
+from verl.run.run_lock import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

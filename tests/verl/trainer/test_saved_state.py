@@ -12,13 +12,13 @@ import pytest
 
 import long_task
 from long_task import Progress
-from verl.config.trainer import TrainerConfig
+from verl.config.sections.trainer import TrainerConfig
 from verl.errors import CheckpointError, DataError
-from verl.storage import digest
-from verl.trainer import save_progress, saved_state
-from verl.trainer.last_checkpoint import best_checkpoint, last_checkpoint, main
-from verl.trainer.resuming import resumes_here, state_to_resume
-from verl.trainer.save_progress import saving
+from verl.process.storage import digest
+from verl.run import save_progress, saved_state
+from verl.run.last_checkpoint import best_checkpoint, last_checkpoint, main
+from verl.run.resuming import resumes_here, state_to_resume
+from verl.run.save_progress import saving
 
 FILES = {"actor/__0_0.distcp": b"weights" * 100, "actor/.metadata": b"where", "critic/__0_0.distcp": b"values" * 50}
 
@@ -139,7 +139,7 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_command_prints_the_path_alone_and_imports_nothing_heavy(tmp_path: Path) -> None:
     save_model(tmp_path, 3)
     program = (
-        "import sys; from verl.trainer.last_checkpoint import main; status = main(sys.argv[1:]); "
+        "import sys; from verl.run.last_checkpoint import main; status = main(sys.argv[1:]); "
         "assert not {'torch', 'ray', 'transformers', 'pyarrow'} & set(sys.modules); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)

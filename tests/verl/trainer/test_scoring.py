@@ -16,7 +16,7 @@ from verl.agent.text import encode_text
 from verl.config import Config
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.trainer.scoring import Scorer
+from verl.trainer.sampling.scoring import Scorer
 
 
 class Length:

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from verl.config import Config
-from verl.config.stored import load_stored_config
+from verl.config.load.stored import load_stored_config
 from verl.data.prompts import PromptSource
 from verl.errors import DataError
+from verl.run.checkpoints import Checkpoints
+from verl.run.resuming import settings_since, sources_since, state_to_resume
 from verl.single_controller import ResourcePool
-from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.estimates import Estimator
-from verl.trainer.recovery import Recovery
-from verl.trainer.resuming import settings_since, sources_since, state_to_resume
-from verl.trainer.roles import ActorGroup
-from verl.trainer.sampling_state import SamplingState
+from verl.trainer.guard.recovery import Recovery
+from verl.trainer.sampling.sampling_state import SamplingState
+from verl.workers.roles import ActorGroup
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import pytest
 from ahead_world import World
 from forked import ranks
 
-from verl.trainer.janitor import Janitor
-from verl.trainer.watchdog import Watchdog
+from verl.process.watchdog import Watchdog
+from verl.run.janitor import Janitor
 
 HANGING = """
 import subprocess, sys, time
-from verl.single_controller.progress import note_progress
-from verl.trainer.watchdog import Watchdog
+from verl.process.progress import note_progress
+from verl.process.watchdog import Watchdog
 
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
@@ -61,7 +61,7 @@ def test_a_loop_that_waits_for_a_thread_that_hangs_is_ended() -> None:
 
 KILLED = """
 import pathlib, subprocess, sys
-from verl.trainer.janitor import Janitor
+from verl.run.janitor import Janitor
 
 janitor = Janitor(pathlib.Path(sys.argv[1]))
 watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -1,0 +1,1 @@
+"""From files and a command line to a typed configuration."""

@@ -1,0 +1,61 @@
+"""The command line of an entry point: `key=value ... [--config-name NAME] [--config-dir DIR] [--help] [--cfg job]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from verl.config.load.compose import shown
+from verl.config.load.listing import key_list
+from verl.config.load.run import load_config
+from verl.config.sections.schema import Config
+
+T = TypeVar("T")
+
+
+def load_config_from_argv(argv: Sequence[str], default_name: str = "ppo_trainer") -> Config:
+    """The configuration of an RL run from its arguments (without the program's name).
+
+    `--help` and `--cfg job` print and exit with status 0, a malformed option exits with status 2. Raises ConfigError.
+    """
+    return load_from_argv(Config, load_config, argv, default_name)
+
+
+def load_from_argv(
+    schema: type[T], loader: Callable[[str, list[str], str | None], T], argv: Sequence[str], default_name: str
+) -> T:
+    """The same for any schema; `loader(config_name, overrides, config_dir)` composes and checks it."""
+    arguments = _parser(default_name).parse_intermixed_args(list(argv))
+    if arguments.help:
+        sys.stdout.write(f"{_parser(default_name).format_help()}\nKeys:\n{key_list(schema)}")
+        sys.exit(0)
+    config = loader(arguments.config_name, arguments.overrides, arguments.config_dir)
+    if arguments.cfg:
+        sys.stdout.write(shown(config))
+        sys.exit(0)
+    return config
+
+
+def _program() -> str:
+    """How this process was started: several programs share this parser."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+
+
+def _parser(default_name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_program(),
+        add_help=False,
+        allow_abbrev=False,
+        description="The settings are keys of a YAML tree; override any of them as key=value.",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides; if a key is given twice, the last one wins"
+    )
+    parser.add_argument("--config-name", "-cn", default=default_name, help="YAML file to start from (%(default)s)")
+    parser.add_argument("--config-dir", "-cd", help="folder that is searched for that file first")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed settings as YAML, and exit")
+    parser.add_argument("--help", "-h", action="store_true", help="print this help and all keys, and exit")
+    return parser

@@ -1,0 +1,150 @@
+"""What a configuration asks for, worked out from several of its keys: for trainer, engines and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.algorithms.traits import ESTIMATOR_TRAITS, EstimatorTraits
+from verl.config.rules.counts import num_mini_batches, trajectories_per_step
+from verl.config.sections.actor import ActorConfig
+from verl.config.sections.asynchronous import max_staleness
+from verl.config.sections.schema import Config
+
+
+def estimator_traits(config: Config) -> EstimatorTraits:
+    """Of the advantage estimator of the run."""
+    return ESTIMATOR_TRAITS[config.algorithm.adv_estimator]
+
+
+def has_critic(config: Config) -> bool:
+    """Whether the run trains a critic; validation alone needs none."""
+    return estimator_traits(config).needs_critic and not config.trainer.val_only
+
+
+def has_kl_in_reward(config: Config) -> bool:
+    """Whether rewards are reduced by the KL to the anchor; by default as published."""
+    wanted = config.algorithm.use_kl_in_reward
+    if wanted is not None:
+        return wanted
+    return estimator_traits(config).kl_in_reward and not config.actor_rollout_ref.actor.use_kl_loss
+
+
+def anchor_is_read(config: Config) -> bool:
+    """Whether loss, rewards or validation read the anchor."""
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss
+    return in_loss or has_kl_in_reward(config) or config.trainer.eval_ref_policy_freq > 0
+
+
+def has_anchor(config: Config) -> bool:
+    """Whether the actor has an anchor beside the policy; validation alone needs none."""
+    return anchor_is_read(config) and not config.trainer.val_only
+
+
+def anchor_moves(config: Config) -> bool:
+    """Whether there is an anchor that follows the policy."""
+    return has_anchor(config) and config.algorithm.ref_policy_ema_tau < 1
+
+
+def anchor_is_base(config: Config) -> bool:
+    """Whether the anchor is the policy without its adapters, so that it takes no memory of its own."""
+    role = config.actor_rollout_ref
+    stays = config.algorithm.ref_policy_ema_tau == 1
+    return role.model.lora_rank > 0 and stays and role.ref.path in (None, role.model.path)
+
+
+def has_exact_kl(actor: ActorConfig) -> bool:
+    """Whether the KL in the loss is summed over the vocabulary, or over the top k and estimated beyond."""
+    return actor.use_kl_loss and actor.kl_loss_type.startswith("full_")
+
+
+def has_sampled_kl(actor: ActorConfig) -> bool:
+    """Whether the KL in the loss is estimated from the sampled tokens alone."""
+    return actor.use_kl_loss and not has_exact_kl(actor)
+
+
+def topk_of(actor: ActorConfig) -> int:
+    """k of the Top-k KL, 0 when the KL is another one."""
+    return max(0, actor.kl_topk_tokens or 0) if has_exact_kl(actor) else 0
+
+
+def samples_kl(actor: ActorConfig) -> bool:
+    """Whether the KL in the loss has a part that is estimated from the sampled token: all of it, or the Top-k tail."""
+    return has_sampled_kl(actor) or (topk_of(actor) > 0 and actor.kl_use_tail_sampling)
+
+
+def policy_topk(actor: ActorConfig) -> int:
+    """k of the policy's most likely tokens, `top_index`, that the KL sums over; 0 for none."""
+    return topk_of(actor) if actor.kl_loss_type == "full_reverse" else 0
+
+
+def stores_token_values(config: Config) -> bool:
+    """Whether the stored trajectories of a training step have what the update knew of each token."""
+    return config.trainer.save_trajectories and config.trainer.save_token_values
+
+
+def needs_ref_log_probs(config: Config) -> bool:
+    """Whether a batch must have the anchor's log-probs of the sampled tokens before the update."""
+    in_loss = has_sampled_kl(config.actor_rollout_ref.actor)
+    return has_kl_in_reward(config) or (in_loss and not _reads_ref_in_update(config))
+
+
+def _reads_ref_in_update(config: Config) -> bool:
+    """Each epoch of an update would read the anchor again, and off-loaded parameters would be beside the policy's."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    beside = not ref.fsdp_config.param_offload or anchor_is_base(config)
+    once = actor.ppo_epochs == 1 and beside
+    return ref.log_probs == "update" or (ref.log_probs == "auto" and once)
+
+
+def corrects_rollout(actor: ActorConfig) -> bool:
+    """Whether the sampler's log-probs are compared with the trainer's, to weight or reject tokens."""
+    return actor.rollout_correction.importance != "none" or actor.rollout_correction.reject != "none"
+
+
+def truncates_sampling(config: Config) -> bool:
+    """Whether unlikely tokens are never sampled, so that the sampler's distribution is not that of the policy."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0
+
+
+def compares_sampler(config: Config) -> bool:
+    """Whether every step has the trainer's own log-probs, and they should equal the sampler's for equal weights."""
+    actor = config.actor_rollout_ref.actor
+    scored = scores_in_update(config) or not actor.use_rollout_log_probs or policy_topk(actor) > 0
+    return scored and not truncates_sampling(config)
+
+
+def old_policy_is_current(config: Config) -> bool:
+    """Whether the old log-probs are those of the policy that the first optimizer step of an RL step starts from."""
+    return not (config.actor_rollout_ref.actor.use_rollout_log_probs and max_staleness(config))
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Of the actor, on the trajectories of one RL step when all of them are trained."""
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_epochs * num_mini_batches(trajectories_per_step(config), actor.ppo_mini_batch_size)
+
+
+def scores_in_update(config: Config) -> bool:
+    """Whether the update's own forward pass gives what is needed of the policy before its optimizer step."""
+    wanted = config.actor_rollout_ref.actor.old_log_probs
+    return wanted == "update" or (wanted == "auto" and not list(reasons_to_score_before(config)))
+
+
+def reasons_to_score_before(config: Config) -> Iterator[str]:
+    """Why the policy's log-probs have to be there before the update, each with what to do about it."""
+    actor = config.actor_rollout_ref.actor
+    if (steps := num_optimizer_steps(config)) > 1:
+        total = trajectories_per_step(config)
+        yield (
+            f"after the first of {steps} optimizer steps the policy has changed (set ppo_epochs=1 and "
+            f"ppo_mini_batch_size={total})"
+        )
+    if config.trainer.critic_warmup:
+        yield "the actor is not updated while the critic warms up (set trainer.critic_warmup=0)"
+    if actor.use_rollout_log_probs:
+        return
+    if has_kl_in_reward(config):
+        yield "the KL in the reward uses them (set algorithm.use_kl_in_reward=False)"
+    if corrects_rollout(actor):
+        yield "rollout_correction compares them with the rollout engine's (set its importance and reject to none)"

@@ -1,0 +1,236 @@
+"""Settings that nothing in a run reads because of others: a table of them, and what is said of those that were changed.
+
+A setting that could only be meant otherwise is refused where the others of its kind are (`validate`). These here are
+harmless, and a config of another run may have them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from os.path import expanduser
+from typing import NamedTuple
+
+from verl.config.rules.counts import num_mini_batches, trajectories_per_step
+from verl.config.rules.predicates import (
+    anchor_is_base,
+    anchor_moves,
+    has_anchor,
+    has_critic,
+    has_kl_in_reward,
+    needs_ref_log_probs,
+    policy_topk,
+    samples_kl,
+    scores_in_update,
+)
+from verl.config.sections.actor import RolloutCorrectionConfig
+from verl.config.sections.keys import Key, leaves, value_at
+from verl.config.sections.schema import Config
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+PASS = ("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
+CORRECTION, GUARD = f"{ACTOR}.rollout_correction", "trainer.collapse_guard"
+
+
+class Rule(NamedTuple):
+    """`keys`: dotted paths, or the beginning of some (with a dot at the end). `unread`: whether nothing reads them."""
+
+    keys: tuple[str, ...]
+    unread: Callable[[Config], bool]
+    why: str
+
+
+def _shuffles_nothing(config: Config) -> bool:
+    return num_mini_batches(trajectories_per_step(config), config.actor_rollout_ref.actor.ppo_mini_batch_size) == 1
+
+
+def _scores_before(config: Config) -> bool:
+    """Whether a pass over the policy precedes the update; see `Estimator.prepare`."""
+    actor = config.actor_rollout_ref.actor
+    needed = bool(policy_topk(actor)) or not actor.use_rollout_log_probs
+    return needed and not scores_in_update(config)
+
+
+def _anchor_is_scored(config: Config) -> bool:
+    return has_anchor(config) and needs_ref_log_probs(config)
+
+
+def _anchor_has_weights(config: Config) -> bool:
+    return has_anchor(config) and not anchor_is_base(config)
+
+
+def _own_environment(config: Config) -> bool:
+    """Nobody knows what it reads."""
+    return config.agent.environment != Config().agent.environment
+
+
+RULES = (
+    Rule(
+        (f"{ACTOR}.clip_ratio",),
+        lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+        "clip_ratio_low and clip_ratio_high are used instead of it",
+    ),
+    Rule(
+        (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
+        lambda c: c.actor_rollout_ref.actor.policy_loss == "reinforce",
+        f"{ACTOR}.policy_loss=reinforce has no ratio",
+    ),
+    Rule(
+        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
+        f"{ACTOR}.use_kl_loss=False",
+    ),
+    Rule(
+        (f"{ACTOR}.use_kl_iw", f"{ACTOR}.kl_iw_clip_lower", f"{ACTOR}.kl_iw_clip_upper"),
+        lambda c: c.actor_rollout_ref.actor.use_kl_loss and not samples_kl(c.actor_rollout_ref.actor),
+        "no part of the KL in the loss is estimated from sampled tokens (an exact KL, or a Top-k KL with "
+        "kl_use_tail_sampling=False)",
+    ),
+    Rule((f"{CORRECTION}.importance_cap",), lambda c: _correction(c).importance == "none", "importance=none"),
+    Rule(
+        (f"{CORRECTION}.reject_low", f"{CORRECTION}.reject_high"),
+        lambda c: _correction(c).reject == "none",
+        "reject=none",
+    ),
+    Rule((f"{ACTOR}.llds_gate",), lambda c: not c.actor_rollout_ref.actor.llds_coef, f"{ACTOR}.llds_coef=0"),
+    Rule((f"{ACTOR}.shuffle",), _shuffles_nothing, "a pass has one mini-batch"),
+    Rule(
+        (f"{ACTOR}.ppo_micro_batch_size",),
+        lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{ACTOR}.use_dynamic_bsz=True limits tokens instead",
+    ),
+    Rule(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu",),
+        lambda c: not _limits_tokens(c),
+        "use_dynamic_bsz=False limits trajectories instead",
+    ),
+    Rule((f"{REF}.path", f"{REF}.fsdp_config.param_offload"), lambda c: not has_anchor(c), "nothing uses an anchor"),
+    Rule(
+        (f"{REF}.fsdp_config.param_offload",),
+        lambda c: has_anchor(c) and anchor_is_base(c),
+        "the anchor is the policy without its adapters",
+    ),
+    Rule(
+        tuple(f"{REF}.{name}" for name in PASS),
+        lambda c: not _anchor_is_scored(c),
+        "no pass over the anchor precedes the update",
+    ),
+    Rule(
+        tuple(f"{ROLLOUT}.{name}" for name in PASS),
+        lambda c: not _scores_before(c),
+        "no pass over the policy precedes the update",
+    ),
+    Rule(
+        ("critic.",),
+        lambda c: not has_critic(c),
+        "the advantage estimator has no critic",
+    ),
+    Rule(
+        ("critic.ppo_micro_batch_size",),
+        lambda c: has_critic(c) and c.critic.use_dynamic_bsz,
+        "critic.use_dynamic_bsz=True limits tokens instead",
+    ),
+    Rule(
+        ("critic.ppo_max_token_len_per_gpu",),
+        lambda c: has_critic(c) and not c.critic.use_dynamic_bsz,
+        "critic.use_dynamic_bsz=False limits trajectories instead",
+    ),
+    Rule(
+        (
+            "reward_model.model.",
+            *(f"reward_model.{name}" for name in ("micro_batch_size", "max_length", "ulysses_sequence_parallel_size")),
+            *(f"reward_model.{name}" for name in ("use_dynamic_bsz", "forward_max_token_len_per_gpu")),
+        ),
+        lambda c: not c.reward_model.enable,
+        "reward_model.enable=False",
+    ),
+    Rule(("reward.port",), lambda c: c.reward.launch is None, "there is no reward.launch"),
+    Rule(
+        tuple(f"retriever.{name}" for name in ("url", "timeout_s", "max_batch")),
+        lambda c: c.retriever.engine is not None and not _own_environment(c),
+        "retriever.engine answers instead of the service",
+    ),
+    Rule(
+        ("retriever.max_concurrent",),
+        lambda c: c.retriever.engine is None and not _own_environment(c),
+        "it is for a retriever.engine",
+    ),
+    Rule(
+        tuple(f"retriever.{name}" for name in ("url", "engine", "topk", "timeout_s", "deadline_s", "max_batch")),
+        lambda c: not c.do_search and not _own_environment(c),
+        "do_search=False",
+    ),
+    Rule(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        lambda c: c.algorithm.adv_estimator != "grpo" and not c.algorithm.norm_adv_by_batch_std,
+        "only algorithm.adv_estimator=grpo divides by the deviation of a group",
+    ),
+    Rule(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"),
+        lambda c: not has_kl_in_reward(c),
+        "there is no KL in the reward (algorithm.use_kl_in_reward)",
+    ),
+    Rule(
+        ("algorithm.ref_policy_ema_update_period",),
+        lambda c: not anchor_moves(c),
+        "the anchor does not move (algorithm.ref_policy_ema_tau)",
+    ),
+    Rule(
+        ("algorithm.filter_groups.max_num_gen_batches",),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable=False",
+    ),
+    Rule(
+        ("trainer.log_trajectories", "trainer.log_trajectories_freq"),
+        lambda c: not {"wandb", "tensorboard"} & set(c.trainer.logger),
+        "trainer.logger has neither wandb nor tensorboard",
+    ),
+    Rule(("trainer.metrics_host",), lambda c: c.trainer.metrics_port is None, "trainer.metrics_port is null"),
+    Rule(("trainer.max_ckpt_to_keep",), lambda c: c.trainer.save_freq < 0, "trainer.save_freq=-1 saves the last step"),
+    Rule(
+        (f"{GUARD}.max_rollbacks",),
+        lambda c: c.trainer.collapse_guard.action != "rollback",
+        f"{GUARD}.action is not rollback",
+    ),
+    Rule(
+        tuple(key for key in leaves(Config) if key.startswith(f"{GUARD}.") and not key.endswith(
+            (".action", ".max_rollbacks")
+        )),
+        lambda c: c.trainer.collapse_guard.action == "off",
+        f"{GUARD}.action=off",
+    ),
+)  # fmt: skip
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """One message for each rule whose settings were changed from their defaults although nothing reads them."""
+    for rule in RULES:
+        changed = [key.path for key in covered(rule) if _is_changed(config, key)]
+        if changed and rule.unread(config):
+            values = ", ".join(f"{path}={value_at(config, path)}" for path in changed)
+            yield f"without effect: {values}, since {rule.why}. Leave {'it' if len(changed) == 1 else 'them'} out."
+
+
+def covered(rule: Rule) -> Iterator[Key]:
+    """The settings that a rule is about."""
+    for path, key in leaves(Config).items():
+        if path in rule.keys or path.startswith(tuple(name for name in rule.keys if name.endswith("."))):
+            yield key
+
+
+def _is_changed(config: Config, key: Key) -> bool:
+    """Whether it is neither the default nor what the setting has that it follows."""
+    value = value_at(config, key.path)
+    default = expanduser(key.default) if isinstance(key.default, str) else key.default
+    source = re.fullmatch(r"\$\{(.+)\}", key.shown or "")
+    return value != default and not (source and value == value_at(config, source[1]))
+
+
+def _correction(config: Config) -> RolloutCorrectionConfig:
+    return config.actor_rollout_ref.actor.rollout_correction
+
+
+def _limits_tokens(config: Config) -> bool:
+    """Whether a pass of the actor, or one that follows its setting, is limited by tokens."""
+    role = config.actor_rollout_ref
+    return role.actor.use_dynamic_bsz or role.ref.log_prob_use_dynamic_bsz or role.rollout.log_prob_use_dynamic_bsz

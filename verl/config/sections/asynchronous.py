@@ -1,0 +1,82 @@
+"""Relations between the settings of asynchronous RL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.sections.schema import Config
+
+KEY = "trainer.async_rollout"
+OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample"
+
+
+def max_staleness(config: Config) -> int:
+    """Of any token, in versions of the weights; 0: a step is sampled with those that it trains.
+
+    A group that `rollout.over_sample` carries over is a version older than the others.
+    """
+    trainer = config.trainer
+    if trainer.max_staleness is not None:
+        return trainer.max_staleness
+    return int(trainer.async_rollout != "off") + int(over_samples(config))
+
+
+def max_steps_ahead(config: Config) -> int:
+    """How many versions old the weights may be when they begin to sample a step; 0: none is sampled ahead."""
+    return 0 if config.trainer.async_rollout == "off" else max_staleness(config) - int(over_samples(config))
+
+
+def over_samples(config: Config) -> bool:
+    return config.actor_rollout_ref.rollout.over_sample > 0
+
+
+def asynchronous_problems(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    mode, most = trainer.async_rollout, trainer.max_staleness
+    if over_samples(config):
+        yield from _over_sample_problems(config)
+    if mode == "off":
+        if most is not None and not over_samples(config):
+            yield (f"trainer.max_staleness={most} has no effect with {KEY}=off: set {KEY}=bounded, or leave it at null")
+        return
+    if mode == "one_step_off" and most not in (None, 1) and not over_samples(config):
+        yield (
+            f"{KEY}=one_step_off means trainer.max_staleness=1, not {most}: set {KEY}=bounded, or leave "
+            "max_staleness at null"
+        )
+    if mode == "bounded" and most is None:
+        yield (
+            f"{KEY}=bounded needs trainer.max_staleness, the maximum number of versions that weights may be "
+            "behind: set it to 2, for example"
+        )
+    if trainer.layout == "colocated" and trainer.device != "cpu":
+        yield (
+            f"{KEY}={mode} samples while the step before is trained, but with trainer.layout=colocated both take "
+            "turns on the same GPUs: set trainer.layout=split. (On CPU, engines are separate processes: with "
+            "trainer.device=cpu either layout works.)"
+        )
+    if trainer.deterministic:
+        yield (
+            f"{KEY}={mode} and trainer.deterministic=True exclude each other: which weights sample a step depends "
+            "on the time that sampling and training take, and after a resume the weights are newer; leave one of "
+            "them out"
+        )
+
+
+def _over_sample_problems(config: Config) -> Iterator[str]:
+    trainer, share = config.trainer, f"{OVER_SAMPLE}={config.actor_rollout_ref.rollout.over_sample:g}"
+    if trainer.deterministic:
+        yield (
+            f"{share} and trainer.deterministic=True exclude each other: which groups are complete first, and "
+            "where the others are interrupted, depends on timing; leave one of them out"
+        )
+    if trainer.async_rollout == "one_step_off" and trainer.max_staleness not in (None, 2):
+        yield (
+            f"{KEY}=one_step_off with {share} means trainer.max_staleness=2, not {trainer.max_staleness}: set "
+            f"{KEY}=bounded, or leave max_staleness at null"
+        )
+    if trainer.async_rollout == "bounded" and trainer.max_staleness == 1:
+        yield (
+            f"{KEY}=bounded with {share} needs trainer.max_staleness=2 or more: one version for sampling ahead, "
+            "and one for groups that are carried over"
+        )

@@ -1,0 +1,50 @@
+"""The server that a run starts for its reward (`reward.launch`): how the reward's arguments name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.sections.agent import RewardConfig
+from verl.config.sections.schema import Config
+
+SERVER = "{server}"
+
+
+def with_server(value: Any, address: str) -> Any:
+    """The same arguments with `address` (host:port) in place of `{server}` in every text, however deep."""
+    if isinstance(value, str):
+        return value.replace(SERVER, address)
+    if isinstance(value, dict):
+        return {key: with_server(item, address) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_server(item, address) for item in value]
+    return value
+
+
+def names_server(value: Any) -> bool:
+    """Whether any text of the arguments has `{server}` in it."""
+    return with_server(value, "") != value
+
+
+def reward_server_problems(config: Config) -> Iterator[str]:
+    """What cannot be started, or would not be asked, one message each."""
+    reward = config.reward
+    named = names_server(reward.kwargs) or names_server(reward.val_kwargs)
+    if reward.launch is None and named:
+        yield (
+            f"reward.kwargs have {SERVER}, which stands for the server of reward.launch: set reward.launch, or "
+            "write the host and port"
+        )
+    if reward.launch is not None and not named:
+        yield (
+            f"reward.launch starts a server, but no argument of the reward refers to it: write {SERVER} where "
+            f"reward.kwargs has its host and port (url=http://{SERVER}/v1), or leave reward.launch out"
+        )
+    if reward.launch is None and reward.n_gpus:
+        yield f"reward.n_gpus={reward.n_gpus} has no effect without reward.launch: set that, or leave n_gpus at 0"
+
+
+def expected_address(reward: RewardConfig) -> str:
+    """What stands for the server's address before it is known where it runs."""
+    return f"127.0.0.1:{reward.port}"

@@ -1,0 +1,90 @@
+"""The calls about memory that differ between a GPU and a CPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
+from verl.process.inside import inside
+
+
+class Usage(NamedTuple):
+    """Peak bytes: of this process, and of all processes on its device (None: there is no device)."""
+
+    process: int
+    device: int | None
+
+
+class DeviceMemory:
+    """Memory of a CPU: there is nothing to pin, wait for or free."""
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Host memory [num_bytes] for copies from and to the device."""
+        host = torch.empty(num_bytes, dtype=torch.uint8)
+        self.pin(host)
+        return host
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Pin the tensor's pages, so that copies from and to it overlap with other work. Undone when it is freed."""
+
+    def wait(self) -> None:
+        """Wait until all requested copies are done."""
+
+    def give_back(self) -> None:
+        """Return unused memory to the device, for other processes."""
+
+    def restart_peak(self) -> None:
+        """Reset the peak that `usage` reports."""
+
+    def usage(self) -> Usage:
+        """Peak since `restart_peak`. On a CPU no peak is kept: the memory that the process has now."""
+        return Usage(psutil.Process().memory_info().rss, None)
+
+
+class CudaMemory(DeviceMemory):
+    """Memory of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pin(self, host: torch.Tensor) -> None:
+        # Not `Tensor.pin_memory`: PyTorch's own pinned blocks are rounded up to a power of two.
+        if host.nbytes:
+            pin_memory(host.data_ptr(), host.nbytes)
+            weakref.finalize(host, unpin_memory, host.data_ptr())
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> None:
+        gc.collect()  # a cycle of Python objects may hold tensors
+        torch.cuda.empty_cache()
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def usage(self) -> Usage:
+        """Peak of PyTorch's allocator; other processes count with what they have on the device now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device)
+        return Usage(peak, total - free - torch.cuda.memory_reserved(self.device) + peak)
+
+
+_STAND_IN: ContextVar[DeviceMemory | None] = ContextVar("stand_in", default=None)
+
+
+def memory_stands_in(memory: DeviceMemory) -> AbstractContextManager[None]:
+    """Inside, `device_memory` returns `memory`: for measuring without a GPU."""
+    return inside(_STAND_IN, memory)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of `device`."""
+    return _STAND_IN.get() or (CudaMemory(device) if device.type == "cuda" else DeviceMemory())

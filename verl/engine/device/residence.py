@@ -1,0 +1,168 @@
+"""Which parts of a role are on its device in each phase: parameters, gradients and optimizer state move to host memory
+and back, each by one call.
+
+Only the local parts of sharded tensors (DTensors) move. The tensor objects stay the same, so that the optimizer and
+FSDP2 notice nothing, and what is in host memory can be read, saved and written there as usual. Host memory is one block
+for each group of tensors, pinned on CUDA and reused; copies are asynchronous and waited for once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
+from verl.engine.device.memory import DeviceMemory, device_memory
+from verl.engine.device.runtime import kind_of
+from verl.phases import RESIDENT, Part, Phase
+
+ALIGNMENT = 256  # bytes
+
+
+class Slot(NamedTuple):
+    """A contiguous tensor that can be moved: `put` replaces its memory by a [n] tensor with the same values."""
+
+    flat: torch.Tensor
+    put: Callable[[torch.Tensor], None]
+
+
+Slots = Callable[[], Sequence[Slot]]
+
+
+class Movable:
+    """Tensors that move together. `slots` is called for every move: optimizer state comes and goes."""
+
+    def __init__(self, slots: Slots, device: torch.device, memory: DeviceMemory) -> None:
+        self._slots, self._device, self._memory = slots, device, memory
+        self._home = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def to_host(self) -> None:
+        """Copy what is not there already, and release the device's memory."""
+        slots = [slot for slot in self._slots() if slot.flat.numel()]
+        if all(self._at_home(slot.flat) for slot in slots):
+            return
+        home = self._room([slot.flat for slot in slots])
+        copies = [view.copy_(slot.flat, non_blocking=True) for slot, view in zip(slots, home, strict=True)]
+        self._memory.wait()
+        for slot, copy in zip(slots, copies, strict=True):
+            slot.put(copy)
+
+    @torch.no_grad()
+    def to_device(self) -> None:
+        """Copy all to the device; later work on the current stream finds the tensors there."""
+        for slot in self._slots():
+            if slot.flat.numel() and (slot.flat.device != self._device or self._at_home(slot.flat)):
+                slot.put(torch.empty_like(slot.flat, device=self._device).copy_(slot.flat, non_blocking=True))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether any of them is on the device."""
+        return any(slot.flat.numel() and not self._at_home(slot.flat) for slot in self._slots())
+
+    def _at_home(self, flat: torch.Tensor) -> bool:
+        return flat.untyped_storage()._cdata == self._home.untyped_storage()._cdata
+
+    def _room(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Space in host memory for each tensor, in order."""
+        sizes = [-(-flat.nbytes // ALIGNMENT) * ALIGNMENT for flat in flats]
+        if self._home.nbytes != sum(sizes) or any(map(self._at_home, flats)):  # those at home may be at other places
+            self._home = self._memory.host_block(sum(sizes))
+        parts = self._home.split(sizes)
+        return [part[: flat.nbytes].view(flat.dtype) for part, flat in zip(parts, flats, strict=True)]
+
+
+class Residence:
+    """The movable parts of a role. Outside of `during` all of them are in host memory."""
+
+    def __init__(self, movable: Mapping[Part, Movable], memory: DeviceMemory) -> None:
+        self._movable, self._memory = movable, memory
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, *parts: Part) -> Iterator[None]:
+        """Move to the device what the phase needs (only `parts` of that, if given); `leave` afterwards."""
+        wanted = RESIDENT[phase].intersection(parts) if parts else RESIDENT[phase]
+        for part, movable in self._movable.items():
+            if part in wanted:
+                movable.to_device()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @property
+    def on_device(self) -> set[Part]:
+        """The movable parts that are on the device now."""
+        return {part for part, movable in self._movable.items() if movable.on_device}
+
+    def leave(self) -> None:
+        """Move everything to host memory, and return free memory to the device, where others need it next."""
+        for movable in self._movable.values():
+            movable.to_host()
+        self._memory.give_back()
+
+
+def moves_on(device: torch.device) -> bool:
+    """Whether host memory is separate from the device's."""
+    return kind_of(device) == "cuda"
+
+
+def residence(
+    fsdp: FsdpConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    anchor: tuple[FrozenFsdpConfig, nn.Module] | None = None,
+) -> Residence:
+    """Of a trained role, according to its `*_offload` keys."""
+    memory = device_memory(device)
+    slots: dict[Part, Slots] = {}
+    if fsdp.param_offload:
+        slots[Part.PARAMETERS] = lambda: parameter_slots(model)
+    if fsdp.grad_offload:
+        slots[Part.GRADIENTS] = lambda: tensor_slots([p.grad for p in model.parameters()])
+    if fsdp.optimizer_offload:
+        slots[Part.OPTIMIZER] = lambda: tensor_slots([v for s in optimizer.state.values() for v in s.values()])
+    if anchor is not None and anchor[0].param_offload:
+        slots[Part.ANCHOR] = lambda: parameter_slots(anchor[1])
+    moved = {part: Movable(of, device, memory) for part, of in slots.items()} if moves_on(device) else {}
+    return Residence(moved, memory)
+
+
+def parameter_slots(model: nn.Module) -> list[Slot]:
+    """The shards of a model, each with the padding that FSDP2 keeps at its end."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return [_parameter_slot(parameter) for group in groups for parameter in group.fsdp_params]
+
+
+def _parameter_slot(parameter: object) -> Slot:
+    sharded: DTensor = parameter.sharded_param  # type: ignore[attr-defined]
+    length = sharded._local_tensor.shape[0]
+
+    def put(flat: torch.Tensor) -> None:
+        parameter._sharded_param_data = flat  # type: ignore[attr-defined]
+        whole = flat.view(parameter.padded_sharded_param_size)  # type: ignore[attr-defined]
+        sharded._local_tensor = whole.narrow(0, 0, length)
+
+    return Slot(parameter._sharded_param_data, put)  # type: ignore[attr-defined]
+
+
+def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
+    """Slots of the local parts of those `tensors` that are DTensors."""
+    return [_tensor_slot(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
+
+
+def _tensor_slot(tensor: DTensor) -> Slot:
+    shape = tensor._local_tensor.shape
+
+    def put(flat: torch.Tensor) -> None:
+        tensor._local_tensor = flat.view(shape)
+
+    return Slot(tensor._local_tensor.reshape(-1), put)

@@ -1,0 +1,120 @@
+"""Where the model runs: device, process group, number formats, threads."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.errors import ConfigError
+from verl.process.inside import inside
+
+logger = logging.getLogger(__name__)
+
+_STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`param_dtype`: weights and activations in forward and backward; `reduce_dtype`: gradient sums over ranks."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def cpu_stands_for(kind: str) -> AbstractContextManager[None]:
+    """Inside, a CPU takes the code paths of that kind of device ("cuda"): for measuring without one."""
+    return inside(_STANDS_FOR, kind)
+
+
+def kind_of(device: torch.device) -> str:
+    """`cuda` or `cpu`: whose code paths the device takes."""
+    return _STANDS_FOR.get() or device.type
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` takes CUDA where there is one. Raises ConfigError for an unknown name or an absent CUDA device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but this PyTorch sees no CUDA device; use auto or cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def resolve_precision(device: torch.device, param_dtype: str, reduce_dtype: str) -> Precision:
+    """`auto` is bfloat16 on CUDA and float32 on CPU. Master weights stay float32 whatever is chosen here."""
+    if param_dtype == "auto":
+        param_dtype = "bfloat16" if kind_of(device) == "cuda" else "float32"
+    for name in (param_dtype, reduce_dtype):
+        if name not in DTYPES:
+            raise ConfigError(f"number format '{name}' is unknown; use one of {', '.join(DTYPES)}")
+    return Precision(DTYPES[param_dtype], DTYPES[reduce_dtype])
+
+
+def resolve_head_dtype(device: torch.device, name: str, precision: Precision) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA when the decoder runs in it, else float32."""
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if kind_of(device) == "cuda" and precision.param_dtype is torch.bfloat16 else torch.float32
+
+
+def backend_of(device: torch.device) -> str:
+    """On CUDA, gloo handles CPU tensors (off-loaded gradients, metrics), and NCCL all others."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def init_process_group(
+    rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float = 1800.0
+) -> None:
+    """Join the group of `world_size` processes that meet at `init_method` (tcp://host:port or file:///path).
+
+    A collective fails when one of them keeps the others waiting for `timeout_s` seconds.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend_of(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def device_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+    """One dimension, `shard`; with groups of `fsdp_size` ranks two: `replicate` over the groups, `shard` within each.
+
+    A group has consecutive ranks: those of one node, if it has that many. Raises ConfigError for a size that does not
+    divide the number of ranks.
+    """
+    num_ranks = dist.get_world_size()
+    size = num_ranks if fsdp_size == -1 else fsdp_size
+    if size < 1 or num_ranks % size:
+        raise ConfigError(f"fsdp_size is {fsdp_size}; it must divide the number of workers, {num_ranks}, or be -1")
+    if size == num_ranks:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Use `num_threads` CPU threads in this process; None keeps the environment's setting.
+
+    More threads than free cores make a small model several times slower.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def prepare_matmul(device: torch.device, precision: Precision) -> None:
+    """Let float32 products (a head in float32) use TF32 when the inputs are bfloat16 anyway, which loses no bits."""
+    if device.type == "cuda" and precision.param_dtype is torch.bfloat16:
+        torch.set_float32_matmul_precision("high")

@@ -1,0 +1,171 @@
+"""Filling a sharded model from files, each rank reading its own slices: no rank ever holds the whole model.
+
+The names in the files are translated by transformers' own rules. Where those rules also change the layout of weights
+(experts that are stored one by one, say), slices of the file are not slices of the model, so it is loaded whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import ADAPTER_CONFIG_NAME
+
+from verl.engine.device.sharding import own_index
+from verl.engine.files.weight_files import WeightFiles, weight_files
+from verl.engine.hf_model import weights_of
+from verl.engine.model import Decoder
+from verl.process.inside import inside
+
+logger = logging.getLogger(__name__)
+
+COMPARED_VALUES = 2**22  # compared at a time, where two stored weights should be equal
+
+_UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
+
+
+def unread_weights() -> AbstractContextManager[None]:
+    """Inside, models need only a config.json: their weights get memory, but no values. For measuring."""
+    return inside(_UNREAD, True)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where each weight of a model is in `files`: `stored` has its name there, or None for one that starts at zero."""
+
+    files: WeightFiles
+    stored: Mapping[str, str | None]
+
+    @torch.no_grad()
+    def fill(self, model: Decoder, device: torch.device) -> None:
+        """Allocate the parameters of a blank, sharded model on `device`, and read this rank's values.
+
+        Raises CheckpointError when a file cannot be read.
+        """
+        _give_memory(model, device)
+        for name, tensor in weights_of(model.model):
+            if name in self.stored:  # adapters are in no file
+                fill_part(tensor, self.files, self.stored[name])
+
+
+class Unread(Slices):
+    """Weights that are not read from files."""
+
+    def __init__(self) -> None:
+        super().__init__(WeightFiles({}), {})
+
+    def fill(self, model: Decoder, device: torch.device) -> None:
+        """Allocate the parameters of a blank, sharded model on `device`, uninitialized."""
+        _give_memory(model, device)
+
+
+class NotSliceableError(Exception):
+    """Why the weights of a model cannot be read by slices."""
+
+
+def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> Slices | None:
+    """Where the weights of a blank model are in the files of a folder or hub name.
+
+    None, with the reason in the log, if the model must be loaded whole. `new_head`: an output layer that the files
+    lack starts at zero. Raises CheckpointError when a file is damaged.
+    """
+    if _UNREAD.get():
+        return Unread()
+    try:
+        files = _usable_files(model, source)
+        stored = _stored_names(model, files)
+        absent = [name for name, where in stored.items() if where is None]
+        if absent and not (new_head and not any(name.startswith(f"{model.base_model_prefix}.") for name in absent)):
+            raise NotSliceableError(f"{len(absent)} weights are not in the files, the first is {absent[0]}")
+        return Slices(files, stored)
+    except NotSliceableError as reason:
+        logger.warning("%s: every worker loads the whole model and then keeps its shard, because %s", source, reason)
+        return None
+
+
+@torch.no_grad()
+def fill_part(tensor: torch.Tensor, files: WeightFiles, stored: str | None) -> None:
+    """Copy this rank's part of a stored weight (None: zeros) into `tensor`."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if stored is None:
+        part.zero_()
+    elif part.numel():
+        part.copy_(files.read(stored, own_index(tensor)))
+
+
+def _give_memory(model: Decoder, device: torch.device) -> None:
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def _usable_files(model: PreTrainedModel, source: str) -> WeightFiles:
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise NotSliceableError("its weights are quantized")
+    if getattr(model.config, "transformers_weights", None) is not None:
+        raise NotSliceableError("config.json names the weight files itself")
+    if (Path(source) / ADAPTER_CONFIG_NAME).is_file():
+        raise NotSliceableError("it is an adapter on another model")
+    files = weight_files(source)
+    if files is None:
+        raise NotSliceableError("it has no safetensors files")
+    return files
+
+
+def _stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str | None]:
+    """Names in the files, by name in the model; None for a weight that is not in the files."""
+    held = _translated(model, files)
+    if unused := sorted(files.file_of.keys() - set(held.values())):
+        logger.info("%d stored weights are not part of the model, the first is %s", len(unused), unused[0])
+    stored: dict[str, str | None] = {}
+    for name, tensor in weights_of(model):
+        where = [held[alias] for alias in _aliases(model, name) if alias in held]
+        stored[name] = where[0] if where else None
+        for one in where:
+            if files.shape(one) != tensor.shape:
+                raise NotSliceableError(f"{one} has shape {list(files.shape(one))}, not {list(tensor.shape)}")
+        if not all(_same(files, where[0], other) for other in where[1:]):
+            raise NotSliceableError(f"{' and '.join(where)} should be equal, but differ")
+    return stored
+
+
+def _translated(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """Names in the files, by name in the model, as transformers translates them when it loads."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = model.state_dict()
+    held: dict[str, str] = {}
+    for stored in files.file_of:
+        name, converter = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        if name not in known and stored in known:
+            name, converter = stored, None
+        if name in known and converter is not None:
+            raise NotSliceableError(f"transformers changes the layout of {stored}")
+        if name in held:
+            raise NotSliceableError(f"{held[name]} and {stored} are both {name}")
+        if name in known:
+            held[name] = stored
+    return held
+
+
+def _aliases(model: PreTrainedModel, name: str) -> list[str]:
+    """The names of a weight that several layers share, `name` first."""
+    tied: Mapping[str, str] = model.all_tied_weights_keys
+    first = tied.get(name, name)
+    return list(dict.fromkeys([name, first, *(other for other, source in tied.items() if source == first)]))
+
+
+def _same(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two stored weights of one shape are equal, read part by part."""
+    shape = files.shape(one)
+    rows = max(1, COMPARED_VALUES // max(1, shape[1:].numel()))
+    parts = [(slice(start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows)]
+    return all(torch.equal(files.read(one, part), files.read(other, part)) for part in parts)

@@ -1,0 +1,1 @@
+"""Runs that are planned without their GPUs: dry run, planner, and the preflight command."""

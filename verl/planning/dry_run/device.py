@@ -1,0 +1,144 @@
+"""Memory of one device by holder in each phase of a step: roles and engine share it, or have their own devices
+(`trainer.layout=split`, `critic.n_gpus_per_node`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.config import Config
+from verl.config.rules.placement import critic_gpus
+from verl.phases import RESIDENT, Part, Phase
+from verl.planning.dry_run.gpus import GIB
+from verl.planning.dry_run.memory import Peak
+from verl.planning.dry_run.place import Place
+from verl.planning.dry_run.roles import Pass, Role
+
+CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace
+CUDA_GRAPHS = GIB  # of an engine that captured some, assumed; vLLM keeps them while it sleeps
+CPU_PROCESS, CPU_ENGINE = GIB // 2, 5 * GIB // 4  # resident before anything is loaded, as seen: Python and libraries
+# What glibc keeps of each byte that a pass takes and frees, as the growth of three processes was; twice as many blocks
+# come and go with gradient checkpointing.
+FREED, FREED_CHECKPOINTED = 0.4, 1.1
+
+
+@dataclass
+class DeviceUse:
+    """Bytes on one device by holder, at the peak of the phase. `device` says which one: "any" if all are alike, else
+    what it does.
+    """
+
+    phase: Phase
+    device: str = "any"
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def device_phases(config: Config, roles: list[Role], place: Place) -> list[DeviceUse]:
+    """The four phases on a GPU; on CPU, where engines are separate processes, those in which roles work. On the
+    critic's own GPUs, those in which it works.
+    """
+    if not critic_gpus(config):
+        return _of_actor(config, roles, place, "any" if config.trainer.layout == "colocated" else "trains")
+    actor, critic = roles
+    alone = [_alone(phase, config, actor, critic, place) for phase in (Phase.SCORE, Phase.UPDATE)]
+    return [*_of_actor(config, [actor], place, "trains the actor"), *alone]
+
+
+def _of_actor(config: Config, roles: list[Role], place: Place, device: str) -> list[DeviceUse]:
+    """Devices of the actor, which is the first of `roles`."""
+    if config.trainer.layout == "split":
+        sampling = DeviceUse(Phase.SAMPLE, "samples", {"engine": _share(config, place)})
+        return [sampling, *(_training(phase, roles, place, device) for phase in Phase if phase != "sample")]
+    named = [phase for phase in Phase if place.on_gpu or phase is not Phase.SAMPLE]
+    return [_shared(phase, config, roles, place, device) for phase in named]
+
+
+def _alone(name: Phase, config: Config, actor: Role, critic: Role, place: Place) -> DeviceUse:
+    """Devices of the critic alone."""
+    phase = _training(name, [critic], place, "trains the critic")
+    if not place.on_gpu:
+        phase.parts |= _on_cpu(config, [critic], phase, actor)
+    return phase
+
+
+def _shared(name: Phase, config: Config, roles: list[Role], place: Place, device: str) -> DeviceUse:
+    """A device that is shared with an engine."""
+    phase = _training(name, roles, place, device)
+    if not place.on_gpu:
+        phase.parts |= _on_cpu(config, roles, phase, roles[0])
+        return phase
+    phase.parts["engine"] = engine = _engine(name, config, roles[0], place)
+    if not engine:
+        phase.parts["processes"] += CUDA_PROCESS  # one that is awake counts its own
+    if _sleeps(name, config) and not config.actor_rollout_ref.rollout.enforce_eager:
+        phase.parts["CUDA graphs"] = CUDA_GRAPHS
+    return phase
+
+
+def _training(name: Phase, roles: list[Role], place: Place, device: str) -> DeviceUse:
+    """All except the engine: the role that works, and those at rest."""
+    phase = DeviceUse(name, device)
+    found = [(role, one) for role in roles for one in role.passes if one.phase is name]
+    worst = max(found, key=lambda pair: _taken(pair, place), default=None)
+    for role in roles:
+        if worst is not None and role is worst[0]:
+            phase.parts[f"{role.name}: {worst[1].name}"] = size(worst[1].peak, place)
+        else:
+            phase.parts[f"{role.name} at rest"] = size(role.idle, place)
+    if place.on_gpu:
+        phase.parts["processes"] = CUDA_PROCESS * len(roles)
+    return phase
+
+
+def _engine(phase: Phase, config: Config, actor: Role, place: Place) -> float:
+    """Bytes of a GPU's engine: its share while it samples, its weights while it gets new ones, else nothing."""
+    if not _sleeps(phase, config):
+        return _share(config, place)
+    if Part.ENGINE_WEIGHTS not in RESIDENT[phase]:
+        return 0.0
+    return _weights(config, actor) / config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def _sleeps(phase: Phase, config: Config) -> bool:
+    """Whether a GPU's engine has released at least its cache."""
+    return config.actor_rollout_ref.rollout.free_cache_engine and Part.KV_CACHE not in RESIDENT[phase]
+
+
+def _share(config: Config, place: Place) -> float:
+    return config.actor_rollout_ref.rollout.gpu_memory_utilization * place.memory
+
+
+def _on_cpu(config: Config, roles: list[Role], phase: DeviceUse, actor: Role) -> dict[str, float]:
+    """A worker's part of the engines, which always run, and memory other than tensors."""
+    rollout, each = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
+    engines = rollout.num_engines / each
+    taken = sum(phase.parts.values()) - sum(role.idle.allocated for role in roles)
+    return {
+        "engines": engines * (_weights(config, actor) + rollout.kv_cache_gib * GIB),
+        "freed blocks": taken * (FREED_CHECKPOINTED if _checkpointed(config, phase) else FREED),
+        "processes": CPU_PROCESS * len(roles) + CPU_ENGINE * engines,
+    }
+
+
+def _checkpointed(config: Config, phase: DeviceUse) -> bool:
+    of_critic = any(part.startswith("critic: ") for part in phase.parts)
+    model = config.critic.model if of_critic else config.actor_rollout_ref.model
+    return phase.phase is Phase.UPDATE and model.enable_gradient_checkpointing
+
+
+def _weights(config: Config, actor: Role) -> float:
+    """Bytes of an engine's weights."""
+    return (4 if config.actor_rollout_ref.rollout.dtype in ("auto", "float32") else 2) * actor.num_params
+
+
+def size(peak: Peak, place: Place) -> float:
+    """Device memory for a peak; on a GPU in the allocator's segments."""
+    return peak.held if place.on_gpu else peak.allocated
+
+
+def _taken(pair: tuple[Role, Pass], place: Place) -> float:
+    return size(pair[1].peak, place) - size(pair[0].idle, place)

@@ -1,0 +1,216 @@
+"""A device that computes nothing: the engine's code runs on it with shapes only, as rank 0 of any number of ranks.
+
+PyTorch's fake tensors stand for the device's memory and its fake process group for the other ranks. What lies on the
+host (batches, row numbers, the cut into micro-batches) are real tensors and is really computed. Both say that they are
+on the CPU: an operation belongs to the device when one of its inputs does, and so does memory that is taken unfilled
+(which is how FSDP2 takes its buffers). A number that is read from the device (a loss, a norm) is 0.5, and a truth true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.fake_collectives import collective_ops
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verl.engine.device.memory import DeviceMemory, memory_stands_in
+from verl.engine.device.runtime import cpu_stands_for
+from verl.planning.dry_run.learned import Learned
+from verl.planning.dry_run.memory import Memory
+from verl.planning.dry_run.work import Operation, Work, workspace_bytes
+
+aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Seen(NamedTuple):
+    """The workspace of an operation, and its work."""
+
+    workspace: int
+    operation: Operation | None
+
+
+class FakeDevice(TorchDispatchMode):
+    """Sees everything that PyTorch does inside `running()`, operation by operation.
+
+    `kind` ("cpu" or "cuda") says which code paths the engines take.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tensors.cache_enabled = False  # `learned` is quicker
+        self.learned = Learned(self.tensors)
+        self.memory = Memory()
+        self.work = Work()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and PyTorch's guard takes as long as looking an operation up
+
+    def restart(self) -> None:
+        """Start a measurement."""
+        self.memory.restart()
+        self.work = Work()
+
+    @contextlib.contextmanager
+    def running(self, num_ranks: int) -> Iterator[None]:
+        """Inside, this process is rank 0 of `num_ranks` simulated ranks."""
+        dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
+        gc.freeze()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(cpu_stands_for(self.kind))
+                stack.enter_context(memory_stands_in(_HostBlocks(self)))
+                stack.enter_context(_seen_resizes(self.memory))
+                stack.enter_context(_cut_for_rank_0())
+                stack.enter_context(self)
+                yield
+        finally:
+            gc.unfreeze()
+            dist.destroy_process_group()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it calls again with its local parts
+        kwargs = kwargs or {}
+        if not types:  # plain tensors
+            return self._on_host(func, args, kwargs)
+        known = self.learned.key(func, args, kwargs)
+        if known is not None:
+            return self._on_device(func, types, args, kwargs, *known)
+        if not any(self._is_mine(leaf) for leaf in tree_leaves((args, kwargs))):
+            return self._on_host(func, args, kwargs)
+        return self._dispatched(func, types, args, kwargs)[0]
+
+    def _on_device(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: Any,
+        inputs: Sequence[FakeTensor],
+    ) -> Any:
+        """An operation whose inputs are all the device's."""
+        recipe = self.learned.look_up(key)
+        if recipe is None:
+            out, seen = self._dispatched(func, types, args, kwargs)
+            if seen is not None:
+                self.learned.learn(key, func, inputs, out, seen)
+            return out
+        seen = recipe.what
+        self.memory.workspace(seen.workspace)
+        out = recipe.make(self.tensors, inputs)
+        for leaf in [out] if recipe.container is None else out:
+            self.memory.see(leaf.untyped_storage())
+        if seen.operation is not None:
+            self.work.operations.append(seen.operation)
+        return out
+
+    def _dispatched(
+        self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Seen | None]:
+        """What PyTorch says, and what was seen, where that is all there is to it."""
+        if func is aten._local_scalar_dense.default:
+            return _a_number(args[0].dtype), None
+        if func is WAIT:
+            return args[0], None
+        workspace = workspace_bytes(func, args)
+        self.memory.workspace(workspace)
+        out = self.tensors.dispatch(func, types, args, kwargs)
+        operation = self._seen(func, args, kwargs, out)
+        return out, None if func in collective_ops else Seen(workspace, operation)
+
+    def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not _takes_memory(func, args, kwargs) or active_fake_mode() is not None:  # DTensor has one, to learn shapes
+            return func(*args, **kwargs)
+        out = self.tensors.dispatch(func, (), args, kwargs)
+        self._seen(func, args, kwargs, out)
+        return out
+
+    def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Operation | None:
+        for leaf in tree_leaves(out):
+            if self._is_mine(leaf):
+                self.memory.see(leaf.untyped_storage())
+        return self.work.count(func, args, kwargs, out)
+
+    def _is_mine(self, leaf: Any) -> bool:
+        return isinstance(leaf, FakeTensor) and leaf.fake_mode is self.tensors  # DTensor has fake tensors of its own
+
+
+class _HostBlocks(DeviceMemory):
+    """Tells the host's memory from the device's where the device only seems to be there."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        with self._device.tensors:
+            host = torch.empty(num_bytes, dtype=torch.uint8)
+        self._device.memory.hide(host.untyped_storage())
+        return host
+
+    def give_back(self) -> None:
+        gc.collect()
+        self._device.memory.give_back()
+
+
+def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether memory is taken unfilled: for a buffer, or for a weight that had none."""
+    if kwargs.get("device") == torch.device("meta"):
+        return False
+    return func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
+
+
+def _a_number(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 0.5 if dtype.is_floating_point else 1
+
+
+@contextlib.contextmanager
+def _seen_resizes(memory: Memory) -> Iterator[None]:
+    """A storage's `resize_` is no operation of a tensor."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        memory.resized(storage)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _cut_for_rank_0() -> Iterator[None]:
+    """FSDP2 makes the shards of all ranks to take its own: with thousands of ranks that takes minutes."""
+    original = _fsdp_param._chunk_with_empty
+
+    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+
+    _fsdp_param._chunk_with_empty = first_chunk
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original

@@ -1,0 +1,116 @@
+"""What a trained role does in a step, over batches as large as the settings allow: every row at its limit, every token
+trained. The dry run measures these passes on fake devices, `scripts/gpu/engine_step.py` on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from verl.config import ActorConfig, Config, CriticConfig
+from verl.config.rules.counts import largest_mini_batch, trajectories_per_step, window_of
+from verl.config.rules.placement import RoleName
+from verl.config.rules.predicates import anchor_moves, needs_ref_log_probs, policy_topk, scores_in_update
+from verl.engine.policy_engine import PolicyEngine
+from verl.engine.value_engine import ValueEngine
+from verl.phases import Phase
+from verl.planning.dry_run.batches import MICRO_BATCHES, for_update, largest_batch, limit_of
+from verl.protocol import TrainBatch
+
+FEW = 2  # tokens of a row that is trained
+
+
+@dataclass(frozen=True)
+class LargestPass:
+    """One call of an engine. `num_tokens` of its batch over all ranks, None where it takes none; `epochs`: how often a
+    step does it.
+    """
+
+    phase: Phase
+    name: str
+    run: Callable[[], object]
+    num_tokens: int | None = None
+    epochs: int = 1
+
+
+class LargestPasses:
+    """The passes of one role of `original`, whose ranks are `num_ranks`.
+
+    config: the same settings with one mini-batch, of what the largest update holds; an engine is built of these.
+    share_of_mini_batch: how much of a real mini-batch that is.
+    """
+
+    def __init__(self, name: RoleName, original: Config, num_ranks: int) -> None:
+        self.original, self.config = original, copy.deepcopy(original)
+        self.config.actor_rollout_ref.actor.num_threads = None
+        role = self.config.actor_rollout_ref.actor if name == "actor" else self.config.critic
+        self.ranks_per_row = role.ulysses_sequence_parallel_size
+        self.num_groups = num_ranks // self.ranks_per_row
+        self.epochs = role.ppo_epochs
+        self.update = self._largest_update(role)
+
+    def first_update(self, engine: PolicyEngine | ValueEngine) -> None:
+        """A small one, after which there is an optimizer state."""
+        few = self._batch([FEW], 1)
+        if isinstance(engine, PolicyEngine):
+            self._update(engine, few)
+        else:
+            engine.update(few)
+
+    def of_actor(self, engine: PolicyEngine) -> Iterator[LargestPass]:
+        """In the order of a step."""
+        role = self.config.actor_rollout_ref
+        temperature, top_k = role.rollout.temperature, policy_topk(role.actor)
+        if not scores_in_update(self.original) and (top_k or not role.actor.use_rollout_log_probs):
+            read = self._batch(self._lengths(role.rollout, "log_prob"), 1)
+            yield self._pass(Phase.SCORE, "log-probs", lambda: engine.log_probs(read, temperature, top_k=top_k), read)
+        if engine.anchor is not None and needs_ref_log_probs(self.original):
+            batch = self._batch(self._lengths(role.ref, "log_prob"), 1)
+            yield self._pass(
+                Phase.SCORE, "anchor's log-probs", lambda: engine.log_probs(batch, temperature, "anchor"), batch
+            )
+        yield self._pass(Phase.UPDATE, "update", lambda: self._update(engine, self.update), self.update, self.epochs)
+        if anchor_moves(self.config):
+            yield LargestPass(Phase.UPDATE, "anchor follows", lambda: engine.follow_anchor(0.9))
+
+    def of_critic(self, engine: ValueEngine) -> Iterator[LargestPass]:
+        """In the order of a step."""
+        read = self._batch(self._lengths(self.config.critic, "forward"), 1)
+        yield self._pass(Phase.SCORE, "values", lambda: engine.values(read), read)
+        update = self.update
+        yield self._pass(Phase.UPDATE, "critic's update", lambda: engine.update(update), update, self.epochs)
+
+    def _pass(
+        self, phase: Phase, name: str, run: Callable[[], object], batch: TrainBatch, epochs: int = 1
+    ) -> LargestPass:
+        return LargestPass(phase, name, run, int(batch.lengths_B.sum()), epochs)
+
+    def _update(self, engine: PolicyEngine, batch: TrainBatch) -> None:
+        in_update = scores_in_update(self.original)
+        (engine.update_and_score if in_update else engine.update)(for_update(batch, self.original))
+
+    def _largest_update(self, settings: ActorConfig | CriticConfig) -> TrainBatch:
+        """Two of the largest micro-batches (or the only one) of a mini-batch, which `settings` then have."""
+        rows = largest_mini_batch(trajectories_per_step(self.config), settings.ppo_mini_batch_size)
+        lengths = self._lengths(settings, "ppo", rows)
+        micro_batches = min(MICRO_BATCHES, -(-rows // (len(lengths) * self.num_groups)))
+        batch = self._batch(lengths, micro_batches)
+        self.share_of_mini_batch = min(1.0, int(batch.lengths_B.sum()) / (rows * window_of(self.config)))
+        settings.ppo_mini_batch_size, settings.ppo_epochs, settings.shuffle = len(batch), 1, False
+        return batch
+
+    def _lengths(self, settings: object, prefix: str, rows: int | None = None) -> list[int]:
+        """Of the largest micro-batch of the ranks that share it, when there are `rows` altogether. `prefix`: of the
+        names of the pass' settings.
+        """
+        rows = trajectories_per_step(self.config) if rows is None else rows
+        most_rows = -(-rows // self.num_groups)
+        limit = limit_of(settings, prefix).of_ranks(self.ranks_per_row)
+        return limit.row_lengths(window_of(self.config), self.num_groups, most_rows)
+
+    def _batch(self, lengths: list[int], micro_batches: int) -> TrainBatch:
+        top_k = policy_topk(self.config.actor_rollout_ref.actor)
+        return largest_batch(
+            lengths, self.num_groups, micro_batches, top_k, self.config.algorithm.norm_adv_by_batch_std
+        )

@@ -1,0 +1,208 @@
+"""Searches for the layout with the fastest step among those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from verl.config import Config, check_supported
+from verl.config.rules.placement import critic_gpus
+from verl.engine.files.model_shape import ModelShape
+from verl.errors import ConfigError
+from verl.phases import Phase
+from verl.planning.dry_run.device import DeviceUse
+from verl.planning.dry_run.machine import COMPUTING, HOST, HOST_LINK, NETWORK, Cost, Machine
+from verl.planning.dry_run.place import Place, located
+from verl.planning.dry_run.report import FILLED
+from verl.planning.dry_run.roles import Role, run_roles
+from verl.planning.dry_run.run import Level, judged
+from verl.planning.plan.layouts import Sharding, engine_sizes, shardings
+from verl.planning.plan.sampling import expected_trajectories, sampling_cost
+
+MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
+COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
+Loader = Callable[[Sequence[str]], Config]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, whether it fits, and what a step of it takes. `engine` is its GPUs, `room` whether it holds a sequence;
+    `sent` are bytes of one rank in a step by the link that they go over.
+    """
+
+    engine: int
+    sharding: Sharding
+    config: Config
+    level: Level
+    verdict: str
+    room: bool
+    phases: list[DeviceUse]
+    costs: Mapping[Phase, Cost]
+    sent: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.seconds for cost in self.costs.values())
+
+    @property
+    def slowest(self) -> Phase:
+        return max(self.costs, key=lambda phase: self.costs[phase].seconds)
+
+    @property
+    def bottleneck(self) -> str:
+        """The slowest phase, and what it waits for."""
+        return f"{self.slowest}: {self.costs[self.slowest].bound_by}"
+
+    @property
+    def settings(self) -> list[str]:
+        return [*engine_settings(self.engine), *self.sharding.settings]
+
+    @property
+    def fits(self) -> bool:
+        return self.level != "FAIL"
+
+
+def search(
+    load: Loader, place: Place, policy: ModelShape, machine: Machine, tell: Callable[[str], None]
+) -> Iterator[Planned]:
+    """Each layout that is tried.
+
+    `load` makes a run's settings from a layout's; what the user has set is kept.
+    """
+    tried: set[Sharding] = set()
+    for family in shardings(placed(load, [], place)):
+        for wanted in family:
+            config = _possible(load, wanted, place)
+            if config is None:
+                break
+            sharding = Sharding.of(config)
+            if sharding in tried:
+                continue
+            tried.add(sharding)
+            tell(f"dry run: {sharding}")
+            roles = run_roles(config, place.kind)
+            plan = partial(planned, load, sharding=sharding, roles=roles, place=place, policy=policy, machine=machine)
+            found = list(_engines(map(plan, engine_sizes(config))))
+            yield from found
+            if any(one.fits for one in found):
+                break
+
+
+def _engines(by_size: Iterable[Planned]) -> Iterator[Planned]:
+    """With the smallest engines that have room for a sequence, and where these fit also with the next larger ones."""
+    before: Planned | None = None
+    for found in by_size:
+        if not found.room or (before and found.engine == before.engine):
+            continue
+        yield found
+        if before is not None or not found.fits:
+            return
+        before = found
+
+
+def planned(
+    load: Loader,
+    engine: int,
+    sharding: Sharding,
+    roles: list[Role],
+    place: Place,
+    policy: ModelShape,
+    machine: Machine,
+) -> Planned:
+    config = placed(load, [*engine_settings(engine), *sharding.settings], place)
+    found = judged(config, roles, place, policy)
+    costs = {phase: Cost() for phase in Phase}
+    costs[Phase.SAMPLE] = sampling_cost(config, policy, place, machine, expected_trajectories(config, FILLED))
+    worked = [_worked(config, role, machine) for role in roles]
+    for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC):
+        costs[phase] += _of_roles(config, [by_phase[phase] for by_phase in worked])
+    loading = COPIES * roles[0].num_params * 2 / machine.memory_bytes
+    costs[Phase.SYNC] += Cost(loading, {COMPUTING: loading})
+    costs[Phase.SYNC] += sending_weights(config, 2 * roles[0].num_adapted or roles[0].num_params, place, machine)
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size  # the user's, if they have set it
+    sent = _sent(config, roles)
+    return Planned(size, sharding, config, found.level, found.verdict, found.room, found.phases, costs, sent)
+
+
+def placed(load: Loader, settings: Sequence[str], place: Place) -> Config:
+    """The run on the devices of `place`. Raises ConfigError."""
+    config = located(load(settings), place)
+    check_supported(config)
+    return config
+
+
+def _possible(load: Loader, wanted: Sharding, place: Place) -> Config | None:
+    """None where the user's settings leave no such layout."""
+    try:
+        return placed(load, wanted.settings, place)
+    except ConfigError:
+        if wanted.sampling_nodes:
+            return None
+        raise
+
+
+def engine_settings(size: int) -> list[str]:
+    return [f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"]
+
+
+def best_of(found: Sequence[Planned]) -> Planned | None:
+    """The fastest layout that fits; one that barely fits only if no other does."""
+    for level in ("ok", "warn"):
+        if fitting := [one for one in found if one.level == level]:
+            return min(fitting, key=lambda one: one.seconds)
+    return None
+
+
+def _worked(config: Config, role: Role, machine: Machine) -> dict[Phase, Cost]:
+    """What a role does in each phase, and its way between host memory and its GPU."""
+    costs = {phase: _moving(config, role, phase) for phase in (Phase.SCORE, Phase.UPDATE, Phase.SYNC)}
+    for one in role.passes:
+        cost = machine.cost(one.work, role.groups, FILLED if one.by_tokens else 1.0)
+        costs[one.phase] += cost.times(max(1.0, one.times))
+    return costs
+
+
+def _of_roles(config: Config, costs: Sequence[Cost]) -> Cost:
+    """One after the other on the same GPUs; a critic on GPUs of its own works beside the actor."""
+    if critic_gpus(config):
+        return max(costs, key=lambda cost: cost.seconds)
+    return sum(costs, Cost())
+
+
+def _sent(config: Config, roles: Sequence[Role]) -> dict[str, float]:
+    """Bytes of one rank by where they go; of two that are not on the same GPU, of the one that sends more there."""
+    by_role = [dict.fromkeys(("in node", "between nodes"), 0.0) for _ in roles]
+    for sent, role in zip(by_role, roles, strict=True):
+        for one in role.passes:
+            for kind, num_bytes in one.work.sent.items():
+                where = "in node" if role.groups.of(kind)[1] else "between nodes"
+                sent[where] += num_bytes * max(1.0, one.times)
+    together = max if critic_gpus(config) else sum
+    return {where: together([sent[where] for sent in by_role]) for where in by_role[0]}
+
+
+def sending_weights(config: Config, num_values: int, place: Place, machine: Machine) -> Cost:
+    """Cost of sending the policy, or its adapters, to nodes that only sample, as `num_values` of two bytes: a broadcast
+    sends each byte once over each link of its ring, Ray's object store once to each node, from one that trains.
+    """
+    rollout, num_bytes = config.actor_rollout_ref.rollout, 2 * num_values
+    if not rollout.nnodes:
+        return Cost()
+    if rollout.weight_sync.is_broadcast(place.kind):
+        seconds = num_bytes / machine.network_bytes
+    else:
+        seconds = num_bytes / min(machine.object_bytes, machine.network_bytes / rollout.nnodes)
+    return Cost(seconds, {NETWORK: seconds})
+
+
+def _moving(config: Config, role: Role, phase: Phase) -> Cost:
+    """Of a role's parts between host memory and its GPU: there and back in each phase that needs them."""
+    settings = (config.actor_rollout_ref.actor if role.name == "actor" else config.critic.model).fsdp_config
+    if role.name == "critic" and phase is Phase.SYNC:
+        return Cost()
+    parts = ("param_offload", "optimizer_offload") if phase is Phase.UPDATE else ("param_offload",)
+    values = {"param_offload": role.num_params, "optimizer_offload": role.num_trained}
+    moved = sum(MOVED[part] * values[part] for part in parts if getattr(settings, part))
+    seconds = 2 * moved / role.groups.shard / HOST_LINK
+    return Cost(seconds, {HOST: seconds}) if seconds else Cost()

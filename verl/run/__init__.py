@@ -1,0 +1,1 @@
+"""A run on disk: its folder and lock, checkpoints, the state to resume from, what is removed in time."""

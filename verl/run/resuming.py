@@ -1,0 +1,164 @@
+"""Which saved state a run resumes from, what happens to an earlier run in its folder, and which settings differ.
+
+`python -m verl.run.resuming key=value ...` says whether a run of these settings may start in its folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from verl.config import Config, load_config_from_argv
+from verl.config.sections.trainer import TrainerConfig
+from verl.data.prompts import PromptSource
+from verl.errors import CheckpointError, ConfigError
+from verl.run import saved_state
+from verl.run.exit_status import exit_status
+from verl.run.run_folder import archive, archive_after, check_new_run
+from verl.run.run_lock import check_not_in_use
+from verl.tracking.changed_settings import Change, changed_settings
+from verl.tracking.tracker import CONFIG_FILE, settings_text
+
+log = logging.getLogger(__name__)
+
+
+def state_to_resume(trainer: TrainerConfig) -> Path | None:
+    """A verified folder, or None for a new run. What `auto` skips is logged with the reason.
+
+    Raises CheckpointError when the named one cannot be used, and when `auto` finds only damaged states: a new run in
+    the same folder would hide the old one.
+    """
+    if trainer.resume_mode == "resume_path":
+        path = named_state(trainer)
+        saved_state.verify(path)
+        return path
+    if trainer.resume_mode != "auto":
+        return None
+    run_dir = Path(trainer.default_local_dir)
+    found, skipped = saved_state.newest(run_dir)
+    for reason in skipped:
+        log.warning("resume: skipped a checkpoint that cannot be used: %s", reason)
+    if found is None and skipped:
+        raise CheckpointError(
+            f"no state in {run_dir / saved_state.FOLDER} can be used (the newest: {skipped[0]}); start a new run "
+            "with trainer.resume_mode=disable and trainer.overwrite=archive or another trainer.default_local_dir"
+        )
+    return found
+
+
+def check_start(trainer: TrainerConfig) -> None:
+    """Raise ConfigError when another run uses the folder, or it holds one that is neither resumed nor archived. Fast.
+
+    Raises CheckpointError for a state that is not there.
+    """
+    check_not_in_use(Path(trainer.default_local_dir))
+    _check_earlier_run(trainer)
+
+
+def _check_earlier_run(trainer: TrainerConfig) -> None:
+    run_dir = Path(trainer.default_local_dir)
+    if resumes_here(trainer):
+        if trainer.overwrite == "archive":
+            raise ConfigError(
+                "trainer.overwrite=archive would move away the checkpoint in trainer.resume_from_path: leave it out"
+            )
+    elif trainer.resume_mode != "auto":
+        check_new_run(run_dir, trainer.overwrite, resumable=any(saved_state.saved(run_dir)))
+
+
+def prepare_folder(trainer: TrainerConfig) -> None:
+    """Archive files that would mix with this run's; this run must have the folder's lock.
+
+    Raises as `check_start` does, and StorageError.
+    """
+    _check_earlier_run(trainer)
+    run_dir = Path(trainer.default_local_dir)
+    if not resumes_here(trainer):
+        if target := archive(run_dir):
+            log.warning("the run folder held a run without a checkpoint to resume from; it was moved to %s", target)
+    elif trainer.resume_mode == "resume_path":
+        step = saved_state.step_of(named_state(trainer))
+        if target := archive_after(run_dir, step):
+            log.warning("what the run saved after step %d was moved to %s", step, target)
+
+
+def settings_since(config: Config) -> list[Change]:
+    """The settings that differ from the resumed run's, which are in its folder's config.yaml."""
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "resume_path":
+        run_dir = named_state(trainer).parents[1]
+    elif not resumes_here(trainer):
+        return []
+    if not (run_dir / CONFIG_FILE).is_file():
+        return []
+    saved = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    return changed_settings(saved, yaml.safe_load(settings_text(asdict(config))))
+
+
+def sources_since(trainer: TrainerConfig, prompts: PromptSource, sources: Mapping[str, str]) -> list[str]:
+    """What the resumed run has read otherwise (`Inputs.sources`), in words.
+
+    Raises DataError if its training prompts are others. States saved before this was recorded are trusted.
+    """
+    if trainer.resume_mode == "resume_path":
+        state: Path | None = named_state(trainer)
+    else:
+        state = max(saved_state.saved(Path(trainer.default_local_dir)), key=saved_state.step_of, default=None)
+        state = state if trainer.resume_mode == "auto" else None
+    if state is None:
+        return []
+    try:
+        progress = saved_state.read_progress(state)
+    except (OSError, ValueError):
+        return []  # its verification, which comes later, says what is wrong
+    prompts.check_state(progress.get("prompts", {}))
+    before = progress.get("sources")
+    if before is None:
+        return [f"{state} does not say which prompts and index it was trained with, so they cannot be compared"]
+    return [
+        f"{name}: {before[name]} -> {now} (scores before and after it cannot be compared)"
+        for name, now in sources.items()
+        if before.get(name, now) != now
+    ]
+
+
+def resumes_here(trainer: TrainerConfig) -> bool:
+    """Whether the run folder's metrics are those of this run."""
+    if trainer.resume_mode == "disable":
+        return False
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "resume_path":
+        return named_state(trainer).parents[1].resolve() == run_dir.resolve()
+    return any(saved_state.saved(run_dir))
+
+
+def named_state(trainer: TrainerConfig) -> Path:
+    """The state that trainer.resume_from_path names, by its own folder or by the actor's, as published.
+
+    Raises CheckpointError when it is not there.
+    """
+    path = Path(trainer.resume_from_path or "").expanduser()
+    if path.parent.name in ("actor", "critic", "ref"):
+        path = path.parents[1] / saved_state.FOLDER / path.name
+    if not path.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path: there is no checkpoint {path}")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Whether a run of these settings may start in its folder; returns the exit status, as `exit_status` says."""
+
+    def check() -> None:
+        check_start(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer").trainer)
+
+    return exit_status(check, when_interrupted="nothing was changed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Collects what a step trains on: draws prompts, samples and scores trajectories, replaces useless groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from verl.agent.sampling import How
+from verl.algorithms.selection import informative_rows
+from verl.config import Config
+from verl.config.rules.counts import trajectories_per_step
+from verl.config.rules.predicates import estimator_traits
+from verl.config.sections.asynchronous import max_staleness
+from verl.data.prompts import PromptSource
+from verl.protocol import TrainBatch, Trajectory, reward_rows
+from verl.rollout.groups import Group, groups_of
+from verl.rollout.manager import RolloutManager
+from verl.trainer.metrics.performance import Work, WorkOfStep
+from verl.trainer.sampling.scoring import Scorer
+from verl.trainer.sampling.selection import Selection, in_order_of_beginning
+
+
+@dataclass
+class Collected:
+    """`sampled` is everything, failed trajectories too; `trained` are the rows of `batch`, in order.
+
+    `work` is what was sampled meanwhile, also of groups that continue in the next step, and nothing of earlier steps.
+    """
+
+    sampled: list[Trajectory]
+    trained: list[Trajectory]
+    batch: TrainBatch
+    metrics: dict[str, float] = field(default_factory=dict)
+    work: Work = Work(0, 0, ())
+
+
+class Collector:
+    """Draws from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
+
+    With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
+    once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
+    batch needs; `carried` are those that continue in the next step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSource,
+        rollouts: RolloutManager,
+        scorer: Scorer,
+        last_step: int | None = None,
+    ) -> None:
+        """`last_step`: no groups are carried over after it."""
+        self.config = config
+        self.prompts = prompts
+        self.rollouts = rollouts
+        self.scorer = scorer
+        self.last_step = last_step
+        self.carried: list[Group] = []
+        self._wanted = config.data.train_batch_size
+        self._filtering = config.algorithm.filter_groups.enable
+        self._needs_greedy = estimator_traits(config).needs_greedy
+        train: list[How] = ["train"] * (trajectories_per_step(config) // self._wanted)
+        self._hows: list[How] = [*train, "greedy"] if self._needs_greedy else train
+
+    def collect(self, step: int) -> Collected:
+        """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
+        self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
+        work = WorkOfStep(self.carried)
+        selection = self._selection(step)
+        num_carried = len(selection.groups)
+        selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
+        self.rollouts.collect_groups(list(selection.groups), step, selection.feed)
+        self.carried = selection.left
+        done = work.on([*selection.taken, *selection.useless, *selection.left])
+        taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]
+        sampled = _trajectories(in_order_of_beginning([*selection.taken, *selection.useless]))
+        if not self._filtering:
+            self.scorer.score_some(sampled)
+        self.scorer.require_enough(sampled)
+        metrics = dict(self.rollouts.stats) | self.scorer.stats
+        if self._filtering:
+            judged = len(selection.useful) + len(selection.useless)
+            metrics |= {
+                "filter_groups/rounds": judged / self._wanted,
+                "filter_groups/kept": len(selection.useful) / judged,
+            }
+        if self._num_extra(step) or num_carried:
+            metrics |= self._carrying(taken, step)
+        trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
+        if not self._needs_greedy:
+            return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics, done)
+        baselines = self._greedy_rewards(taken)
+        trained = [trajectory for trajectory in trained if trajectory.group_id in baselines]
+        batch = TrainBatch.from_trajectories(trained)
+        batch.rows["baseline"] = torch.tensor([baselines[trajectory.group_id] for trajectory in trained])
+        return Collected(sampled, trained, batch, metrics, done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts; prompts of carried-over groups come first, and are sampled again."""
+        return self.prompts.state_dict(again=[group.prompt for group in self.carried])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.carried = []
+        self.prompts.load_state_dict(state)
+
+    def forget(self) -> None:
+        """Discard what was sampled of groups that were carried over; their prompts are sampled again."""
+        self.load_state_dict(self.state_dict())
+
+    def _selection(self, step: int) -> Selection:
+        """Of the groups that were carried over, which are due when their oldest ids may not be a version older."""
+        groups, self.carried = self.carried, []
+        rounds = self.config.algorithm.filter_groups.max_num_gen_batches if self._filtering else 1
+        numbers = count()
+
+        def draw(number: int) -> list[Group]:
+            return [
+                group
+                for prompt in self.prompts.next(max(0, number))
+                for group in groups_of([prompt], self._hows, step, next(numbers))
+            ]
+
+        bound = max_staleness(self.config)
+        versions = {group: group.oldest_version() for group in groups}
+        return Selection(
+            self._wanted,
+            rounds * self._wanted + self._num_extra(step),
+            draw,
+            self._are_useful,
+            groups,
+            due=[group for group, version in versions.items() if version is not None and step - version > bound],
+            in_order=self.config.trainer.deterministic,
+        )
+
+    def _num_extra(self, step: int) -> int:
+        if step == self.last_step:
+            return 0
+        return math.ceil(self.config.actor_rollout_ref.rollout.over_sample * self._wanted)
+
+    def _are_useful(self, groups: Sequence[Group], wait: bool) -> list[bool | None]:
+        """See `Selection`. Without dynamic sampling all are, and their rewards are needed only when the step trains."""
+        if not self._filtering:
+            for how in sorted(set(self._hows)):
+                self.scorer.score_ahead(_trajectories(groups, how))
+            return [True] * len(groups)
+        self.scorer.score_ahead(_trajectories(groups))
+        known = [group for group in groups if wait or self.scorer.can_score_now(group.trajectories("train"))]
+        self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
+        self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
+        return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
+
+    def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
+        return {
+            "rollout/over_sample/carried": float(len(self.carried)),
+            "rollout/over_sample/complete": float(sum(group.is_complete for group in self.carried)),
+            "rollout/over_sample/resumed": float(sum(group.step < step for group in taken)),
+        }
+
+    def _greedy_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
+        """By group: the reward of the greedy answer to its prompt. Groups whose greedy answer failed are not there."""
+        answers = {group.id: answer for group in groups for answer in group.trajectories("greedy")}
+        self.scorer.score(list(answers.values()))
+        return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
+
+
+def _trajectories(groups: Sequence[Group], how: How = "train") -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories(how)]
+
+
+def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
+    usable = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    rows = reward_rows(usable)
+    return bool(usable) and bool(informative_rows(rows["reward"], rows["group"]).any())

@@ -1,0 +1,243 @@
+"""Rewards of trajectories, by the rule that the configuration names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from verl.config import Config
+from verl.config.sections.reward_server import expected_address, with_server
+from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
+from verl.process.by_name import dotted_name, in_words, load_by_name
+from verl.protocol import Prompt, Status, Trajectory
+from verl.score import read_score
+from verl.tracking.trajectory_rows import question_of
+from verl.trainer.sampling.function_reward import FunctionReward
+from verl.trainer.sampling.scoring_ahead import ScoringAhead
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A rule: the score of a trajectory, in any form that `verl.score.read_score` takes.
+
+    Its class is constructed with `reward.kwargs` as keyword arguments. Two methods are optional. `from_config(config,
+    **kwargs)`, a classmethod, is called instead of the constructor. `check()` raises a `VerlError` when a service
+    behind the rule does not work. An attribute `scores_while_sampling = True` is optional, too: groups are then scored
+    in a thread as they are completed, while others are being sampled.
+    """
+
+    def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
+        """Raises `RewardUnavailable` if it cannot be scored now; the trajectory is then masked."""
+        ...
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A rule that scores many at once."""
+
+    def score_all(self, trajectories: Sequence[Trajectory], tokenizer: Any) -> Any:
+        """A score for each trajectory; a `RewardUnavailable` for one that could not be scored."""
+        ...
+
+
+class Scorer:
+    """The reward of training and that of validation: the same rule, possibly with other arguments.
+
+    `stats` describes the latest `score`: `reward/unavailable_ratio` is the share that could not be scored.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, server: str | None = None) -> None:
+        """`server`: host:port of the server that `reward.launch` has started, if known."""
+        reward = config.reward
+        address = server or expected_address(reward)
+        self.train = make_reward(config, reward.function, with_server(reward.kwargs, address))
+        self.validation = self.train
+        if reward.val_kwargs is not None:
+            self.validation = make_reward(config, reward.function, with_server(reward.val_kwargs, address))
+        self.tokenizer = tokenizer
+        self._ahead = self._scoring_ahead(config)
+        self.max_failed_ratio = config.agent.max_failed_ratio
+        self.stats: dict[str, float] = {}
+        self._num_requested = self._num_unavailable = 0
+
+    def check(self) -> None:
+        """Call it before a run: raises what the rule's `check` raises, if it has one."""
+        for rule in [self.train] if self.validation is self.train else [self.train, self.validation]:
+            if hasattr(rule, "check"):
+                rule.check()
+
+    def try_on(self, trajectories: Sequence[Trajectory], tokenizer: Any, validate: bool) -> None:
+        """Score made-up trajectories, as a test. Raises RewardUnavailable when one could not be scored."""
+        score_trajectories(self._rule(validate), trajectories, tokenizer)
+        failure = next((t.failure for t in trajectories if t.status is Status.FAILED), None)
+        if failure is not None:
+            raise RewardUnavailable(f"reward {name_of(self._rule(validate))}: {failure}")
+
+    def score(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
+        """Reward every trajectory that did not fail, and return these.
+
+        One whose reward is not available becomes FAILED: masked and counted, never scored 0. Raises RolloutError when
+        all have failed, or when more than `agent.max_failed_ratio` could not be scored.
+        """
+        scored = self.score_some(trajectories, validate)
+        self.require_enough(trajectories)
+        return scored
+
+    def score_some(self, trajectories: Sequence[Trajectory], validate: bool = False) -> list[Trajectory]:
+        """Like `score`, for a part of a step; `require_enough` checks later whether too much has failed."""
+        ahead = self._ahead.take(trajectories) if self._ahead else []
+        known = {id(trajectory) for trajectory in ahead}
+        others = [one for one in _unscored(trajectories) if id(one) not in known]
+        score_trajectories(self._rule(validate), others, self.tokenizer)
+        requested = [*ahead, *others]
+        self._num_requested += len(requested)
+        self._num_unavailable += sum(trajectory.status is Status.FAILED for trajectory in requested)
+        return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
+
+    def score_ahead(self, trajectories: Sequence[Trajectory]) -> None:
+        """Start to score them for training, if the rule can do that while others are sampled; `score` and `score_some`
+        wait for it.
+        """
+        if self._ahead:
+            self._ahead.add(_unscored(trajectories))
+
+    def can_score_now(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether `score_some` need not wait for what `score_ahead` has started."""
+        return self._ahead is None or self._ahead.has_scored(trajectories)
+
+    def begin(self, carried: Sequence[Trajectory] = ()) -> None:
+        """Start a step, for which `carried` were completed before. Forgets what was scored for an abandoned step."""
+        self._num_requested = self._num_unavailable = 0
+        if self._ahead:
+            self._ahead.forget(but=carried)
+
+    def require_enough_so_far(self, least: int) -> None:
+        """Before the step is complete: raises RolloutError if too many of at least `least` could not be scored."""
+        unavailable, requested = self._num_unavailable, self._num_requested
+        if unavailable > self.max_failed_ratio * max(least, requested):
+            raise RolloutError(
+                f"{unavailable} of {requested} trajectories could not be scored so far, more than "
+                f"agent.max_failed_ratio={self.max_failed_ratio:g} allows for {max(least, requested)}"
+            )
+
+    def require_enough(self, trajectories: Sequence[Trajectory]) -> None:
+        """Check what was scored since the last call, for `trajectories`. Raises RolloutError as `score` does."""
+        requested, unavailable = self._num_requested, self._num_unavailable
+        self._num_requested = self._num_unavailable = 0
+        self.stats = {"reward/unavailable_ratio": unavailable / max(1, requested)}
+        failure = next((trajectory.failure for trajectory in trajectories if trajectory.status is Status.FAILED), None)
+        if all(trajectory.status is Status.FAILED for trajectory in trajectories):
+            raise RolloutError(f"all {len(trajectories)} trajectories failed: {failure}")
+        if unavailable:
+            log.warning("%d of %d trajectories could not be scored: %s", unavailable, requested, failure)
+        if unavailable > self.max_failed_ratio * requested:
+            raise RolloutError(
+                f"{unavailable} of {requested} trajectories could not be scored, more than "
+                f"agent.max_failed_ratio={self.max_failed_ratio}: {failure}"
+            )
+
+    def _scoring_ahead(self, config: Config) -> ScoringAhead | None:
+        """None in a deterministic run: rules may draw random numbers, in the order of the groups."""
+        if config.trainer.deterministic or not getattr(self.train, "scores_while_sampling", False):
+            return None
+        tokenizer = copy.deepcopy(self.tokenizer)  # one cannot tokenize prompts and decode in two threads
+        return ScoringAhead(lambda trajectories: score_trajectories(self.train, trajectories, tokenizer))
+
+    def _rule(self, validate: bool) -> Reward | BatchReward:
+        return self.validation if validate else self.train
+
+
+def _unscored(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return [one for one in trajectories if one.status is not Status.FAILED and one.reward is None]
+
+
+def make_reward(config: Config, name: str, kwargs: dict[str, Any]) -> Reward | BatchReward:
+    """The rule with that dotted name. Raises ConfigError when there is none, or it does not accept the arguments."""
+    rule = load_by_name(name, "reward.function")
+    try:
+        if callable(rule) and not isinstance(rule, type):
+            return FunctionReward(rule, kwargs)
+        reward: Any = rule.from_config(config, **kwargs) if hasattr(rule, "from_config") else rule(**kwargs)
+    except (TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"reward.function={name} with {kwargs}: {error}") from error
+    if not isinstance(reward, Reward | BatchReward):
+        raise ConfigError(f"reward.function={name}: {dotted_name(reward)} has no method score(trajectory, tokenizer)")
+    return reward
+
+
+def name_of(rule: Reward | BatchReward) -> str:
+    """The dotted name by which a config finds it."""
+    return dotted_name(rule.function if isinstance(rule, FunctionReward) else rule)
+
+
+def score_trajectories(
+    rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any
+) -> list[Trajectory]:
+    """Set reward and components of each; returns those that have them, the others are FAILED.
+
+    Raises RewardError, naming the rule and the row, when the rule raises or returns something that is not a score.
+    """
+    for trajectory, given in zip(trajectories, _score_each(rule, trajectories, tokenizer), strict=True):
+        if isinstance(given, RewardUnavailable):
+            trajectory.status, trajectory.failure = Status.FAILED, str(given)
+            continue
+        try:
+            trajectory.reward, trajectory.reward_components = read_score(given)
+        except ValueError as error:
+            raise RewardError(f"reward {name_of(rule)} {error}; for {_place(trajectory.prompt)}") from error
+    return [trajectory for trajectory in trajectories if trajectory.status is not Status.FAILED]
+
+
+def _score_each(rule: Reward | BatchReward, trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Any]:
+    """For each a score in some form, or a RewardUnavailable."""
+    if not isinstance(rule, BatchReward):
+        return [_score_one(rule, trajectory, tokenizer) for trajectory in trajectories]
+    if not trajectories:
+        return []
+    try:
+        with _errors_named(rule, f"{len(trajectories)} trajectories, the first of {_place(trajectories[0].prompt)}"):
+            given = rule.score_all(trajectories, tokenizer)
+    except RewardUnavailable as error:
+        return [error] * len(trajectories)
+    try:
+        scores = list(given)
+    except TypeError as error:
+        raise RewardError(f"reward {name_of(rule)} gave {given!r}, which is not a list of scores") from error
+    if len(scores) != len(trajectories):
+        raise RewardError(f"reward {name_of(rule)} gave {len(scores)} scores for {len(trajectories)} trajectories")
+    return scores
+
+
+def _score_one(rule: Reward, trajectory: Trajectory, tokenizer: Any) -> Any:
+    try:
+        with _errors_named(rule, _place(trajectory.prompt)):
+            return rule.score(trajectory, tokenizer)
+    except RewardUnavailable as error:
+        return error
+
+
+@contextmanager
+def _errors_named(rule: Reward | BatchReward, of: str) -> Iterator[None]:
+    """An error of the rule's own code is raised with its name and what it was scoring."""
+    try:
+        yield
+    except VerlError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"reward {name_of(rule)} raised {in_words(error)}; for {of}. Where a service did not answer, raise "
+            "verl.errors.RewardUnavailable, which masks the trajectory"
+        ) from error
+
+
+def _place(prompt: Prompt) -> str:
+    """What is known of the row."""
+    index, question = (prompt.row.get("extra_info") or {}).get("index"), question_of(prompt.row)
+    parts = [f"data_source {prompt.data_source!r}"]
+    parts += [] if index is None else [f"index {index}"]
+    return ", ".join(parts + ([] if question is None else [f"question {question!r}"]))

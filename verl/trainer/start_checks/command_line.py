@@ -1,0 +1,48 @@
+"""The command line of the preflight: which run, and on which devices. Light, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from verl.config import Config, check_supported, load_config_from_argv
+from verl.config.rules.format_reward import asks_for_format_reward, with_format_reward
+from verl.planning.dry_run.gpus import GIB
+from verl.planning.dry_run.place import USUAL, Place, here, parse_gpus
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line: the run, and the devices that it is estimated for."""
+
+    entry_point: str
+    config: Config
+    place: Place
+    elsewhere: bool
+    estimate_only: bool
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Parse the arguments. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpus")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--device_memory_gib", type=float)
+    parser.add_argument("--estimate_only", action="store_true")
+    own, others = parser.parse_known_args(argv)
+    config, entry_point = load_config_from_argv(others), "verl.trainer.main_ppo"
+    if asks_for_format_reward(config):
+        config, entry_point = with_format_reward(config), "verl.trainer.main_ppo_format"
+    check_supported(config)
+    place = _elsewhere(config, own)
+    return Arguments(entry_point, config, place or here(config), place is not None, own.estimate_only)
+
+
+def _elsewhere(config: Config, own: argparse.Namespace) -> Place | None:
+    """The devices that the command line describes. Raises ConfigError."""
+    if own.gpus is not None or (own.devices is None and own.device_memory_gib is None):
+        return parse_gpus(own.gpus) if own.gpus is not None else None
+    own_place = here(config)
+    memory = own_place.memory if own.device_memory_gib is None else int(own.device_memory_gib * GIB)
+    on_gpu = own_place.on_gpu or config.trainer.device != "cpu"
+    return Place(own.devices or own_place.num_devices, memory, USUAL if on_gpu else ())

