@@ -21,7 +21,7 @@ from e2e_world import ENV
 
 from verl.config import check_supported, load_config_from_argv
 from verl.config.rules.counts import trajectories_per_step
-from verl.planning.dry_run.__main__ import main as dry_run
+from verl.trainer.dry_run import main as dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts" / "gpu"), str(ROOT / "scripts" / "experiments")]

@@ -19,8 +19,8 @@ from documented_commands import Checkout, Command
 
 from verl.config import Config, check_supported, load_config, load_config_from_argv
 from verl.config.rules.format_reward import with_format_reward
-from verl.planning.dry_run.__main__ import main as dry_run
-from verl.trainer.start_checks.__main__ import main as preflight
+from verl.trainer.dry_run import main as dry_run
+from verl.trainer.preflight import main as preflight
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = re.compile(

@@ -115,7 +115,7 @@ def test_what_counts_as_unsafe(source: str, found: list[str]) -> None:
 
 def test_remote_code_is_off_unless_asked_for() -> None:
     from verl.config import load_config
-    from verl.config.load.run import load_sft_config
+    from verl.config.loading.run import load_sft_config
 
     assert load_config("ppo_trainer").actor_rollout_ref.model.trust_remote_code is False
     assert load_sft_config("sft").model.trust_remote_code is False

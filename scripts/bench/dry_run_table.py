@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from verl.config import Config
-from verl.config.load.stored import load_stored_config
+from verl.config.loading.stored import load_stored_config
 from verl.phases import Phase
 from verl.planning.dry_run.gpus import GIB
 from verl.planning.dry_run.place import Place, parse_gpus

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from verl.config import Config, load_config, to_yaml
-from verl.config.load.run import load_sft_config
+from verl.config.loading.run import load_sft_config
 from verl.errors import DataError
 from verl.tracking.changed_settings import NOT_SET, changed_settings
 from verl.tracking.jsonl_backend import FILE_NAME

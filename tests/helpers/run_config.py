@@ -8,8 +8,8 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config import Config
-from verl.config.load.compose import compose_tree, overridden, typed
-from verl.config.load.run import completed
+from verl.config.loading.compose import compose_tree, overridden, typed
+from verl.config.loading.run import completed
 
 
 def run_config(overrides: Iterable[str] = (), name: str = "ppo_trainer") -> Config:

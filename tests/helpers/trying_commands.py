@@ -39,17 +39,15 @@ from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
 from verl.config import check_supported, load_config, load_config_from_argv
-from verl.config.load.command_line import load_from_argv
-from verl.config.load.run import load_sft_config
+from verl.config.loading.command_line import load_from_argv
+from verl.config.loading.run import load_sft_config
 from verl.config.rules.format_reward import with_format_reward
 from verl.config.sections.sft import SftConfig
-from verl.planning.dry_run import __main__ as dry_run
 from verl.planning.dry_run.place import parse_gpus
-from verl.planning.plan import __main__ as plan
 from verl.single_controller import cluster
 from verl.tracking.tracker import Tracker
+from verl.trainer import dry_run, plan, preflight
 from verl.trainer.sampling.scoring import make_reward
-from verl.trainer.start_checks import __main__ as preflight
 
 Rule = Callable[[Command, Checkout], object]
 

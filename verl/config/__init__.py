@@ -1,12 +1,12 @@
 """The typed configuration of a run: composed from configs/*.yaml by Hydra, then checked. Imports no torch."""
 
-from verl.config.load.command_line import load_config_from_argv as load_config_from_argv
-from verl.config.load.command_line import load_from_argv as load_from_argv
-from verl.config.load.compose import CONFIG_DIR as CONFIG_DIR
-from verl.config.load.compose import load as load
-from verl.config.load.compose import to_yaml as to_yaml
-from verl.config.load.run import load_config as load_config
-from verl.config.load.stored import load_stored_config as load_stored_config
+from verl.config.loading.command_line import load_config_from_argv as load_config_from_argv
+from verl.config.loading.command_line import load_from_argv as load_from_argv
+from verl.config.loading.compose import CONFIG_DIR as CONFIG_DIR
+from verl.config.loading.compose import load as load
+from verl.config.loading.compose import to_yaml as to_yaml
+from verl.config.loading.run import load_config as load_config
+from verl.config.loading.stored import load_stored_config as load_stored_config
 from verl.config.rules.supported import check_supported as check_supported
 from verl.config.rules.validate import validate as validate
 from verl.config.sections.actor import ActorConfig as ActorConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
-from verl.config.load.listing import default_text, type_text
+from verl.config.loading.listing import default_text, type_text
 from verl.config.rules.inert import INERT_KEYS
 from verl.config.sections.keys import Key, leaves
 from verl.config.sections.schema import Config

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from long_task import Progress
-from verl.config.load.command_line import load_from_argv
-from verl.config.load.run import load_sft_config
+from verl.config.loading.command_line import load_from_argv
+from verl.config.loading.run import load_sft_config
 from verl.config.sections.sft import SftConfig
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
 from verl.errors import DataError

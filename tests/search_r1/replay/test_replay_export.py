@@ -9,7 +9,7 @@ import pytest
 from replay_world import Replay, bytes_of, encoded
 
 from search_r1.replay.__main__ import main
-from verl.config.load.run import load_sft_config
+from verl.config.loading.run import load_sft_config
 from verl.data.sft_rows import read_rows
 from verl.errors import DataError
 from verl.protocol import Status, Trajectory

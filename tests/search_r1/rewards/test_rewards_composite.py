@@ -12,7 +12,7 @@ from search_r1.rewards.component import COMPONENTS
 from search_r1.rewards.composite import CompositeReward
 from search_r1.rewards.reading import Reading
 from verl.config import load_config
-from verl.config.load.command_line import load_config_from_argv
+from verl.config.loading.command_line import load_config_from_argv
 from verl.errors import ConfigError, RewardError, RewardUnavailable
 from verl.trainer.metrics.batch import step_metrics, validation_metrics
 from verl.trainer.sampling.scoring import make_reward, score_trajectories

@@ -17,9 +17,9 @@ from run_config import run_config
 
 from verl.algorithms.anchor import follow
 from verl.config import CONFIG_DIR, Config, load, load_config, to_yaml
-from verl.config.load.compose import normalise_overrides
-from verl.config.load.foreign import RENAMED, UNSUPPORTED
-from verl.config.load.run import load_sft_config
+from verl.config.loading.compose import normalise_overrides
+from verl.config.loading.foreign import RENAMED, UNSUPPORTED
+from verl.config.loading.run import load_sft_config
 from verl.config.sections.fields import section, setting
 from verl.config.sections.keys import is_known, leaves, value_at
 from verl.errors import ConfigError
@@ -169,7 +169,7 @@ def test_folders_have_names_in_any_script(tmp_path: Path, monkeypatch: pytest.Mo
     """Of the clone, of a recipe, and in overrides: Hydra's grammar knows letters without accents only."""
     clone, recipes = (Path(shutil.copytree(CONFIG_DIR, tmp_path / name)) for name in ("d'\u00e9 \u6cb3", "m\u00eames"))
     (recipes / "ppo_trainer.yaml").unlink()
-    monkeypatch.setattr("verl.config.load.compose.CONFIG_DIR", clone)
+    monkeypatch.setattr("verl.config.loading.compose.CONFIG_DIR", clone)
     (recipes / "small.yaml").write_text("defaults: [ppo_trainer, _self_]\nmax_turns: 3\n")
     paths = (f"actor_rollout_ref.model.path={clone}", f"+trainer.default_local_dir='{recipes}/${{max_turns}}'")
     config = load_config("small", paths, str(recipes))

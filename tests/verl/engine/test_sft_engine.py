@@ -16,7 +16,7 @@ from engine_cases import CPU, make_batch
 from forked import run_forked
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
-from verl.config.load.run import load_sft_config
+from verl.config.loading.run import load_sft_config
 from verl.config.sections.sft import SftConfig
 from verl.data.sft_rows import Row, read_rows, tokenise
 from verl.engine.sft_engine import SftEngine

@@ -17,7 +17,6 @@ from verl.config import Config
 from verl.config.rules.placement import RoleName
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.__main__ import main
 from verl.planning.dry_run.advice import three_settings
 from verl.planning.dry_run.device import device_phases
 from verl.planning.dry_run.gpus import GIB, GPUS, Groups, groups_of
@@ -31,6 +30,7 @@ from verl.planning.dry_run.run import dry_run
 from verl.planning.dry_run.segments import Segments
 from verl.planning.dry_run.work import Operation, Work
 from verl.protocol import TrainBatch
+from verl.trainer.dry_run import main
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 VOCABULARY = 1024

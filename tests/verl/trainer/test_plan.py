@@ -34,10 +34,10 @@ from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role, run_roles
 from verl.planning.dry_run.work import Operation, Work
 from verl.planning.plan import calibrate
-from verl.planning.plan.__main__ import main
 from verl.planning.plan.layouts import Sharding, shardings
 from verl.planning.plan.sampling import ITERATION_S, SEARCH_S, STEPPING, Trajectories, sampling_cost
 from verl.planning.plan.search import engine_settings, search, sending_weights
+from verl.trainer.plan import main
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 HALF = machine_of(H100, Kept(0.5, 0.5, 0.5, 0.5, 1e-3))

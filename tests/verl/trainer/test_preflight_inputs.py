@@ -24,7 +24,7 @@ from verl.engine.files.model_shape import ModelShape
 from verl.errors import ConfigError, DataError, EnvironmentUnavailable, RewardError, RewardUnavailable
 from verl.protocol import Prompt
 from verl.trainer import main_ppo
-from verl.trainer.start_checks.__main__ import main, parse
+from verl.trainer.preflight import main, parse
 from verl.trainer.start_checks.inputs import check_inputs
 from verl.trainer.start_checks.models import require_engines_share_heads
 

@@ -34,7 +34,7 @@ from verl.tracking.tracker import Tracker
 from verl.trainer import sft
 from verl.trainer.main_ppo import main as main_ppo
 from verl.trainer.main_ppo import run as train
-from verl.trainer.start_checks.__main__ import main as preflight
+from verl.trainer.preflight import main as preflight
 
 MINE = ("notes.md", "actor/global_step_2_copy/model", "trajectories/mine.parquet", "metrics.jsonl.bak", "eval/a.json")
 RESUME, ARCHIVE = "trainer.resume_mode=auto", "trainer.overwrite=archive"

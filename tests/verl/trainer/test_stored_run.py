@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from verl.config import Config
-from verl.config.load.stored import load_stored_config
+from verl.config.loading.stored import load_stored_config
 from verl.data.prompts import PromptSource
 from verl.errors import DataError
 from verl.run.checkpoints import Checkpoints

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from verl.config.load.compose import overridden, typed
-from verl.config.load.run import completed
+from verl.config.loading.compose import overridden, typed
+from verl.config.loading.run import completed
 from verl.config.sections.keys import leaves
 from verl.config.sections.schema import Config
 from verl.errors import ConfigError

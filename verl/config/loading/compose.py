@@ -14,8 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.load.convert import build
-from verl.config.load.foreign import unknown_key
+from verl.config.loading.convert import build
+from verl.config.loading.foreign import unknown_key
 from verl.config.sections.keys import is_known, leaves, sections
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from verl.config.load.foreign import unknown_key
+from verl.config.loading.foreign import unknown_key
 from verl.config.sections.keys import join, type_name
 from verl.errors import ConfigError
 

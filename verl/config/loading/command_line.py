@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from verl.config.load.compose import shown
-from verl.config.load.listing import key_list
-from verl.config.load.run import load_config
+from verl.config.loading.compose import shown
+from verl.config.loading.listing import key_list
+from verl.config.loading.run import load_config
 from verl.config.sections.schema import Config
 
 T = TypeVar("T")

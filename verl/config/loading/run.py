@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from verl.config.load.compose import load
+from verl.config.loading.compose import load
 from verl.config.rules.predicates import has_kl_in_reward
 from verl.config.rules.validate import adapter_problems, raise_problems, validate
 from verl.config.sections.schema import Config
