@@ -21,8 +21,7 @@ import pytest
 import yaml
 
 from verl.config import check_supported, to_yaml
-from verl.config.rules.counts import trajectories_per_step
-from verl.config.rules.predicates import has_kl_in_reward
+from verl.config.rules.predicates import has_kl_in_reward, trajectories_per_step
 from verl.errors import DataError
 from verl.tracking.run_data import RunData
 

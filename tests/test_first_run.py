@@ -20,7 +20,7 @@ from documented_commands import Checkout, Command
 from e2e_world import ENV
 
 from verl.config import check_supported, load_config_from_argv
-from verl.config.rules.counts import trajectories_per_step
+from verl.config.rules.predicates import trajectories_per_step
 from verl.trainer.dry_run import main as dry_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,7 +39,7 @@ from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajector
 from verl.single_controller.cluster import init_patiently
 from verl.single_controller.shared_batch import merged, share
 from verl.tracking.background_writer import BackgroundWriter
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.tracking.trajectory_store import write_trajectories
 from verl.trainer.estimates import for_losses, token_rewards
 from verl.trainer.metrics.batch import step_metrics

@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 from verl.config import Config
-from verl.config.loading.stored import load_stored_config
+from verl.config.loading.run import load_stored_config
 from verl.phases import Phase
-from verl.planning.dry_run.gpus import GIB
-from verl.planning.dry_run.place import Place, parse_gpus
+from verl.planning.dry_run.place import GIB, Place, parse_gpus
 from verl.planning.dry_run.report import least_seconds_of_step
 from verl.planning.dry_run.run import DryRun, dry_run
 

@@ -41,9 +41,8 @@ import psutil
 import servers
 import torch
 
-from verl.agent.environment import Generation, Sampling
+from verl.agent.environment import Generation, How, Sampling, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
-from verl.agent.sampling import How, sampling_of
 from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
 from verl.protocol import Trajectory

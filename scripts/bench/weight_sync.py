@@ -38,8 +38,8 @@ from verl.engine.device.runtime import device_mesh, init_process_group, resolve_
 from verl.engine.files.checksum import differing, sums_of
 from verl.rollout.weight_stream import stream_buckets
 from verl.rollout.weight_sync import open_weights
+from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.export import WeightExporter
-from verl.weight_sync.exported import ExportedWeights
 from verl.weight_sync.memory import HostBuckets, weight_folder
 
 HIDDEN, MLP = 2048, 8192

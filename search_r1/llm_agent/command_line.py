@@ -16,8 +16,7 @@ from typing import Any
 
 from search_r1.llm_agent.run_folder import checkpoint_of, config_file_of
 from search_r1.llm_agent.templates import TEMPLATE_FILE
-from verl.agent.environment import Sampling
-from verl.agent.sampling import sampling_of
+from verl.agent.environment import Sampling, sampling_of
 from verl.config import Config, load_config, load_stored_config
 from verl.errors import ConfigError
 from verl.process.secrets import MASK

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from search_r1.viewer.run_settings import RunSettings
 
-COLUMN = "advantages"  # of tokens, verl.tracking.token_columns
+COLUMN = "advantages"  # of tokens, verl.tracking.trajectory_columns
 EPSILON = 1e-6  # as in verl.algorithms.advantages.inputs
 
 

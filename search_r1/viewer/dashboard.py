@@ -20,7 +20,7 @@ from verl.errors import DataError
 from verl.tracking.changed_settings import changed_settings
 from verl.tracking.jsonl_backend import FILE_NAME
 from verl.tracking.run_data import Curve, RunData, load_run
-from verl.tracking.timeline import FOLDER
+from verl.tracking.spans import FOLDER
 
 Row = dict[str, Any]
 

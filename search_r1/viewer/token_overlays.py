@@ -18,7 +18,7 @@ def token_values(row: Row) -> dict[str, Values]:
     """One number per token, None if there is none: what the file has, and what is derived from it.
 
     `gap` is the trainer's log-prob minus the sampler's. Files of older runs lack the trainer's log-prob, `kl` and
-    `advantages` (`verl.tracking.token_columns`). First the `KNOWN` values, then other columns of the file.
+    `advantages` (`verl.tracking.trajectory_columns`). First the `KNOWN` values, then other columns of the file.
     """
     stored = {name: list(value) for name, value in row.items() if name not in _NOT_VALUES and _is_column(value, row)}
     found = stored | {"weight_version": _versions(row)}

@@ -14,7 +14,7 @@ from training_process import TrainingProcess, the_error
 
 from verl.errors import CheckpointError
 from verl.run import saved_state
-from verl.run.run_lock import LOCK
+from verl.run.run_folder import LOCK
 
 MIB = 2**20
 GOING_ON = "resuming after step 1"

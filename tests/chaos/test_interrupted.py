@@ -16,7 +16,7 @@ from phases import TRAINER
 from training_process import TrainingProcess
 
 from verl.run import saved_state
-from verl.trainer.failing import INTERRUPT_WAIT_S
+from verl.trainer.ending import INTERRUPT_WAIT_S
 
 SETTINGS = (
     *("trainer.save_freq=1", "trainer.test_freq=-1", "+trainer.val_before_train=false", "data.val_data_num=4"),

@@ -25,7 +25,7 @@ from verl.engine.value_engine import ValueEngine
 from verl.protocol import Prompt, Status, TrainBatch
 from verl.rollout.draws import Feed
 from verl.rollout.groups import Group
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.trainer.estimates import Estimator, for_critic
 from verl.trainer.metrics.batch import step_metrics
 from verl.trainer.sampling.collection import Collected, Collector

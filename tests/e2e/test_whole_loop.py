@@ -23,8 +23,7 @@ from same_runs import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.viewer.panels import PANELS, metrics_of
-from verl.run.run_folder import archive
-from verl.run.run_lock import LOCK
+from verl.run.run_folder import LOCK, archive
 from verl.tracking.backend import Run
 from verl.tracking.prometheus_backend import LatestMetrics
 from verl.tracking.trajectory_store import read_trajectories

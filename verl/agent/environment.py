@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 from verl.errors import ConfigError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
@@ -205,3 +205,24 @@ def environment_class(config: Config) -> type[Environment]:
     if not inspect.iscoroutinefunction(kind.step):
         raise ConfigError(f"agent.environment={name}: step is a plain function; write `async def step`")
     return kind
+
+
+# The sampling distribution of a config.
+
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+How = Literal["train", "val", "greedy"]
+"""Which distribution to sample from: training, validation, or greedy (always the most likely token)."""
+
+
+def sampling_of(config: Config, how: How) -> Sampling:
+    """The sampling distribution for `how`; validation is greedy unless `val_kwargs.do_sample`."""
+    rollout = config.actor_rollout_ref.rollout
+    if how == "train":
+        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ignore_eos=rollout.ignore_eos)
+    validation = rollout.val_kwargs
+    if how == "greedy" or not validation.do_sample:
+        return Sampling(temperature=0.0)
+    return Sampling(validation.temperature, validation.top_p, validation.top_k)

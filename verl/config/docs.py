@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
-from verl.config.loading.listing import default_text, type_text
-from verl.config.rules.inert import INERT_KEYS
+from verl.config.loading.command_line import default_text, type_text
+from verl.config.rules.without_effect import INERT_KEYS
+from verl.config.sections.fields import UNITS, WARM_START_UNITS, unit_of
 from verl.config.sections.keys import Key, leaves
 from verl.config.sections.schema import Config
 from verl.config.sections.sft import SftConfig
-from verl.config.sections.units import UNITS, WARM_START_UNITS, unit_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from verl.config.rules.counts import num_mini_batches
+from verl.config.rules.predicates import num_mini_batches
 from verl.engine.batching import Layout
 from verl.engine.prefixes import Prefixes
 from verl.protocol import TrainBatch

@@ -15,9 +15,8 @@ from verl.config.sections.model import FrozenFsdpConfig
 from verl.engine.batching import Layout, RankValues, own_values, trained_rows
 from verl.engine.device.residence import residence
 from verl.engine.device.sharding import reshard
-from verl.engine.files.restoring import load_saved
 from verl.engine.files.resumable import Resumable
-from verl.engine.files.saving import save_model
+from verl.engine.files.saving import load_saved, save_model
 from verl.engine.learner import Learner, LossFunction, Schedule, TokenWeights, build_adamw, set_lr, token_mean
 from verl.engine.micro_batches import Budget, micro_budget, mini_batches, plan
 from verl.engine.model import Decoder

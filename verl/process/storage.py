@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +18,7 @@ from verl.errors import StorageError, translated
 
 Digests = dict[str, tuple[int, str]]
 """By file name: bytes, and SHA-256 in hex."""
+LOCK = "owner.lock"
 _FULL_BYTES = 2**20  # when less than this is left, a write failed for lack of space
 _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "the disk is full; make room there",
@@ -127,3 +130,28 @@ def _reason(error: BaseException | None) -> int | None:
             return int(said.group(1))
         error = error.__cause__ or error.__context__
     return None
+
+
+# Temporary folders that are removed soon after their owner ends, however it ends.
+
+
+class OwnedFolder:
+    """A folder `{prefix}...` in `parent` (None: the temporary folder) that is removed with its owner.
+
+    A killed owner leaves it behind; the next owner of such a folder removes those whose lock is free.
+    """
+
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        for lock in parent.glob(f"{prefix}*/{LOCK}"):
+            with contextlib.suppress(OSError), lock.open() as file:  # another user's, or another owner was faster
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+        self._lock = (hidden / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = hidden.rename(parent / hidden.name[1:])  # others see it only now that its lock is taken
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()

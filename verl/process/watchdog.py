@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
 
-from verl.process.progress import note_progress, seconds_without_progress
-
 POLL_S = 1.0
+_latest = time.monotonic()
 
 
 class Watchdog:
@@ -44,3 +44,15 @@ def _end() -> None:
         except psutil.NoSuchProcess:
             continue
     os._exit(1)
+
+
+# When the driver last got something done: what a watchdog looks at.
+
+
+def note_progress() -> None:
+    global _latest
+    _latest = time.monotonic()
+
+
+def seconds_without_progress() -> float:
+    return time.monotonic() - _latest

@@ -26,10 +26,10 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from verl.agent.environment import INTERRUPTED, Generation, Sampling  # noqa: E402
 from verl.errors import ConfigError, EngineDied, NumericalError, RolloutError, WeightSyncError  # noqa: E402
 from verl.phases import RESIDENT, Part, Phase  # noqa: E402
-from verl.process.owned_folder import OwnedFolder  # noqa: E402
+from verl.process.storage import OwnedFolder  # noqa: E402
 from verl.rollout.engine_settings import EngineSettings, engine_args, engine_variables, preload_variable  # noqa: E402
 from verl.rollout.turn_scheduler import BEGUN, INTERRUPT, STOP  # noqa: E402
-from verl.weight_sync.exported import ExportedWeights  # noqa: E402
+from verl.weight_sync.buckets import ExportedWeights  # noqa: E402
 
 HEALTH_S = 1.0  # between checks that a process which owes an answer is alive
 SHUTDOWN_S = 2.0  # grace for the engine's process before it is killed

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.agent.sampling import How
+from verl.agent.environment import How
 from verl.config import Config
 from verl.protocol import Prompt, Trajectory
 

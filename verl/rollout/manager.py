@@ -11,7 +11,7 @@ from functools import partial
 import ray
 from ray.exceptions import RayError
 
-from verl.agent.sampling import How
+from verl.agent.environment import How
 from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
@@ -27,7 +27,7 @@ from verl.rollout.worker import ranks_per_engine
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
 from verl.tracking.spans import Span
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 
 PublishWeights = Callable[[], WeightStream]
 

@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import WeightSyncError
 from verl.rollout.fleet import Engine, Fleet
 from verl.rollout.weight_stream import WeightSender
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.group import RECEIVED, end_group
 
 log = logging.getLogger(__name__)

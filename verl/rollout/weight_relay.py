@@ -16,13 +16,13 @@ import ray
 
 from verl.errors import WorkerDied
 from verl.single_controller import ResourcePool, wait_for
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.memory import Located, bucket_of, host_name, make_room, weight_folder
 
 CLOSE_S = 2.0
 
 
-class WeightSender:
+class RelaySender:
     """Runs on a node of the trainer."""
 
     def read(self, exports: dict[str, bytes]) -> list[ray.ObjectRef]:
@@ -30,7 +30,7 @@ class WeightSender:
         return [ray.put(bucket_of(Located.unpacked(exports[host_name()])).numpy())]
 
 
-class WeightReceiver:
+class RelayReceiver:
     """Runs on a node that only samples."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class WeightRelay:
 
     def __init__(self, trainer: ResourcePool, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sender = ray.remote(WeightSender).options(**trainer.node_options(0)).remote()
+        self._sender = ray.remote(RelaySender).options(**trainer.node_options(0)).remote()
         self._receivers: dict[str, Any] = {}  # by address
         self._hosts: dict[str, str] = {}
 
@@ -74,7 +74,7 @@ class WeightRelay:
             self._drop(address)
         for address in wanted.keys() - self._receivers.keys():
             options = wanted[address].node_options(0)
-            self._receivers[address] = ray.remote(WeightReceiver).options(**options).remote()
+            self._receivers[address] = ray.remote(RelayReceiver).options(**options).remote()
 
     def carried(self, bucket: ExportedWeights, lose: Callable[[str, WorkerDied], None]) -> ExportedWeights:
         """The bucket, once it is on all hosts. `lose` is called for nodes whose receiver has died. Raises

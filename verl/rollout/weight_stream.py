@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller import wait_for
-from verl.weight_sync.exported import ExportedWeights, merge_exports
+from verl.weight_sync.buckets import ExportedWeights, merge_exports
 from verl.weight_sync.group import Meeting
 
 

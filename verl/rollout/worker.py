@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.agent.environment import Generation, Sampler, Sampling, make_environment
+from verl.agent.environment import Generation, How, Sampler, Sampling, make_environment, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
-from verl.agent.sampling import How, sampling_of
 from verl.config import Config
 from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlError
 from verl.phases import Phase
@@ -25,7 +24,7 @@ from verl.process.working_dir import enter_working_dir
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
 from verl.tracking.spans import OverlapRecorder, Span, gaps
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.group import Meeting
 
 if TYPE_CHECKING:

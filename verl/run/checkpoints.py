@@ -19,7 +19,7 @@ from typing import Any
 from verl.errors import CheckpointError, Stalled, VerlError
 from verl.process.storage import Digests
 from verl.run import saved_state
-from verl.run.save_progress import saving
+from verl.run.saved_state import saving
 from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring, require_arrived
 from verl.single_controller.waiting import wait_beside
 from verl.workers.roles import ActorGroup, CriticGroup, Role

@@ -19,8 +19,7 @@ from verl.data.prompts import PromptSource
 from verl.errors import CheckpointError, ConfigError
 from verl.run import saved_state
 from verl.run.exit_status import exit_status
-from verl.run.run_folder import archive, archive_after, check_new_run
-from verl.run.run_lock import check_not_in_use
+from verl.run.run_folder import archive, archive_after, check_new_run, check_not_in_use
 from verl.tracking.changed_settings import Change, changed_settings
 from verl.tracking.tracker import CONFIG_FILE, settings_text
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl.errors import Stalled, VerlError, WorkerDied
-from verl.process.progress import note_progress
+from verl.process.watchdog import note_progress
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 from verl.errors import DataError
 from verl.process.storage import whole_file
 from verl.protocol import Trajectory
-from verl.tracking.token_columns import TokenValues, with_token_values
-from verl.tracking.trajectory_columns import Decode, to_table
+from verl.tracking.trajectory_columns import Decode, TokenValues, to_table, with_token_values
 from verl.tracking.trajectory_rows import PARSERS, SCHEMA, from_row
 
 __all__ = [

@@ -21,7 +21,7 @@ from verl.config.rules.predicates import (
     scores_in_update,
 )
 from verl.protocol import TrainBatch
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.workers.roles import ActorGroup, CriticGroup
 
 

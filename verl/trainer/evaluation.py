@@ -9,7 +9,7 @@ from verl.config.rules.predicates import has_anchor
 from verl.data.prompts import PromptSource
 from verl.process.startup import phase
 from verl.rollout.manager import RolloutManager
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.tracking.trajectory_store import Kind
 from verl.trainer.metrics.batch import validation_metrics
 from verl.trainer.sampling.rollout_source import RolloutSource

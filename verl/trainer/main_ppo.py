@@ -21,7 +21,7 @@ from verl.process.interrupts import heed_interrupts
 from verl.process.startup import log_to_stderr, phase, tell
 from verl.run.exit_status import exit_status
 from verl.run.resuming import check_start
-from verl.run.run_lock import run_lock
+from verl.run.run_folder import run_lock
 from verl.run.saved_state import how_to_resume
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect, disconnect
         from verl.trainer.ending import ending  # its curves come with matplotlib
-        from verl.trainer.fewer_nodes import on_nodes_that_are_there
+        from verl.trainer.layout import on_nodes_that_are_there
         from verl.trainer.rl_trainer import RLTrainer
         from verl.trainer.start_checks.models import require_engines_share_heads
 

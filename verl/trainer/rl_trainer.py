@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config
+from verl.config.rules.asynchronous import max_staleness
 from verl.config.rules.predicates import stores_token_values, truncates_sampling
-from verl.config.sections.asynchronous import max_staleness
 from verl.engine.micro_batches import split_rows
 from verl.errors import StorageError, TrainingCollapsed
 from verl.process.interrupts import StopAfterStep, interrupts_at_the_end
@@ -17,14 +17,13 @@ from verl.process.startup import phase
 from verl.protocol import TrainBatch
 from verl.tracking.report import write_report
 from verl.tracking.samples import samples_to_show
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
+from verl.trainer.ending import last_words
 from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due
-from verl.trainer.failing import last_words
 from verl.trainer.metrics.batch import step_metrics
 from verl.trainer.metrics.health import health_metrics
-from verl.trainer.sampling.collection import Collected
-from verl.trainer.sampling.staleness import staleness_metrics
+from verl.trainer.sampling.collection import Collected, staleness_metrics
 from verl.trainer.start_checks.inputs import Inputs
 from verl.trainer.starting import Run
 from verl.trainer.stored_values import token_values

@@ -28,9 +28,8 @@ from verl.pretrained import load_tokenizer
 from verl.process import startup
 from verl.process.storage import append, writing
 from verl.run.exit_status import exit_status
-from verl.run.run_folder import archive, check_new_run
-from verl.run.run_lock import check_not_in_use, run_lock
-from verl.run.save_progress import saving
+from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
+from verl.run.saved_state import saving
 from verl.tracking.jsonl_backend import FILE_NAME
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ def run(config: SftConfig) -> Path:
         import torch.distributed as dist
 
         from verl.engine.device.runtime import init_process_group, resolve_device
-        from verl.trainer.start_checks.disk import check_folder
         from verl.trainer.start_checks.finding import require
+        from verl.trainer.start_checks.machine import check_folder
 
     require(check_folder(run_dir))
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from verl.agent.environment import environment_class
 from verl.config import Config
-from verl.config.rules.counts import num_training_steps
-from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic
+from verl.config.rules.predicates import anchor_moves, has_anchor, has_critic, num_training_steps
 from verl.engine.files.model_shape import policy_shape
 from verl.pretrained import load_policy_tokenizer
 from verl.process.determinism import seed_everything
@@ -26,19 +25,19 @@ from verl.run.checkpoints import Checkpoints
 from verl.run.resuming import prepare_folder, settings_since, sources_since, state_to_resume
 from verl.tracking.background_writer import BackgroundWriter
 from verl.tracking.tracker import Tracker
+from verl.trainer.ending import report_stall
 from verl.trainer.estimates import Estimator
 from verl.trainer.evaluation import Evaluator
-from verl.trainer.failing import report_stall
 from verl.trainer.guard.recovery import Recovery
 from verl.trainer.layout import reserve_pools
 from verl.trainer.metrics.performance import Performance
 from verl.trainer.reward_server import RewardServer
 from verl.trainer.sampling.collection import Collector
+from verl.trainer.sampling.rollout_source import SamplingState
 from verl.trainer.sampling.rollouts_ahead import rollout_source
-from verl.trainer.sampling.sampling_state import SamplingState
 from verl.trainer.sampling.scoring import Scorer
 from verl.trainer.start_checks.inputs import VALIDATION_PROMPTS, Inputs
-from verl.trainer.start_checks.reward import try_reward
+from verl.trainer.start_checks.retrieval import try_reward
 from verl.trainer.stored_values import TrajectoryFiles
 from verl.trainer.updates import Updates
 from verl.workers.roles import ActorGroup, CriticGroup

@@ -13,10 +13,9 @@ import torch
 from verl.config import Config
 from verl.protocol import TrainBatch, Trajectory
 from verl.tracking.background_writer import BackgroundWriter
-from verl.tracking.token_columns import TokenValues
-from verl.tracking.trajectory_columns import Decode
+from verl.tracking.trajectory_columns import Decode, TokenValues
 from verl.tracking.trajectory_store import Kind, write_trajectories
-from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.trainer.metrics.health import PolicyScores
 from verl.trainer.sampling.collection import Collected
 
 

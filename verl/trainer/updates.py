@@ -12,9 +12,9 @@ from verl.config.rules.predicates import anchor_moves, scores_in_update, stores_
 from verl.engine.token_values import POLICY_SCORES
 from verl.protocol import Status, TrainBatch, Trajectory
 from verl.single_controller.waiting import Call
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.trainer.estimates import for_critic
-from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.trainer.metrics.health import PolicyScores
 from verl.workers.roles import ActorGroup, CriticGroup
 
 TOKENS = {"log_prob": "log_probs"}  # what the engine calls a token's value, and the batch

@@ -9,8 +9,7 @@ import torch
 from verl.config import Config
 from verl.engine.device.runtime import DTYPES
 from verl.engine.files.checksum import NamedTensors
-from verl.weight_sync.buckets import MIB, Version, plan_buckets
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import MIB, ExportedWeights, Version, plan_buckets
 from verl.weight_sync.ipc import DeviceBuckets
 from verl.weight_sync.memory import HostBuckets
 

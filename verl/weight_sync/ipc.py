@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.engine.device.sharding import own_values
 from verl.engine.files.checksum import key_of, require_finite, word_sum
-from verl.weight_sync.buckets import Version, gathered
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights, Version, gathered
 
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the GPU's number, which differs in the reader's process
 

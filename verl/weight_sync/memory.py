@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from verl.engine.device.sharding import local, own_values, row_shards
 from verl.engine.files.checksum import copy_checked, key_of, require_finite, word_sum
 from verl.errors import WeightSyncError
-from verl.process.owned_folder import OwnedFolder
-from verl.weight_sync.buckets import Place, Version, gathered, places_of
-from verl.weight_sync.exported import ExportedWeights
+from verl.process.storage import OwnedFolder
+from verl.weight_sync.buckets import ExportedWeights, Place, Version, gathered, places_of
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"

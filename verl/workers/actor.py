@@ -10,7 +10,7 @@ import torch
 
 from verl.config import Config
 from verl.engine.batching import RankValues
-from verl.engine.device.memory_meter import in_phase
+from verl.engine.device.memory import in_phase
 from verl.engine.device.sharding import reshard
 from verl.engine.hf_model import weights_of
 from verl.engine.policy_engine import PolicyEngine, Which
@@ -18,8 +18,8 @@ from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.single_controller.shared_batch import SharedBatch, SharedValues
 from verl.weight_sync.adapters import adapters_of
+from verl.weight_sync.buckets import ExportedWeights
 from verl.weight_sync.export import WeightExporter
-from verl.weight_sync.exported import ExportedWeights
 from verl.weight_sync.group import Meeting, WeightSource
 from verl.workers.base import RankWorker
 

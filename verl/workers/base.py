@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import Config
-from verl.engine.device.memory import device_memory
-from verl.engine.device.memory_meter import MemoryMeter, in_phase
+from verl.engine.device.memory import MemoryMeter, device_memory, in_phase
 from verl.engine.device.runtime import init_process_group, resolve_device
 from verl.engine.trained import TrainedEngine
 from verl.phases import Phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config import Config
-from verl.engine.device.memory_meter import in_phase
+from verl.engine.device.memory import in_phase
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.pretrained import load_critic_tokenizer

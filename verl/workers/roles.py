@@ -66,7 +66,7 @@ class Role:
         self.group.call_all("note_memory", phase)
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory_gib/...` since the last call, maximum over ranks; see `verl.engine.device.memory_meter`."""
+        """`memory_gib/...` since the last call, maximum over ranks; see `verl.engine.device.memory`."""
         ranks = self.group.call_all("memory_metrics")
         return {name: max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from viewer_world import CONFIG, Episodes, river_step, write_step
 
-from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.config.sections.trainer import CollapseGuardConfig
 from verl.protocol import Trajectory
-from verl.tracking.spans import Span
-from verl.tracking.timeline import write_timeline
+from verl.tracking.spans import Span, write_timeline
 from verl.tracking.tracker import Tracker
 from verl.trainer.guard.collapse_guard import CollapseGuard
 from verl.trainer.metrics.batch import step_metrics, validation_metrics

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from viewer_world import QUESTIONS, Episodes, client_of, river_step, write_run, write_step
 
-from verl.tracking.token_columns import TokenValues
+from verl.tracking.trajectory_columns import TokenValues
 from verl.tracking.trajectory_store import read_trajectories
 
 Ask = Callable[..., Any]

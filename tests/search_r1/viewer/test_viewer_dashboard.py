@@ -19,8 +19,7 @@ from search_r1.viewer.app import PlainResponse
 from search_r1.viewer.panels import PANELS, metrics_of
 from search_r1.viewer.runs import Run, find_runs
 from verl.tracking.run_data import RunData
-from verl.tracking.spans import Span
-from verl.tracking.timeline import write_timeline
+from verl.tracking.spans import Span, write_timeline
 
 
 @pytest.fixture(scope="module")

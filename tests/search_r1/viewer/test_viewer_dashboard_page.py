@@ -17,8 +17,7 @@ from dashboard_world import settings, trained_run
 from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 from viewer_world import Episodes, client_of, hostile, river_step, served, write_run, write_step
 
-from verl.tracking.spans import Span
-from verl.tracking.timeline import write_timeline
+from verl.tracking.spans import Span, write_timeline
 
 BOTH = quote(json.dumps(["seed1", "fast"]))
 

@@ -21,8 +21,8 @@ from search_r1.llm_agent.observations import format_passage
 from search_r1.viewer.app import create_app
 from search_r1.viewer.pages import Pages
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.tracking.token_columns import TokenValues
 from verl.tracking.tracker import CONFIG_FILE
+from verl.tracking.trajectory_columns import TokenValues
 from verl.tracking.trajectory_store import Kind, write_trajectories
 
 CONFIG = {

@@ -6,8 +6,8 @@ import pytest
 from run_config import run_config
 
 from verl.config import Config
+from verl.config.rules.asynchronous import max_staleness
 from verl.config.rules.doubtful import doubts
-from verl.config.sections.asynchronous import max_staleness
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

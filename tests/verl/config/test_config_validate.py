@@ -10,7 +10,7 @@ from run_config import run_config
 
 from verl.config import check_supported
 from verl.config.rules.doubtful import doubts
-from verl.config.rules.inert import INERT_KEYS
+from verl.config.rules.without_effect import INERT_KEYS
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

@@ -26,10 +26,10 @@ from torch.profiler import ProfilerActivity, profile
 from verl.engine.batching import ModelInput, RankValues, merge_rows
 from verl.engine.device import residence
 from verl.engine.device.runtime import init_process_group
-from verl.engine.exchange import exchange, rows_of
 from verl.engine.learner import TokenLoss
 from verl.engine.merging import merged_tensors
 from verl.engine.policy_engine import PolicyEngine
+from verl.engine.token_values import exchange, rows_of
 from verl.errors import NumericalError
 from verl.planning.dry_run.work import kind_of
 from verl.protocol import TrainBatch

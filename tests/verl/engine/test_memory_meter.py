@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from tiny_models import qwen2_config, save_untrained
 
 from verl.config.sections.model import FsdpConfig, ModelConfig
-from verl.engine.device.memory import CudaMemory, DeviceMemory, Usage
-from verl.engine.device.memory_meter import GIB, MemoryMeter, in_phase
+from verl.engine.device.memory import GIB, CudaMemory, DeviceMemory, MemoryMeter, Usage, in_phase
 from verl.engine.device.sharding import local
 from verl.engine.files.loading import load_sharded
 from verl.engine.files.saving import save_model

@@ -28,7 +28,7 @@ from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 from verl.workers.roles import ActorGroup
 
 POOL = ResourcePool(1, 1, "cpu")

@@ -20,7 +20,7 @@ from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
 from verl.rollout.worker import RolloutWorker
 from verl.single_controller import ResourcePool
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights
 
 
 class RecordingLLM:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from verl.rollout.weight_stream import Exported, stream_buckets
-from verl.weight_sync.buckets import places_of, plan_buckets
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights, places_of, plan_buckets
 from verl.weight_sync.memory import room_for
 
 

@@ -20,8 +20,7 @@ from verl.engine.files.checksum import differing, sums_of
 from verl.errors import WeightSyncError
 from verl.rollout.weight_sync import WeightSyncExtension, failure_of
 from verl.weight_sync import group as weight_group
-from verl.weight_sync.buckets import Version
-from verl.weight_sync.exported import ExportedWeights
+from verl.weight_sync.buckets import ExportedWeights, Version
 from verl.weight_sync.group import Meeting, WeightDrain, WeightGroup, WeightSource, end_group
 from verl.weight_sync.memory import HostBuckets
 

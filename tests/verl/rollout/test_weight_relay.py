@@ -9,7 +9,7 @@ import torch
 from weight_source import stream_of
 
 from verl.errors import WeightSyncError
-from verl.rollout.weight_relay import WeightReceiver
+from verl.rollout.weight_relay import RelayReceiver
 from verl.weight_sync import memory as weight_memory
 from verl.weight_sync.memory import Located, memory_of, open_shared
 
@@ -18,7 +18,7 @@ WEIGHTS = [("a", torch.arange(70.0)), ("b", torch.randn(300, 200)), ("c", torch.
 
 def test_every_bucket_is_there_while_it_is_read(weight_dir: Path) -> None:
     """They differ in size, so that the room has to grow, and lie at different places in the trainer's memory."""
-    receiver, found = WeightReceiver(), {}
+    receiver, found = RelayReceiver(), {}
     for bucket in stream_of(WEIGHTS, 1, weight_dir, bucket_mib=0.1).buckets:
         [packed] = bucket.exports.values()
         located = Located.unpacked(packed)
@@ -36,7 +36,7 @@ def test_a_host_without_room(weight_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(28, "No space left on device")
 
     [bucket, *_] = stream_of(WEIGHTS, 1, weight_dir).buckets
-    receiver = WeightReceiver()
+    receiver = RelayReceiver()
     monkeypatch.setattr(weight_memory.os, "posix_fallocate", full)
     with pytest.raises(WeightSyncError, match="no room for .* No space left on device; free it or remount it larger"):
         receiver.write(torch.zeros(300000, dtype=torch.uint8).numpy(), dict(bucket.exports))

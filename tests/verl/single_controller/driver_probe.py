@@ -18,8 +18,7 @@ from verl.planning.dry_run.place import located, parse_gpus
 from verl.process.storage import digest
 from verl.single_controller import folder_copies
 from verl.single_controller.cluster import connect
-from verl.trainer.fewer_nodes import on_nodes_that_are_there
-from verl.trainer.layout import Pools, reserve_pools
+from verl.trainer.layout import Pools, on_nodes_that_are_there, reserve_pools
 
 REWARD = ("reward.launch='serve --port $PORT'", "reward.kwargs={url: 'http://{server}/v1'}", "trainer.device=auto")
 BYTES = bytes(range(256)) * 41  # longer than a chunk

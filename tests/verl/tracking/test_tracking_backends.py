@@ -21,7 +21,7 @@ from verl.errors import ConfigError
 from verl.protocol import Prompt, Status, Trajectory
 from verl.tracking.backend import Run, Sample
 from verl.tracking.console_backend import ConsoleBackend, compact_line
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.tracking.tracker import Tracker
 from verl.trainer.metrics.batch import validation_metrics
 

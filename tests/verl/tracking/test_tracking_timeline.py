@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.tracking.spans import OverlapRecorder, Span, SpanRecorder, covered_s, gaps, now
-from verl.tracking.timeline import write_timeline
-from verl.tracking.timing import Timer
+from verl.tracking.spans import OverlapRecorder, Span, SpanRecorder, Timer, covered_s, gaps, now, write_timeline
 
 
 def test_spans_are_on_the_clock_of_the_day() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from verl.errors import DataError, StorageError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.tracking.token_columns import TokenValues
+from verl.tracking.trajectory_columns import TokenValues
 from verl.tracking.trajectory_store import (
     SCHEMA,
     find_trajectories,

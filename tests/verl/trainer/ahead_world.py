@@ -10,10 +10,9 @@ from typing import Any
 from verl.errors import SamplingAbandoned
 from verl.phases import Phase
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
-from verl.tracking.timing import Timer
-from verl.trainer.sampling.collection import Collected
+from verl.tracking.spans import Timer
+from verl.trainer.sampling.collection import Collected, staleness_metrics
 from verl.trainer.sampling.rollouts_ahead import RolloutsAhead
-from verl.trainer.sampling.staleness import staleness_metrics
 
 DEADLINE_S = 60.0
 LOOK_S = 1.0

@@ -19,7 +19,7 @@ from verl.config.rules.predicates import has_anchor, needs_ref_log_probs, policy
 from verl.engine.device.runtime import init_process_group
 from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
-from verl.planning.dry_run.batches import for_update
+from verl.planning.dry_run.passes import for_update
 from verl.protocol import TrainBatch
 
 CPU = torch.device("cpu")

@@ -20,8 +20,7 @@ from small_disk import small_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.algorithms.kl import AdaptiveKL
-from verl.config.sections.collapse_guard import CollapseGuardConfig
-from verl.config.sections.trainer import TrainerConfig
+from verl.config.sections.trainer import CollapseGuardConfig, TrainerConfig
 from verl.errors import CheckpointError
 from verl.run import saved_state
 from verl.run.checkpoints import Checkpoints

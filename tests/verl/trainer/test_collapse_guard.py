@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.config.sections.trainer import CollapseGuardConfig
 from verl.trainer.guard.collapse_guard import Alarm, CollapseGuard, good_checkpoint
 
 KL = "actor/kl_loss"

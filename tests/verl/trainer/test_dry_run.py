@@ -19,15 +19,13 @@ from verl.errors import ConfigError
 from verl.phases import Phase
 from verl.planning.dry_run.advice import three_settings
 from verl.planning.dry_run.device import device_phases
-from verl.planning.dry_run.gpus import GIB, GPUS, Groups, groups_of
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.machine import machine_of
-from verl.planning.dry_run.memory import Peak
-from verl.planning.dry_run.place import Place, located, parse_gpus
+from verl.planning.dry_run.memory import Peak, Segments
+from verl.planning.dry_run.place import GIB, GPUS, Groups, Place, groups_of, located, parse_gpus
 from verl.planning.dry_run.report import PROMISED, least_seconds_of_step, report
 from verl.planning.dry_run.roles import Pass, Role, run_role, run_roles
 from verl.planning.dry_run.run import dry_run
-from verl.planning.dry_run.segments import Segments
 from verl.planning.dry_run.work import Operation, Work
 from verl.protocol import TrainBatch
 from verl.trainer.dry_run import main

@@ -31,9 +31,9 @@ from verl.process.interrupts import StopAfterStep, heed_interrupts, interrupts_a
 from verl.run.checkpoints import Checkpoints
 from verl.run.exit_status import exit_status
 from verl.tracking.background_writer import BackgroundWriter
-from verl.trainer import failing, main_ppo
-from verl.trainer.ending import ending
-from verl.trainer.failing import last_words
+from verl.trainer import ending as ending_module
+from verl.trainer import main_ppo
+from verl.trainer.ending import ending, last_words
 
 
 def leave(run_dir: Path, *records: dict[str, float]) -> None:
@@ -164,7 +164,7 @@ def test_an_error_of_the_writer_is_told_beside_that_of_the_run(
 def test_an_interrupted_run_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failing, "INTERRUPT_WAIT_S", 0.3)
+    monkeypatch.setattr(ending_module, "INTERRUPT_WAIT_S", 0.3)
     writer, answers = BackgroundWriter(), threading.Event()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), last_words(tmp_path, no_state(tmp_path), writer):

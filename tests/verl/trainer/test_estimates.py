@@ -14,10 +14,9 @@ from run_config import run_config
 
 from verl.config import Config
 from verl.protocol import Prompt, Segment, Source, TrainBatch, Trajectory
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.trainer.estimates import Estimator, for_critic, for_losses, response_mask, token_rewards
-from verl.trainer.metrics.health import health_metrics
-from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.trainer.metrics.health import PolicyScores, health_metrics
 from verl.trainer.sampling.collection import Collected
 from verl.trainer.stored_values import token_values
 from verl.trainer.updates import Updates

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
-from verl.trainer.metrics.health import health_metrics
-from verl.trainer.metrics.policy_scores import PolicyScores
+from verl.trainer.metrics.health import PolicyScores, health_metrics
 
 
 def trajectory(

@@ -17,14 +17,13 @@ from run_config import run_config
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import Config
-from verl.config.sections.asynchronous import max_staleness
+from verl.config.rules.asynchronous import max_staleness
 from verl.data.prompts import PromptSource
 from verl.protocol import Segment, Source, Status, Trajectory
 from verl.rollout.draws import Draws, Feed
 from verl.rollout.groups import Group
-from verl.trainer.sampling.collection import Collected, Collector
-from verl.trainer.sampling.sampling_state import SamplingState
-from verl.trainer.sampling.staleness import staleness_metrics
+from verl.trainer.sampling.collection import Collected, Collector, staleness_metrics
+from verl.trainer.sampling.rollout_source import SamplingState
 
 BATCH, PER_PROMPT, STEPS = 4, 2, 20
 

@@ -16,7 +16,6 @@ from verl.config import Config, check_supported
 from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.errors import ConfigError
 from verl.phases import Phase
-from verl.planning.dry_run.gpus import GPUS, Groups
 from verl.planning.dry_run.kv_cache import kv_cache_tokens
 from verl.planning.dry_run.machine import (
     COMPUTING,
@@ -29,7 +28,7 @@ from verl.planning.dry_run.machine import (
     read_machine,
     write_machine,
 )
-from verl.planning.dry_run.place import parse_gpus
+from verl.planning.dry_run.place import GPUS, Groups, parse_gpus
 from verl.planning.dry_run.report import FILLED
 from verl.planning.dry_run.roles import Role, run_roles
 from verl.planning.dry_run.work import Operation, Work

@@ -10,11 +10,11 @@ from run_config import run_config
 
 from verl.algorithms.kl import AdaptiveKL, FixedKL
 from verl.config import Config
-from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.config.sections.trainer import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
 from verl.protocol import Prompt, Segment, Source, Status, TrainBatch, Trajectory
 from verl.run.checkpoints import Checkpoints
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.trainer.estimates import Estimator
 from verl.trainer.guard.recovery import Recovery
 from verl.trainer.metrics.batch import step_metrics

@@ -12,9 +12,8 @@ import pytest
 from ahead_world import DEADLINE_S, Prompts, World, trajectory, until
 
 from verl.errors import EnvironmentUnavailable, WeightsInTraining, WeightSyncError
-from verl.trainer.sampling.collection import Collected
-from verl.trainer.sampling.sampling_state import SamplingState
-from verl.trainer.sampling.staleness import staleness_metrics
+from verl.trainer.sampling.collection import Collected, staleness_metrics
+from verl.trainer.sampling.rollout_source import SamplingState
 
 # Each takes milliseconds; where one hangs for ever, the others are not to add their five minutes.
 pytestmark = pytest.mark.timeout(30)

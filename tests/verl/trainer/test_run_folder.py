@@ -26,10 +26,10 @@ from verl.errors import CheckpointError, ConfigError, DataError, StorageError
 from verl.run import resuming, run_folder, saved_state
 from verl.run.last_checkpoint import last_checkpoint
 from verl.run.resuming import check_start, prepare_folder, settings_since, sources_since
-from verl.run.run_lock import LOCK, check_not_in_use, run_lock
+from verl.run.run_folder import LOCK, check_not_in_use, run_lock
 from verl.tracking.changed_settings import HARMLESS
 from verl.tracking.run_data import load_run
-from verl.tracking.timeline import write_timeline
+from verl.tracking.spans import write_timeline
 from verl.tracking.tracker import Tracker
 from verl.trainer import sft
 from verl.trainer.main_ppo import main as main_ppo
@@ -267,7 +267,7 @@ def test_keys_that_change_nothing_are_keys_and_none_of_those_that_matter() -> No
 HOLDER = """
 import sys
 from pathlib import Path
-from verl.run.run_lock import run_lock
+from verl.run.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,10 +15,10 @@ from long_task import Progress
 from verl.config.sections.trainer import TrainerConfig
 from verl.errors import CheckpointError, DataError
 from verl.process.storage import digest
-from verl.run import save_progress, saved_state
+from verl.run import saved_state
 from verl.run.last_checkpoint import best_checkpoint, last_checkpoint, main
 from verl.run.resuming import resumes_here, state_to_resume
-from verl.run.save_progress import saving
+from verl.run.saved_state import saving
 
 FILES = {"actor/__0_0.distcp": b"weights" * 100, "actor/.metadata": b"where", "critic/__0_0.distcp": b"values" * 50}
 
@@ -160,7 +160,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     changed = threading.Event()
     monkeypatch.setattr(Progress, "reach", noted)
     monkeypatch.setattr(Progress, "changed", changed, raising=False)
-    monkeypatch.setattr(save_progress, "LOOK_S", 0.01)
+    monkeypatch.setattr(saved_state, "LOOK_S", 0.01)
     return seen
 
 

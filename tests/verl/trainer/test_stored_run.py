@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from verl.config import Config
-from verl.config.loading.stored import load_stored_config
+from verl.config.loading.run import load_stored_config
 from verl.data.prompts import PromptSource
 from verl.errors import DataError
 from verl.run.checkpoints import Checkpoints
@@ -24,7 +24,7 @@ from verl.run.resuming import settings_since, sources_since, state_to_resume
 from verl.single_controller import ResourcePool
 from verl.trainer.estimates import Estimator
 from verl.trainer.guard.recovery import Recovery
-from verl.trainer.sampling.sampling_state import SamplingState
+from verl.trainer.sampling.rollout_source import SamplingState
 from verl.workers.roles import ActorGroup
 
 

@@ -19,7 +19,7 @@ from verl.run.janitor import Janitor
 
 HANGING = """
 import subprocess, sys, time
-from verl.process.progress import note_progress
+from verl.process.watchdog import note_progress
 from verl.process.watchdog import Watchdog
 
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl.config.loading.compose import shown
-from verl.config.loading.listing import key_list
 from verl.config.loading.run import load_config
+from verl.config.sections.keys import Key, leaves, type_name
 from verl.config.sections.schema import Config
 
 T = TypeVar("T")
@@ -59,3 +61,42 @@ def _parser(default_name: str) -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed settings as YAML, and exit")
     parser.add_argument("--help", "-h", action="store_true", help="print this help and all keys, and exit")
     return parser
+
+
+# All settings as text for a terminal: what `--help` prints.
+
+
+def key_list(schema: type) -> str:
+    """All keys with default and meaning, for a terminal of 100 columns."""
+    indent = " " * 6
+    lines = []
+    for key in leaves(schema).values():
+        lines.append(f"  {key.path} = {default_text(key)}")
+        lines += textwrap.wrap(
+            f"{key.meaning} ({type_text(key)})",
+            100,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines) + "\n"
+
+
+def default_text(key: Key) -> str:
+    """The default as YAML writes it, an interpolation unresolved."""
+    return key.shown if key.shown else _yaml(key.default)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return json.dumps(value)
+
+
+def type_text(key: Key) -> str:
+    """The type and range, as in `int or null; >= 1`."""
+    words = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    limits = ", ".join(f"{words[name]} {bound:g}" for name, bound in key.bounds.items())
+    return f"{type_name(key.type)}; {limits}" if limits else type_name(key.type)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from verl.config.loading.compose import load
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from verl.config.loading.compose import load, overridden, typed
 from verl.config.rules.predicates import has_kl_in_reward
 from verl.config.rules.validate import adapter_problems, raise_problems, validate
+from verl.config.sections.keys import leaves
 from verl.config.sections.schema import Config
 from verl.config.sections.sft import SftConfig
+from verl.errors import ConfigError
+
+_FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
 
 
 def load_config(
@@ -35,3 +45,44 @@ def load_sft_config(
     config = load(SftConfig, config_name, overrides, config_dir)
     raise_problems(list(adapter_problems(config.model, "model")))
     return config
+
+
+# Load the configuration that a run left in its folder.
+
+
+def load_stored_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """The config in the file `path` that a run wrote, with `overrides`.
+
+    A file holds no interpolations any more. Where a key still has the value of the one that it follows by default, it
+    follows again: an override of `data.max_prompt_length` changes `actor_rollout_ref.rollout.prompt_length` too.
+    Settings that the file is older than have their defaults. Raises ConfigError when it is no config of an RL run.
+    """
+    tree = _read(path)
+    _link(tree)
+    try:
+        completed(typed(Config, tree, str(path)))
+    except ConfigError as error:
+        raise ConfigError(f"{path} was not written by an RL run of this version: {error}") from error
+    return completed(typed(Config, overridden(Config, tree, overrides), str(path)))
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except (OSError, YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(tree, DictConfig) or not {"actor_rollout_ref", "agent", "data"} <= set(tree):
+        raise ConfigError(f"{path} was not written by an RL run: it has no actor_rollout_ref, agent and data")
+    return tree
+
+
+def _link(tree: DictConfig) -> None:
+    """Put the interpolations back that still hold."""
+    for key in leaves(Config).values():
+        followed = _FOLLOWS.fullmatch(key.shown or "")
+        if followed and _value(tree, key.path) is not None and _value(tree, key.path) == _value(tree, followed[1]):
+            OmegaConf.update(tree, key.path, key.shown)
+
+
+def _value(tree: DictConfig, path: str) -> Any:
+    return OmegaConf.select(tree, path)

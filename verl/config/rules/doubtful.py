@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.rules.counts import trajectories_per_step
-from verl.config.rules.predicates import num_optimizer_steps, old_policy_is_current, samples_kl, truncates_sampling
+from verl.config.rules.asynchronous import OVER_SAMPLE, max_staleness
+from verl.config.rules.predicates import (
+    num_optimizer_steps,
+    old_policy_is_current,
+    samples_kl,
+    trajectories_per_step,
+    truncates_sampling,
+)
 from verl.config.rules.validate import ACTOR, ROLLOUT
 from verl.config.rules.without_effect import without_effect
-from verl.config.sections.asynchronous import OVER_SAMPLE, max_staleness
 from verl.config.sections.schema import Config
 
 

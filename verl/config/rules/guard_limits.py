@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.rules.counts import trajectories_per_step
-from verl.config.rules.predicates import compares_sampler, has_kl_in_reward, truncates_sampling
+from verl.config.rules.predicates import compares_sampler, has_kl_in_reward, trajectories_per_step, truncates_sampling
 from verl.config.sections.agent import RewardConfig
 from verl.config.sections.schema import Config
 

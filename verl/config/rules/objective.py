@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from verl.config.rules.counts import trajectories_per_step
 from verl.config.rules.predicates import (
     anchor_is_read,
     corrects_rollout,
@@ -12,6 +11,7 @@ from verl.config.rules.predicates import (
     has_sampled_kl,
     num_optimizer_steps,
     reasons_to_score_before,
+    trajectories_per_step,
 )
 from verl.config.sections.actor import ActorConfig
 from verl.config.sections.schema import Config

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from verl.algorithms.traits import Read
-from verl.config.rules.counts import trajectories_per_step
+from verl.config.rules.asynchronous import asynchronous_problems
 from verl.config.rules.guard_limits import guard_problems
-from verl.config.rules.inert import inert_problems
 from verl.config.rules.objective import ACTOR, OBJECTIVE_CHECKS
 from verl.config.rules.placement import fewer_nodes_problems, placement_problems
-from verl.config.rules.predicates import estimator_traits
-from verl.config.sections.asynchronous import asynchronous_problems
+from verl.config.rules.predicates import estimator_traits, trajectories_per_step
+from verl.config.rules.reward_server import reward_server_problems
+from verl.config.rules.without_effect import inert_problems
 from verl.config.sections.model import ModelConfig, OptimConfig
-from verl.config.sections.reward_server import reward_server_problems
 from verl.config.sections.rollout import ValKwargs
 from verl.config.sections.schema import Config
 from verl.errors import ConfigError

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+from verl.config.sections.keys import Key, type_name
 
 
 def setting(
@@ -47,3 +50,85 @@ def share(default: float | None, meaning: str, **more: Any) -> Any:
 def section(cls: type, **changes: Any) -> Any:
     """Declare a nested section: `cls` with its own defaults, except for `changes`."""
     return dataclasses.field(default_factory=lambda: cls(**changes))
+
+
+# In what a setting that is a number is counted or measured: what docs/configuration.md has as its unit.
+
+NONE = "-"
+"""A number without a unit: a factor, a seed, a rate of an optimiser."""
+
+_NAMES = {
+    "tokens": (
+        "max_prompt_length max_response_length max_start_length max_obs_length ppo_max_token_len_per_gpu "
+        "loss_scale_factor kl_topk_tokens head_chunk_tokens log_prob_max_token_len_per_gpu top_k prompt_length "
+        "response_length max_num_batched_tokens forward_max_token_len_per_gpu max_length"
+    ),
+    "prompts": "train_data_num val_data_num train_batch_size val_batch_size",
+    "trajectories": (
+        "ppo_mini_batch_size ppo_micro_batch_size log_prob_micro_batch_size forward_micro_batch_size micro_batch_size "
+        "max_num_seqs n n_agent horizon log_trajectories actor_rollout_ref.rollout.max_concurrent"
+    ),
+    "RL steps": (
+        "total_training_steps log_trajectories_freq save_freq test_freq critic_warmup eval_ref_policy_freq patience "
+        "dead_run_steps ref_policy_ema_update_period max_staleness"
+    ),
+    "steps": "log_freq",
+    "passes": "ppo_epochs total_epochs",
+    "share": (
+        "lr_warmup_steps_ratio min_lr_ratio gpu_memory_utilization over_sample top_p max_failed_ratio "
+        "max_invalid_action_ratio max_repetition max_empty_think_ratio max_zero_variance_groups ref_policy_ema_tau "
+        "lm_fraction"
+    ),
+    "probability ratio": (
+        "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c kl_iw_clip_upper kl_iw_clip_lower importance_cap "
+        "reject_low reject_high"
+    ),
+    "reward": ("cliprange_value structure_format_score final_format_score retrieval_score min_reward max_score_drop"),
+    "nats per token": "target_kl min_entropy max_entropy max_kl max_mismatch",
+    "norm": "grad_clip max_grad_norm",
+    "seconds": "timeout_s deadline_s step_timeout_s sigterm_grace_s",
+    "GiB": "kv_cache_gib",
+    "MiB": "bucket_mib",
+    "workers": "ulysses_sequence_parallel_size fsdp_size",
+    "GPUs": "tensor_model_parallel_size n_gpus_per_node rollout_gpus_per_node n_gpus",
+    "nodes": "nnodes min_nnodes max_nnodes",
+    "engines": "num_engines",
+    "threads": "num_threads",
+    "calls": "retriever.max_concurrent",
+    "queries": "max_batch",
+    "passages": "topk",
+    "searches": "max_turns",
+    "checkpoints": "max_ckpt_to_keep",
+    "parameters": "min_num_params",
+    "times": "max_restarts max_redraws max_rollbacks",
+    "batches": "max_num_gen_batches",
+    "port": "metrics_port port",
+    "rank": "lora_rank",
+    "seed": "seed",
+    NONE: ("lora_alpha entropy_coeff kl_loss_coef lr betas eps weight_decay llds_coef temperature gamma lam kl_coef"),
+}
+UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
+"""By the last part of a key, or by as much of its end as tells it apart."""
+WARM_START_UNITS = UNITS | {
+    "train_batch_size": "rows",
+    "total_training_steps": "steps",
+    "max_token_len_per_gpu": "tokens",
+}
+"""Of the keys of `verl.config.sections.sft`."""
+
+
+def is_number(key: Key) -> bool:
+    kind = type_name(key.type)
+    return not kind.startswith("one of") and ("int" in kind.split() or "float" in kind.split())
+
+
+def unit_of(key: Key, units: Mapping[str, str] = UNITS) -> str:
+    """Empty for what is no number. Raises KeyError for a number that `units` does not have."""
+    if not is_number(key):
+        return ""
+    parts = key.path.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    found = next((units[end] for end in ends if end in units), None)
+    if found is None:
+        raise KeyError(f"{key.path} is a number without a unit: add it to verl.config.sections.fields")
+    return found

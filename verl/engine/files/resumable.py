@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from verl.engine.device.sharding import reshard
-from verl.engine.files.base_weights import FILE as BASE_FILE
-from verl.engine.files.base_weights import BaseWeights
+from verl.engine.files.adapter_files import FILE as BASE_FILE
+from verl.engine.files.adapter_files import BaseWeights
 from verl.engine.lora import adapted_layers
 from verl.errors import CheckpointError
 from verl.process.determinism import random_state, set_random_state

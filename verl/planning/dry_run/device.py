@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from verl.config import Config
 from verl.config.rules.placement import critic_gpus
 from verl.phases import RESIDENT, Part, Phase
-from verl.planning.dry_run.gpus import GIB
 from verl.planning.dry_run.memory import Peak
-from verl.planning.dry_run.place import Place
+from verl.planning.dry_run.place import GIB, Place
 from verl.planning.dry_run.roles import Pass, Role
 
 CUDA_PROCESS = GIB  # of each process, assumed: CUDA's context, NCCL's buffers, cuBLAS' workspace

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 
 from verl.config import Config
-from verl.config.rules.counts import window_of
 from verl.config.rules.placement import TENSOR_PARALLEL, placement_of
+from verl.config.rules.predicates import window_of
 from verl.engine.files.model_shape import ModelShape
-from verl.planning.dry_run.gpus import GIB
-from verl.planning.dry_run.place import Place
+from verl.planning.dry_run.place import GIB, Place
 
 LARGEST_WARM_UP = 4 * GIB  # what vLLM needs beside weights and cache, for its largest iteration
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from verl.errors import ConfigError
-from verl.planning.dry_run.gpus import BETWEEN_NODES, Gpu, Groups
+from verl.planning.dry_run.place import BETWEEN_NODES, Gpu, Groups
 from verl.planning.dry_run.work import Work
 from verl.process.storage import whole_file
 

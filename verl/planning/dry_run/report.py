@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config import Config
-from verl.config.rules.counts import trajectories_per_step, window_of
 from verl.config.rules.placement import Placement, critic_gpus, devices_of_nodes, placement_of
+from verl.config.rules.predicates import trajectories_per_step, window_of
 from verl.phases import Phase
 from verl.planning.dry_run.device import DeviceUse
-from verl.planning.dry_run.gpus import GIB, Gpu
 from verl.planning.dry_run.machine import Kept, machine_of
-from verl.planning.dry_run.place import Place
+from verl.planning.dry_run.place import GIB, Gpu, Place
 from verl.planning.dry_run.roles import Pass, Role
 
 FILLED = 0.5  # of the window, by the average trajectory

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from verl.config import Config
-from verl.config.rules.counts import trajectories_per_step, window_of
 from verl.config.rules.placement import RoleName, num_ranks
-from verl.config.rules.predicates import has_anchor, has_critic
+from verl.config.rules.predicates import has_anchor, has_critic, trajectories_per_step, window_of
 from verl.config.sections.model import FsdpConfig
 from verl.engine.device.runtime import DTYPES
 from verl.engine.device.sharding import reshard
@@ -21,9 +20,9 @@ from verl.engine.policy_engine import PolicyEngine
 from verl.engine.value_engine import ValueEngine
 from verl.phases import Phase
 from verl.planning.dry_run.fake_device import FakeDevice
-from verl.planning.dry_run.gpus import Groups, groups_of
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.passes import LargestPass, LargestPasses
+from verl.planning.dry_run.place import Groups, groups_of
 from verl.planning.dry_run.work import Work
 from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import gathered, plan_buckets

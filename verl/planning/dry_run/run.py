@@ -12,9 +12,8 @@ from verl.config import Config
 from verl.engine.files.model_shape import ModelShape, policy_shape
 from verl.planning.dry_run.advice import three_settings
 from verl.planning.dry_run.device import DeviceUse, device_phases
-from verl.planning.dry_run.gpus import GIB
 from verl.planning.dry_run.kv_cache import room_for_sequences
-from verl.planning.dry_run.place import Place, located
+from verl.planning.dry_run.place import GIB, Place, located
 from verl.planning.dry_run.report import report
 from verl.planning.dry_run.roles import Role, run_roles
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.config.rules.counts import window_of
 from verl.config.rules.placement import critic_gpus, num_ranks, placement_of
+from verl.config.rules.predicates import window_of
 
 TOKENS = (4, 2, 1)  # windows in a micro-batch, tried from the largest on
 ACTOR, CRITIC, REFERENCE = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"

@@ -14,9 +14,8 @@ from verl.planning.dry_run.machine import Machine, machine_of, read_machine
 from verl.planning.dry_run.place import Place, parse_gpus
 from verl.planning.dry_run.run import no_warnings
 from verl.planning.plan import report
-from verl.planning.plan.picture import draw
-from verl.planning.plan.scaling import scaled
-from verl.planning.plan.search import Planned, best_of, engine_settings, search
+from verl.planning.plan.report import draw
+from verl.planning.plan.search import Planned, best_of, engine_settings, scaled, search
 
 
 def plan(asked: argparse.Namespace) -> int:

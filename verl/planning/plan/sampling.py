@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from verl.config import Config
-from verl.config.rules.counts import trajectories_per_step, window_of
 from verl.config.rules.placement import placement_of
+from verl.config.rules.predicates import trajectories_per_step, window_of
 from verl.engine.files.model_shape import ModelShape
 from verl.planning.dry_run.kv_cache import kv_cache_tokens
 from verl.planning.dry_run.machine import COMPUTING, IN_NODE, Cost, Machine

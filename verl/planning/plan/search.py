@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from verl.config import Config, check_supported
@@ -23,6 +23,8 @@ from verl.planning.plan.sampling import expected_trajectories, sampling_cost
 MOVED = {"param_offload": 4, "optimizer_offload": 8}  # bytes a parameter, in each direction
 COPIES = 8  # bytes that go through memory for each byte of a weight that an engine is given: cast, gather, load
 Loader = Callable[[Sequence[str]], Config]
+MOST = 4096  # GPUs
+FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -206,3 +208,37 @@ def _moving(config: Config, role: Role, phase: Phase) -> Cost:
     moved = sum(MOVED[part] * values[part] for part in parts if getattr(settings, part))
     seconds = 2 * moved / role.groups.shard / HOST_LINK
     return Cost(seconds, {HOST: seconds}) if seconds else Cost()
+
+
+# The same layout and batch on more and more nodes: where more of them stop paying off.
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A layout on `num_gpus`; `efficiency`: speed-up over the first layout, divided by the ideal one."""
+
+    num_gpus: int
+    planned: Planned
+    efficiency: float
+
+
+def scaled(load: Loader, first: Planned, place: Place, policy: ModelShape, machine: Machine) -> Iterator[Scaled]:
+    """Start from the plan's devices; each size takes a dry run."""
+    yield Scaled(place.num_devices, first, 1.0)
+    for number in _numbers(place.num_devices):
+        larger = replace(place, num_devices=number)
+        apart = first.sharding.sampling_nodes * number // place.num_devices
+        sharding = replace(first.sharding, sampling_nodes=apart)
+        roles = run_roles(placed(load, [*engine_settings(first.engine), *sharding.settings], larger), place.kind)
+        found = planned(load, first.engine, sharding, roles, larger, policy, machine)
+        yield Scaled(number, found, first.seconds * place.num_devices / (found.seconds * number))
+
+
+def _numbers(first: int) -> Iterator[int]:
+    """Multiples of the first up to the last one that is no more than `MOST`."""
+    number, last = first * FACTOR, MOST // first * first
+    while number < last:
+        yield number
+        number *= FACTOR
+    if last > first:
+        yield last

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from verl.config.sections.collapse_guard import CollapseGuardConfig, GuardAction
+from verl.config.sections.trainer import CollapseGuardConfig, GuardAction
 
 SCORE = "critic/score/mean"
 SCORE_WINDOW = 10  # steps in the moving average that max_score_drop is measured from

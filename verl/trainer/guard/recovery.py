@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from verl.algorithms.kl import KLController
-from verl.config.sections.collapse_guard import CollapseGuardConfig
+from verl.config.sections.trainer import CollapseGuardConfig
 from verl.errors import TrainingCollapsed
 from verl.run.checkpoints import Checkpoints
 from verl.trainer.guard.collapse_guard import Alarm, CollapseGuard, good_checkpoint

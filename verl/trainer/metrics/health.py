@@ -8,6 +8,7 @@ Letters: `B` trajectories, `T` tokens of all rows, `N` policy tokens or n-grams,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -18,10 +19,11 @@ from verl.algorithms.ratio import mismatch
 from verl.algorithms.selection import zero_variance_groups
 from verl.protocol import Source, TrainBatch, Trajectory, reward_rows
 from verl.trainer.metrics.batch import finished_ones, rewards_of
-from verl.trainer.metrics.policy_scores import PolicyScores
 
 NGRAM = 4
 MAX_TURNS = 8
+
+
 """Turns with a mismatch figure of their own; later ones count in the overall figures only."""
 
 
@@ -152,3 +154,20 @@ def _num_distinct(row_N: npt.NDArray[np.int64], ids_T: npt.NDArray[np.int64], st
             number_N, bound = np.searchsorted(np.sort(number_N), number_N), len(number_N)
         number_N, bound = number_N * num_ids + ids_T[start_N + place], bound * num_ids
     return 1 + int(np.count_nonzero(np.diff(np.sort(number_N))))
+
+
+# The trainer's own log-probs and entropies of the policy that sampled a step.
+
+
+@dataclass(frozen=True)
+class PolicyScores:
+    """Log-probs and entropies [T] in nats at the tokens where `known_T` [T] bool is True; None: not computed."""
+
+    known_T: torch.Tensor
+    log_prob_T: torch.Tensor | None = None
+    entropy_T: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> PolicyScores:
+        """The scores of a pass before the update, over all tokens of the loss mask."""
+        return cls(batch.tokens["loss_mask"], batch.tokens.get("old_log_probs"), batch.tokens.get("entropy"))

@@ -12,13 +12,11 @@ import torch
 from verl.config import Config
 from verl.config.rules.placement import devices_of_nodes, num_ranks
 from verl.engine.files.model_shape import ModelShape
-from verl.planning.dry_run.gpus import GPUS
+from verl.planning.dry_run.place import GPUS
 from verl.protocol import TrainBatch, Trajectory
 from verl.rollout.groups import Group
 from verl.rollout.manager import RolloutManager
-from verl.tracking.spans import Span, covered_s
-from verl.tracking.timeline import write_timeline
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Span, Timer, covered_s, write_timeline
 from verl.workers.roles import ActorGroup, CriticGroup, spans_of
 
 Spans = Mapping[str, Sequence[Span]]

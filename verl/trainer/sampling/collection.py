@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -10,13 +11,13 @@ from typing import Any
 
 import torch
 
-from verl.agent.sampling import How
+from verl.agent.environment import How
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
-from verl.config.rules.counts import trajectories_per_step
-from verl.config.rules.predicates import estimator_traits
-from verl.config.sections.asynchronous import max_staleness
+from verl.config.rules.asynchronous import max_staleness
+from verl.config.rules.predicates import estimator_traits, trajectories_per_step
 from verl.data.prompts import PromptSource
+from verl.errors import WeightSyncError
 from verl.protocol import TrainBatch, Trajectory, reward_rows
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
@@ -177,3 +178,30 @@ def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
     usable = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     rows = reward_rows(usable)
     return bool(usable) and bool(informative_rows(rows["reward"], rows["group"]).any())
+
+
+# Staleness: how many versions older the weights that sampled a step are than those that are trained on it.
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) -> dict[str, float]:
+    """`rollout/staleness/{mean,max}` in versions, over tokens: step n trains version n - 1, so one of n - 2 has 1.
+
+    Where a trajectory was sampled by several versions, the mean is over its tokens, and the bound holds for each.
+    Raises WeightSyncError where a staleness is below 0 or above `most`.
+    """
+    found = Counter[int]()  # tokens by staleness
+    wrong = []
+    for trajectory in trajectories:
+        own = Counter[int]()
+        for version, number in trajectory.weight_versions:
+            own[step - 1 - version] += number
+        wrong += [staleness for staleness in own if not 0 <= staleness <= most][:1]
+        found += own
+    if wrong:
+        raise WeightSyncError(
+            f"step {step}: {len(wrong)} of {len(trajectories)} trajectories were sampled by version "
+            f"{step - 1 - wrong[0]} of the weights, but only versions {step - 1 - most} to {step - 1} may be "
+            "trained on (trainer.max_staleness)"
+        )
+    mean = sum(staleness * number for staleness, number in found.items()) / max(1, found.total())
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(found, default=0))}

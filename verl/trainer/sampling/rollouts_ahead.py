@@ -21,16 +21,15 @@ from contextlib import contextmanager
 from functools import partial
 
 from verl.config import Config
-from verl.config.sections.asynchronous import max_steps_ahead
+from verl.config.rules.asynchronous import max_steps_ahead
 from verl.errors import SamplingAbandoned, WeightsInTraining
 from verl.phases import Phase
 from verl.rollout.manager import RolloutManager
 from verl.rollout.weight_stream import WeightStream
-from verl.tracking.timing import Timer
+from verl.tracking.spans import Timer
 from verl.trainer.sampling.collection import Collected, Collector
 from verl.trainer.sampling.idle_clock import IdleClock
-from verl.trainer.sampling.rollout_source import InTurn, RolloutSource
-from verl.trainer.sampling.sampling_state import SamplingState
+from verl.trainer.sampling.rollout_source import InTurn, RolloutSource, SamplingState
 from verl.workers.roles import ActorGroup
 
 CLOSE_S = 10.0

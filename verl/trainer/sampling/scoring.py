@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+from verl.agent.text import policy_texts
 from verl.config import Config
-from verl.config.sections.reward_server import expected_address, with_server
+from verl.config.rules.reward_server import expected_address, with_server
 from verl.errors import ConfigError, RewardError, RewardUnavailable, RolloutError, VerlError
 from verl.process.by_name import dotted_name, in_words, load_by_name
 from verl.protocol import Prompt, Status, Trajectory
 from verl.score import read_score
 from verl.tracking.trajectory_rows import question_of
-from verl.trainer.sampling.function_reward import FunctionReward
 from verl.trainer.sampling.scoring_ahead import ScoringAhead
 
 log = logging.getLogger(__name__)
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @runtime_checkable
@@ -241,3 +243,35 @@ def _place(prompt: Prompt) -> str:
     parts = [f"data_source {prompt.data_source!r}"]
     parts += [] if index is None else [f"index {index}"]
     return ", ".join(parts + ([] if question is None else [f"question {question!r}"]))
+
+
+# A reward that is a plain function, as users of verl write it.
+
+
+class FunctionReward:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)`, and `kwargs` by their names.
+
+    `solution_str` is what the policy wrote, its turns one after the other without EOS: no prompt, and nothing that the
+    environment answered. The others are the row's `data_source`, `reward_model.ground_truth` and `extra_info`.
+    """
+
+    def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        """Raises `ConfigError` for a function that cannot be called so."""
+        self.function, self.kwargs = function, kwargs
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"{dotted_name(function)}: {error}; it is called with the keyword arguments {', '.join(ARGUMENTS)}"
+                f"{''.join(f', {name}' for name in kwargs)}"
+            ) from error
+
+    def score(self, trajectory: Trajectory, tokenizer: Any) -> Any:
+        row = trajectory.prompt.row
+        return self.function(
+            data_source=trajectory.prompt.data_source,
+            solution_str="\n".join(policy_texts(trajectory, tokenizer)),
+            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+            extra_info=row.get("extra_info") or {},
+            **self.kwargs,
+        )

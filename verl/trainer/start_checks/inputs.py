@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl.agent.environment import Environment, make_environment
 from verl.config import Config
-from verl.config.rules.counts import window_of
-from verl.config.rules.predicates import has_critic
+from verl.config.rules.predicates import has_critic, window_of
 from verl.data.files import check_files
 from verl.errors import ConfigError
 from verl.pretrained import load_critic_tokenizer, load_model_config, load_policy_tokenizer
@@ -17,12 +16,11 @@ from verl.process.event_loop import run_to_end
 from verl.process.startup import phase
 from verl.process.storage import free_bytes
 from verl.trainer.sampling.scoring import Scorer
-from verl.trainer.start_checks.disk import check_folder, check_one_checkpoint
 from verl.trainer.start_checks.finding import require
+from verl.trainer.start_checks.machine import check_folder, check_one_checkpoint
 from verl.trainer.start_checks.models import Models, models_of, require_embeddings, require_savable, require_weights
 from verl.trainer.start_checks.prompts import PromptSets, check_templates, load_prompts, require_prompts
-from verl.trainer.start_checks.retrieval import try_steps
-from verl.trainer.start_checks.reward import try_reward
+from verl.trainer.start_checks.retrieval import try_reward, try_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from verl.agent.environment import Environment, Outcome
+from verl.agent.text import encode_text
 from verl.config import Config
 from verl.errors import ConfigError, DataError, VerlError
 from verl.process.by_name import dotted_name, in_words
 from verl.process.event_loop import run_to_end
-from verl.protocol import Prompt
+from verl.protocol import Prompt, Segment, Source, Status, Trajectory
 from verl.tracking.trajectory_rows import question_of
+from verl.trainer.sampling.scoring import Scorer, name_of
 from verl.trainer.start_checks.finding import Finding, judge
 from verl.trainer.start_checks.prompts import PromptSets
 
@@ -68,3 +71,39 @@ def _first(titles: list[str]) -> str:
 
 def _last_line(text: str | None) -> str:
     return (text or "").strip().rpartition("\n")[2]
+
+
+# The reward, tried on real rows with a policy's turn that was made up, before anything is loaded.
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WITHOUT_ANSWER = "I do not know."
+
+
+def try_reward(
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompts: PromptSets, example_turn: str = WITHOUT_ANSWER
+) -> str:
+    """Score made-up turns for a prompt of each kind, by the rules of training and of validation.
+
+    Returns what they gave. Raises what the rules raise, with the place of the row: RewardError, DataError, or
+    RewardUnavailable when a service is down.
+    """
+    turns = dict.fromkeys((example_turn, WITHOUT_ANSWER))
+    given: list[str] = []
+    for place, prompt, validate in prompts.kinds():
+        for turn in turns:
+            made_up = _made_up(prompt, encode_text(tokenizer, turn), turn)
+            try:
+                scorer.try_on([made_up], tokenizer, validate)
+            except VerlError as error:
+                raise type(error)(f"{place}: {error}") from error
+            given.append(f"{made_up.reward:g} for {turn!r} ({prompt.data_source})")
+    return f"{name_of(scorer.train)} gave {', '.join(dict.fromkeys(given))}"
+
+
+def _made_up(prompt: Prompt, ids: tuple[int, ...], turn: str) -> Trajectory:
+    """An episode of one turn."""
+    segments = [Segment(Source.PROMPT, prompt.ids), Segment(Source.POLICY, ids, (-1.0,) * len(ids))]
+    return Trajectory("preflight", prompt, segments, Status.TURN_LIMIT, num_turns=1, events=[{"turn": 0, "text": turn}])
