@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from search_r1.command_parser import parser_of
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import VerlError
 from verl.process.startup import PLAIN, log_to_stderr

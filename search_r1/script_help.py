@@ -5,6 +5,7 @@ It consists of the script's docstring and the options that it adds to its parser
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,14 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(one) if isinstance(one, ast.Constant) else "..." for one in node.values)
     return ast.unparse(node)
+
+
+# The parser of a program whose docstring is its help: the first paragraph above the options, the rest below.
+
+
+def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """`doc` is the docstring of the program's module."""
+    summary, _, rest = (doc or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        prog=prog, description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

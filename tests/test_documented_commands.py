@@ -18,7 +18,7 @@ from documented_commands import PAGES, ROOT, Checkout, Command, all_commands, bl
 from trying_commands import needs_ray, server, try_command, try_typed
 
 import infer
-from search_r1.data.qa.sets import SETS
+from search_r1.data.qa.source_files import SETS
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from verl.config import load_config_from_argv

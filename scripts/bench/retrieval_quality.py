@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
-from search_r1.data.corpus.coverage import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
+from search_r1.data.corpus.audit import Rank, first_rank, matcher_of, recall, scan_corpus, summarize
 from search_r1.data.corpus.gold_questions import GoldQuestion, read_questions
 from search_r1.errors import SearchError, ServerError
 from search_r1.search import index_builder
@@ -35,9 +35,8 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.dense.faiss_index import flat_vectors
 from search_r1.search.hybrid import HybridRetriever
-from search_r1.search.retriever import Hit, Retriever
+from search_r1.search.retriever import Hit, Retriever, RetrieverOptions
 from search_r1.search.retriever_loading import load_retriever
-from search_r1.search.retriever_options import RetrieverOptions
 
 _KS = (1, 3, 5, 20)
 _RERANKED = 100

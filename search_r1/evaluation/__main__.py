@@ -50,10 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.methods.base import text_of
     from search_r1.evaluation.methods.registry import METHODS
-    from search_r1.evaluation.questions import load_questions
+    from search_r1.evaluation.questions import load_questions, stratified_subset
     from search_r1.evaluation.retriever_info import check_same_index, serves
     from search_r1.evaluation.store import SETTINGS, Store
-    from search_r1.evaluation.subset import stratified_subset
 
     with phase("reading the questions"):
         questions = load_questions(args.data, args.data_dir)
@@ -77,8 +76,7 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
 
 async def run(args: argparse.Namespace, config: Config, questions: Sequence[Question], store: Store) -> None:
     """Ask the model the remaining questions, then the judge. The judge's API key is checked first."""
-    from search_r1.evaluation.judge_flags import make_judge
-    from search_r1.evaluation.judging import judge_answers, unjudged
+    from search_r1.evaluation.judging import judge_answers, make_judge, unjudged
     from search_r1.evaluation.runner import unfinished
 
     keys = [question.key for question in questions]
@@ -123,9 +121,8 @@ def conclude(
 ) -> int:
     """Write the results and print them. Returns the exit status."""
     from search_r1.evaluation.corpus_coverage import corpus_coverage
-    from search_r1.evaluation.report import report
-    from search_r1.evaluation.results import summarize
-    from search_r1.evaluation.wrong_answers import WRONG_ANSWERS, is_wrong, wrong_answers
+    from search_r1.evaluation.report import WRONG_ANSWERS, is_wrong, report, wrong_answers
+    from search_r1.evaluation.store import summarize
 
     tell(f"scoring {len(questions)} answers")
     store.finish([question.key for question in questions])

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_r1.command_parser import parser_of
-from search_r1.evaluation.judge_flags import add_judge_flags, check_judge_flags, judge_settings
+from search_r1.evaluation.judging import add_judge_flags, check_judge_flags, judge_settings
 from search_r1.evaluation.methods.registry import METHODS, check_template, overrides_of
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling, chooses
 from search_r1.llm_agent.templates import template_of
+from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.config.sections.keys import is_known
 from verl.process.secrets import mask_secrets

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from search_r1.data.corpus.audit import server_ranks
-from search_r1.data.corpus.coverage import matcher_of, recall, scan_corpus, summarize
+from search_r1.data.corpus.audit import matcher_of, recall, scan_corpus, server_ranks, summarize
 from search_r1.data.corpus.gold_questions import make_question
 from search_r1.errors import CorpusError, RetrieverError
 from search_r1.evaluation.methods.base import text_of
@@ -17,7 +16,7 @@ from verl.errors import DataError, EnvironmentUnavailable
 
 
 def corpus_coverage(corpus: Path, questions: Sequence[Question], url: str | None, topk: int) -> dict[str, Any]:
-    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as in `search_r1.data.corpus.coverage`.
+    """`corpus`, `passages`, and a row for each of `sets` and their `total`, as in `search_r1.data.corpus.audit`.
 
     Without a `url`, nothing is searched, and the rows have no `recall`. Raises `DataError` for a bad corpus and for
     questions without a text, `EnvironmentUnavailable` if the retriever does not answer.

@@ -8,7 +8,10 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -16,7 +19,6 @@ import aiohttp
 
 from search_r1.errors import QueryRefused, RetrieverError
 from search_r1.http.error_replies import may_blame_query
-from search_r1.llm_agent.daemon_threads import DaemonThreads
 from search_r1.search.client import RetrievalClient
 from search_r1.search.sanitize import whole_characters
 from verl.config import RetrieverConfig
@@ -29,6 +31,7 @@ _INFO_DEADLINE_S = 5.0
 Document = Mapping[str, Any] | str
 _LOG = logging.getLogger(__name__)
 _CONTROL_QUERY = "health check"  # that of the client's check: an engine that takes no such query takes none
+_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class SearchEngine(Protocol):
@@ -223,3 +226,36 @@ def _http_status(error: BaseException | None) -> int:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# Threads for third-party functions, which may hang.
+
+
+class DaemonThreads:
+    """At most `number` threads, started on demand. Unlike those of an executor, they never delay the process's exit."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._started = number, 0
+        self._waiting: SimpleQueue[_Work] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run `function` when a thread is free; if its future is cancelled before that, it never runs."""
+        future: Future[Any] = Future()
+        self._waiting.put((future, function, arguments))
+        with self._lock:
+            if not self._idle.acquire(blocking=False) and self._started < self._number:
+                self._started += 1
+                threading.Thread(target=self._work, name="search-engine", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, function, arguments = self._waiting.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:  # it belongs to the one who waits
+                    future.set_exception(error)
+            self._idle.release()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Sequence
+import math
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
+from search_r1.errors import OnlineError
+from search_r1.http.response_cache import ResponseCache, request_key
 from search_r1.rewards.chat_endpoint import ChatEndpoint, ChatOptions, EndpointDown, RequestRefused
 from search_r1.rewards.component import Value, component
 from search_r1.rewards.reading import Reading
 from search_r1.rewards.rubric import load_rubric
-from search_r1.rewards.verdict import VERDICT_FORMAT, read_score
-from search_r1.rewards.verdict_cache import VerdictCache
 from verl.errors import ConfigError, RewardUnavailable
 from verl.process.event_loop import end_all
 
@@ -23,6 +25,24 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DOWN_AFTER = 3  # questions in a row that got no answer at all, or as many as are asked at a time
+_END_OF_THOUGHT = "</think>"  # of judges that think aloud before they reply
+_SHOWN_CHARS = 200
+
+# The reason comes first: a judge that writes in order then decides after it has said why.
+VERDICT_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "verdict",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"reason": {"type": "string"}, "score": {"type": "number"}},
+            "required": ["reason", "score"],
+            "additionalProperties": False,
+        },
+    },
+}
+_NO_MATTER = ("max_tokens",)  # a verdict that was not cut is the same under another limit
 
 
 @component("judge")
@@ -140,3 +160,80 @@ async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)
     finally:
         await end_all(tasks)
+
+
+# Strict parsing of a judge's reply: one JSON object with a score from 0 to 1, or an error.
+
+
+def read_score(reply: str) -> float:
+    """The score of the one JSON object in `reply`; prose or a code fence around it is allowed.
+
+    Raises `ValueError` for a reply without a score from 0 to 1, or with two: a judge that quotes the answer it grades
+    must not be misread.
+    """
+    text = reply.rpartition(_END_OF_THOUGHT)[2]
+    try:
+        found = [value for value in _objects(text) if "score" in value]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the reply is not JSON ({error}): {reply[:_SHOWN_CHARS]!r}") from None
+    if len(found) != 1:
+        raise ValueError(f"the reply has {len(found)} JSON objects with a score, not one: {reply[:_SHOWN_CHARS]!r}")
+    score = found[0]["score"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+        raise ValueError(f"score={score!r} is not a number from 0 to 1"[:_SHOWN_CHARS])
+    return float(score)
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The outermost JSON objects. A brace that begins none is an error: the object may have been cut."""
+    decoder = json.JSONDecoder(object_pairs_hook=_distinct)
+    start = text.find("{")
+    while start >= 0:
+        value, end = decoder.raw_decode(text, start)
+        yield value
+        start = text.find("{", end)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in an object twice")
+    return found
+
+
+# Verdicts in a SQLite file, so that a judge sees each answer once, however often it occurs in one or several runs.
+
+
+class VerdictCache:
+    """Replies keyed by the exact request: model, sampling, rubric, question, targets and answer.
+
+    Only replies with a valid score are stored, and they never expire. Several processes may share the file. If the file
+    fails during a run, a warning is logged and the run continues without it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises `ConfigError` for a file that cannot be used."""
+        try:
+            self._file = ResponseCache(str(Path(path).expanduser()), math.inf, math.inf)
+        except OnlineError as error:
+            raise ConfigError(f"judge: {error}") from error
+
+    def get(self, body: dict[str, Any]) -> float | None:
+        """The score of the stored reply, or None."""
+        try:
+            reply = self._file.get(_key(body))
+            return None if reply is None else read_score(reply)
+        except (OnlineError, ValueError) as error:
+            log.warning("a stored verdict cannot be read: %s", error)
+            return None
+
+    def put(self, body: dict[str, Any], reply: str) -> None:
+        """Store a reply that `read_score` accepts."""
+        try:
+            self._file.put(_key(body), reply, is_empty=False)
+        except OnlineError as error:
+            log.warning("a verdict could not be stored: %s", error)
+
+
+def _key(body: dict[str, Any]) -> Any:
+    return request_key("judge", {key: value for key, value in body.items() if key not in _NO_MATTER})

@@ -19,7 +19,7 @@ import numpy as np
 
 from long_task import BYTES, Progress
 from search_r1.errors import CorpusError
-from search_r1.search.compressed import plain_copy
+from search_r1.search.jsonl import plain_copy
 from search_r1.search.sanitize import strip_agent_tags, whole_characters
 
 _SCAN_BYTES = 1 << 24

@@ -145,8 +145,8 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
         raise ServerError(f"--retriever_name {arguments.retriever_name} needs --corpus_path, a .jsonl file of passages")
     prepare_libraries(arguments.num_threads)
     from search_r1.search.corpus import Corpus
+    from search_r1.search.retriever import RetrieverOptions
     from search_r1.search.retriever_loading import load_retriever
-    from search_r1.search.retriever_options import RetrieverOptions
     from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
     corpus = Corpus(arguments.corpus_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -27,3 +28,37 @@ class Retriever(Protocol):
         A query without a match has an empty list; rows are always in [0, len(self)).
         """
         ...
+
+
+# The settings of a retriever.
+
+
+@dataclass(frozen=True)
+class RetrieverOptions:
+    """What to search with."""
+
+    name: str
+    """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""
+    index_path: str | None = None
+    """BM25 or Lucene folder, FAISS file or embeddings file; for `hybrid`, the dense one."""
+    model: str | None = None
+    """Folder or hub id of the query encoder."""
+    gpu: bool = False
+    """Put the vectors on a GPU."""
+    num_threads: int = 1
+    """CPU threads of the encoder and the index."""
+    engine: str = "auto"
+    """For a dense index: `faiss`, `matrix` (exact, Flat indexes only), or `auto`: matrix if possible."""
+    search_parameters: str = ""
+    """For a FAISS index, such as `nprobe=32` or `efSearch=128`."""
+    query_precision: str = "auto"
+    """Precision of the query encoder: auto, float32, bfloat16 or float16."""
+    dense_name: str | None = None
+    """For `hybrid`: the encoder family."""
+    bm25_index_path: str | None = None
+    """For `hybrid`: the BM25 folder; None builds it in memory."""
+
+    @property
+    def encoder_family(self) -> str:
+        """The family of the dense encoder."""
+        return self.dense_name or self.name

@@ -12,8 +12,7 @@ from search_r1.search.bm25.lucene import LuceneRetriever, is_lucene_index
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.specification import FAMILIES
 from search_r1.search.hybrid import HybridRetriever
-from search_r1.search.retriever import Retriever
-from search_r1.search.retriever_options import RetrieverOptions
+from search_r1.search.retriever import Retriever, RetrieverOptions
 
 ENGINES = ("auto", "faiss", "matrix")
 LOCAL = ("bm25", "hybrid")

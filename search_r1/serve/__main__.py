@@ -16,7 +16,6 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from search_r1.command_parser import parser_of
 from search_r1.errors import SearchError, ServerError
 from search_r1.http.arguments import add_serving_arguments, check_serving_arguments, read_token
 from search_r1.http.process import (
@@ -27,6 +26,7 @@ from search_r1.http.process import (
 )
 from search_r1.llm_agent.command_line import add_agent_flags, agent_config, agent_sampling
 from search_r1.llm_agent.templates import template_of
+from search_r1.script_help import parser_of
 from verl.config import Config
 from verl.errors import ConfigError, VerlError
 from verl.process.startup import log_to_stderr

@@ -19,9 +19,18 @@ from search_r1.http.metrics import Metrics
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.serve.access_log import Notes
 from search_r1.serve.parts import Part
-from search_r1.serve.replies import answer_chunk, completion, first_chunk, last_chunk, part_chunk, usage_chunk
 from search_r1.serve.streaming import Finished, stream_episode
-from search_r1.serve.wire import ApiError, ChatRequest, error_body
+from search_r1.serve.wire import (
+    ApiError,
+    ChatRequest,
+    answer_chunk,
+    completion,
+    error_body,
+    first_chunk,
+    last_chunk,
+    part_chunk,
+    usage_chunk,
+)
 from verl.errors import VerlError
 from verl.protocol import Prompt, Status
 

@@ -19,8 +19,8 @@ PORT = 8002
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from search_r1.command_parser import parser_of
     from search_r1.http.arguments import add_serving_arguments
+    from search_r1.script_help import parser_of
 
     parser = parser_of(__doc__, "python -m search_r1.viewer")
     parser.add_argument(

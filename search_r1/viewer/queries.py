@@ -5,15 +5,16 @@ Every query names its files; `filename` and `file_row_number` come from DuckDB a
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import duckdb
 import pyarrow.parquet as pq
 
-from search_r1.viewer.database import Cursor, rows_of
 from search_r1.viewer.filters import Filters
 from search_r1.viewer.runs import StepFile, printable
 from verl.errors import DataError
@@ -29,6 +30,17 @@ SHORT = "left(ground_truth, 400) AS ground_truth, right(response_text, 160) AS e
 MOST_SAMPLES = 64  # of a group or a question that are shown
 QUESTION_KEY = "coalesce(question, prompt_text)"
 """Equal for the samples of one question in any step; in a file without questions, the prompt."""
+T = TypeVar("T")
+Cursor = duckdb.DuckDBPyConnection
+
+MEMORY = "256MB"
+_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
+    "memory_limit": MEMORY,
+    "threads": 2,
+    "autoinstall_known_extensions": False,  # nothing is fetched
+    "autoload_known_extensions": False,
+    "preserve_insertion_order": False,  # every query that needs an order says which
+}
 
 
 def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Row:
@@ -195,3 +207,32 @@ def _named(rows: list[Row], files: Sequence[StepFile]) -> list[Row]:
     """With the file's name in place of its path."""
     names = {str(file.path): file.name for file in files}
     return [{"file": names[row.pop("filename")], **row} for row in rows]
+
+
+# DuckDB over the Parquet files: queries run in threads, and are interrupted when nobody waits for them.
+
+
+class Database:
+    """Queries files; stores nothing."""
+
+    def __init__(self) -> None:
+        self._connection = duckdb.connect(":memory:", config=_SETTINGS)
+        self._connection.execute("SET parquet_metadata_cache = true")
+
+    async def run(self, work: Callable[[Cursor], T]) -> T:
+        """Run `work` in a thread, with its own cursor; cancelling interrupts its query. Raises DataError."""
+        cursor = self._connection.cursor()
+        try:
+            return await asyncio.to_thread(work, cursor)
+        except asyncio.CancelledError:
+            cursor.interrupt()
+            raise
+        except duckdb.Error as error:
+            raise DataError(f"cannot read trajectories: {error}") from error
+
+
+def rows_of(cursor: Cursor, sql: str, values: list[Any]) -> list[dict[str, Any]]:
+    """The result of a query, one dict per row."""
+    found = cursor.execute(sql, values)
+    names = [column[0] for column in found.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+
+from tokenizers import Tokenizer, decoders
 
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.serve.parts import Part, TurnSplitter, merged
@@ -16,6 +20,12 @@ Run = tuple[str, bool]  # a text, and whether it is a gold answer
 _BETWEEN = r"[^\w]{1,4}"  # words of an answer
 _DOCUMENT = re.compile(r"(?=Doc \d+\(Title: )")
 _TITLE = re.compile(r'Doc \d+\(Title: "?(.*?)"?\) ?', re.DOTALL)
+Row = dict[str, Any]
+Values = list[float | None]
+
+KNOWN = ("log_probs", "old_log_probs", "gap", "kl", "advantages", "weight_version")
+_NOT_VALUES = {"ids", "loss_mask"}
+_WINDOW = 6  # tokens before one that may change how it is decoded; longer runs of broken bytes are given out
 
 
 @dataclass(frozen=True)
@@ -108,3 +118,98 @@ def _pattern(answer: str) -> str | None:
     """None for an answer without a letter or digit, which stands everywhere."""
     words = re.findall(r"\w+", answer)
     return r"(?<!\w)" + _BETWEEN.join(map(re.escape, words)) + r"(?!\w)" if words else None
+
+
+# The values that can be overlaid on the tokens of a trajectory, by name.
+
+
+def token_values(row: Row) -> dict[str, Values]:
+    """One number per token, None if there is none: what the file has, and what is derived from it.
+
+    `gap` is the trainer's log-prob minus the sampler's. Files of older runs lack the trainer's log-prob, `kl` and
+    `advantages` (`verl.tracking.trajectory_columns`). First the `KNOWN` values, then other columns of the file.
+    """
+    stored = {name: list(value) for name, value in row.items() if name not in _NOT_VALUES and _is_column(value, row)}
+    found = stored | {"weight_version": _versions(row)}
+    if "log_probs" in stored:
+        found["log_probs"] = _where(row["loss_mask"], stored["log_probs"])  # 0 elsewhere, which is no log-prob
+        if "old_log_probs" in stored:
+            found["gap"] = [_less(*pair) for pair in zip(stored["old_log_probs"], found["log_probs"], strict=True)]
+    names = [*(name for name in KNOWN if name in found), *(name for name in found if name not in KNOWN)]
+    return {name: found[name] for name in names}
+
+
+def _is_column(value: Any, row: Row) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(row["ids"])
+        and all(one is None or isinstance(one, int | float) for one in value)
+    )
+
+
+def _versions(row: Row) -> Values:
+    """Of the weights that sampled a token: those of its segment where they are stored, else the trajectory's."""
+    found: Values = []
+    for segment in row["segments"]:
+        if segment["source"] != Source.POLICY:
+            found += [None] * segment["num_tokens"]
+            continue
+        known = segment.get("weight_versions")
+        spans = known or [{"version": row["weight_version"], "num_tokens": segment["num_tokens"]}]
+        found += [one["version"] for one in spans for _ in range(one["num_tokens"])]
+    return found
+
+
+def _where(mask: Sequence[bool], values: Values) -> Values:
+    return [value if trained else None for trained, value in zip(mask, values, strict=True)]
+
+
+def _less(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value - other
+
+
+# The text of each token, such that the texts joined are the text of their segment.
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """One text for each of `ids`; a character that spans several tokens belongs to the last of them."""
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return list(_by_bytes(tokenizer, ids))
+    return list(_by_windows(tokenizer, ids))
+
+
+def _by_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    """Byte-level BPE: a token is bytes, and bytes that are no character are decoded as U+FFFD."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    last = len(ids) - 1
+    for position, token in enumerate(ids):
+        yield decoder.decode(_bytes_of(tokenizer.id_to_token(token) or ""), final=position == last)
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token with a character outside the byte alphabet is an added one, and stands for itself."""
+    alphabet = _alphabet()
+    try:
+        return bytes(alphabet[letter] for letter in token)
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+@lru_cache(maxsize=1)
+def _alphabet() -> dict[str, int]:
+    """Byte by character, as in GPT-2: printable characters are themselves, the other bytes follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+def _by_windows(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    """Any other tokenizer: what a token adds to the decoding of the few before it."""
+    start = read = 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[start:read], skip_special_tokens=False)
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        whole = not text.endswith("\ufffd") or end == len(ids) or end - read > _WINDOW
+        yield text[len(before) :] if whole else ""
+        if whole:
+            start, read = read, end

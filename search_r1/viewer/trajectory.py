@@ -9,12 +9,17 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from search_r1.llm_agent.transcript import Turn, final_answer
-from search_r1.viewer.explanation import explain
-from search_r1.viewer.reward_rules import components_of, reward_rule
+from search_r1.viewer.explanation import components_of, explain, reward_rule
 from search_r1.viewer.run_settings import RunSettings, load_tokenizer
-from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges
-from search_r1.viewer.token_overlays import Values, token_values
-from search_r1.viewer.tokens import token_texts
+from search_r1.viewer.segments import (
+    GoldFinder,
+    Values,
+    passages_of,
+    split_segment,
+    token_ranges,
+    token_texts,
+    token_values,
+)
 from verl.protocol import Source, was_search
 
 Row = dict[str, Any]

@@ -8,17 +8,19 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
-from search_r1.data.corpus.coverage import matcher_of, summarize
-from search_r1.data.corpus.gold_passages import GoldPassage, read_metadata, read_passages
+from search_r1.data.corpus.audit import matcher_of, summarize
 from search_r1.data.corpus.gold_questions import read_questions
 from search_r1.errors import CorpusError
-from search_r1.search.corpus import parse_passage, title_and_text
-from search_r1.search.jsonl import read_lines
+from search_r1.search.corpus import parse_passage, passage_contents, title_and_text
+from search_r1.search.jsonl import read_lines, read_objects
 from search_r1.search.replaceable import check_not_read
+
+Row = dict[str, Any]
 
 
 class MissingPassages:
@@ -163,3 +165,66 @@ def _spaced(tokens: AnswerTokens) -> str:
 
 def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
+
+
+# The passages that questions were written from: rows of their own, or paragraphs in the metadata of a question.
+
+
+@dataclass(frozen=True)
+class GoldPassage:
+    """`contents` as in a corpus; `source_id` is the id of its row or its question."""
+
+    contents: str
+    file: str
+    line: int
+    source_id: str
+
+
+def read_passages(path: Path) -> Iterator[GoldPassage]:
+    """Rows `{"id"?, "contents"}` or `{"id"?, "title", "text"}`. Raises `CorpusError` naming file and line."""
+    for number, row in read_objects(path):
+        yield _gold(row, row, path, number)
+
+
+def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
+    """The gold paragraphs of each question of a file; none if its metadata has none. Raises `CorpusError`."""
+    for number, question in read_objects(path):
+        try:
+            paragraphs = list(_paragraphs(question.get("metadata") or {}))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CorpusError(
+                f"{path}, line {number}: the gold paragraphs in 'metadata' cannot be read ({error!r}); "
+                "docs/retrieval_corpus.md lists the forms that can"
+            ) from error
+        yield [_gold(paragraph, question, path, number) for paragraph in paragraphs]
+
+
+def _gold(row: Row, named: Row, path: Path, number: int) -> GoldPassage:
+    try:
+        contents = passage_contents(row)
+    except ValueError as error:
+        remedy = 'each row must be {"contents": "..."} or {"title": "...", "text": "..."}'
+        raise CorpusError(f"{path}, line {number}: {error}; {remedy}") from error
+    return GoldPassage(contents, str(path), number, str(named.get("id", "")))
+
+
+def _paragraphs(metadata: Row) -> Iterator[Row]:
+    """`{"title", "text"}` of each gold paragraph, in the order of the metadata."""
+    if "context" in metadata and "supporting_facts" in metadata:
+        titles = {title for title, *_ in _pairs(metadata["supporting_facts"], "sent_id")}
+        for title, sentences in _pairs(metadata["context"], "sentences", "content"):
+            if title in titles:
+                yield {"title": title, "text": " ".join(" ".join(sentences).split())}
+    steps = [step.get("support_paragraph") for step in metadata.get("question_decomposition") or []]
+    marked = [paragraph for paragraph in metadata.get("paragraphs") or [] if paragraph["is_supporting"]]
+    for paragraph in [*filter(None, steps), *marked]:
+        yield {"title": paragraph["title"], "text": paragraph["paragraph_text"]}
+
+
+def _pairs(value: Any, *columns: str) -> Iterator[tuple[str, Any]]:
+    """(title, other) of a table in columns or in pairs."""
+    if not isinstance(value, dict):
+        yield from ((title, other) for title, other in value)
+        return
+    [other, *_] = [value[column] for column in columns if column in value]
+    yield from zip(value["title"], other, strict=True)

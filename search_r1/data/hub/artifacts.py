@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from search_r1.data.qa.sets import FLASHRAG_REPO, SETS
+from search_r1.data.qa.source_files import FLASHRAG_REPO, SETS
 from verl.errors import ConfigError
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from httpx2 import HTTPError
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers
 
 from search_r1.data.hub.artifacts import Artifact
 from search_r1.data.hub.checksums import Record, is_joined, is_whole, sha256_of
-from search_r1.data.hub.fetching import fetch, partial_file
-from search_r1.data.hub.listing import HubUnavailable, RemoteFile, list_files, unmatched
+from search_r1.data.hub.listing import HubUnavailable, RemoteFile, first_line, list_files, unmatched
 from search_r1.data.hub.making import join, require_disk, unpack
+from search_r1.data.qa.hub_bar import HubBar
 from verl.errors import DataError
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
@@ -129,3 +133,44 @@ class Downloader:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()
+
+
+# Download one file from the hub, resuming an earlier attempt.
+
+
+def fetch(remote: RemoteFile, target: Path) -> None:
+    """Download to `target`, which appears only once it is complete.
+
+    Received bytes stay in a hidden file next to it, even if this process is killed (`hf_hub_download` would start
+    over). Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_file(remote, target)
+    try:
+        with partial.open("ab") as file:
+            if file.tell() > remote.size:
+                file.truncate(0)
+            http_get(
+                remote.url,
+                file,
+                resume_size=file.seek(0, 2),
+                headers=build_hf_headers(),
+                expected_size=remote.size,
+                displayed_filename=remote.path,
+                tqdm_class=cast(Any, HubBar),
+            )
+    except (HTTPError, OSError) as error:
+        arrived = partial.stat().st_size if partial.exists() else 0
+        raise HubUnavailable(
+            f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)}); "
+            "the same command resumes there"
+        ) from error
+    if not is_whole(partial, remote):
+        partial.unlink()
+        raise DataError(f"{remote.url}: what arrived has not the checksum that the hub gives; run the command again")
+    partial.replace(target)
+
+
+def partial_file(remote: RemoteFile, target: Path) -> Path:
+    """The file's checksum is in the name, so that another version of the file does not resume from it."""
+    return target.with_name(f".{target.name}.{remote.digest[:12]}.part")

@@ -10,7 +10,7 @@ from search_r1.errors import ServerError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
 from search_r1.search.manifest import check_manifest
-from search_r1.search.retriever_options import RetrieverOptions
+from search_r1.search.retriever import RetrieverOptions
 
 _LOG = logging.getLogger(__name__)
 

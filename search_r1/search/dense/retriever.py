@@ -21,8 +21,7 @@ from search_r1.search.dense.exact_index import ExactIndex
 from search_r1.search.dense.faiss_index import FaissIndex, flat_vectors, read_index, to_gpus
 from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
 from search_r1.search.manifest import manifest_path, read_manifest
-from search_r1.search.retriever import Hit
-from search_r1.search.retriever_options import RetrieverOptions
+from search_r1.search.retriever import Hit, RetrieverOptions
 
 _LOG = logging.getLogger(__name__)
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 4096

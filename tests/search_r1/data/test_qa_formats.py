@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.data.qa.json_array import _BLOCK
 from search_r1.data.qa.reading import BadRows, read_questions
+from search_r1.data.qa.records import _BLOCK
 from verl.errors import DataError
 
 HOTPOT = {

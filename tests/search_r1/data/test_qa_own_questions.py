@@ -14,9 +14,8 @@ import pytest
 from data_scripts import questions, run_script, write_lines
 from local_hub import LocalHub, asked_from_here, running
 
-from search_r1.data.qa.sets import FLASHRAG_REPO
-from search_r1.evaluation.questions import load_questions
-from search_r1.evaluation.subset import stratified_subset
+from search_r1.data.qa.source_files import FLASHRAG_REPO
+from search_r1.evaluation.questions import load_questions, stratified_subset
 from verl.config import load_config
 from verl.data.prompts import PromptSource
 from verl.errors import DataError

@@ -15,8 +15,7 @@ import pytest
 
 from search_r1.data.qa.build import PromptBuilder
 from search_r1.data.qa.source_files import Source
-from search_r1.evaluation.questions import Question, load_questions
-from search_r1.evaluation.subset import shares, stratified_subset
+from search_r1.evaluation.questions import Question, load_questions, shares, stratified_subset
 from search_r1.llm_agent.templates import load_template
 from verl.errors import ConfigError, DataError
 

@@ -11,8 +11,7 @@ import pytest
 from search_corpora import write_rows
 
 from search_r1.data.corpus.command_line import main
-from search_r1.data.corpus.gold_completion import complete
-from search_r1.data.corpus.gold_passages import read_metadata
+from search_r1.data.corpus.gold_completion import complete, read_metadata
 from search_r1.errors import CorpusError
 from search_r1.search.bm25.index import Bm25Retriever
 from search_r1.search.corpus import Corpus

@@ -10,11 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
-from search_r1.viewer.advantages import group_advantages
+from search_r1.viewer.panels import group_advantages
 from search_r1.viewer.run_settings import RunSettings
-from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges
-from search_r1.viewer.token_overlays import token_values
-from search_r1.viewer.tokens import token_texts
+from search_r1.viewer.segments import GoldFinder, passages_of, split_segment, token_ranges, token_texts, token_values
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.advantages.inputs import AdvantageInput, AdvantageSettings
 

@@ -24,9 +24,8 @@ from search_r1.search.dense.retriever import DenseRetriever
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.hybrid import HybridRetriever, fuse
 from search_r1.search.manifest import manifest_path
-from search_r1.search.retriever import Hit
+from search_r1.search.retriever import Hit, RetrieverOptions
 from search_r1.search.retriever_loading import load_retriever
-from search_r1.search.retriever_options import RetrieverOptions
 from search_r1.search.server.retrieval_service import RetrievalService
 
 Built = tuple[Path, Corpus]

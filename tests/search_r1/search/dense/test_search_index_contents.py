@@ -17,7 +17,7 @@ from search_r1.errors import IndexMismatchError
 from search_r1.search.dense.faiss_index import FaissIndex, read_index
 from search_r1.search.dense.retriever import DenseRetriever
 from search_r1.search.manifest import manifest_path
-from search_r1.search.retriever_options import RetrieverOptions
+from search_r1.search.retriever import RetrieverOptions
 
 ROWS, DIM = 60, 16
 VECTORS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
