@@ -346,7 +346,7 @@ OPTIONS_ONLY = (
     r"-m search_r1\.search\.(rerank_server|retrieval_rerank_server|google_search_server|serp_search_server|mcp_tool)",
     r"-m search_r1\.search\.corpus_tool .*--url",
     r"scripts/data_process/(qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))|nq_rag\.py)",
-    r"scripts/(download|experiments/collect)\.py",
+    r"scripts/(download|experiments/collect|gpu/engine_step)\.py",
     r"scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
     r"scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
     r"scripts/bench/(rollouts|async_rollout|collect|step_growth|sampling_growth)\.py",
