@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,15 +25,8 @@ from search_r1.http.address import without_credentials
 from search_r1.http.backoff import backoff_s
 from search_r1.http.error_replies import is_temporary
 from verl.agent.environment import Generation, Sampling
-from verl.errors import RolloutError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import math
-import re
-from typing import TYPE_CHECKING
-
 from verl.agent.text import encode_text
+from verl.errors import RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +67,9 @@ class OpenAISampler:
         deadline_s: float = 600.0,
         concurrency: int = 64,
     ) -> None:
-        self.url, self.model, self.is_exact = _base(url), model, True
+        url = url.rstrip("/")
+        self.url = url if urlsplit(url).path else f"{url}/v1"  # without a path it is the same server
+        self.model, self.is_exact = model, True
         self._name = without_credentials(self.url)  # for messages
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._places = asyncio.Semaphore(concurrency)
@@ -156,10 +153,11 @@ class OpenAISampler:
     async def _refused(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, reason: str, status: int
     ) -> dict[str, Any]:
-        """Once more in plain OpenAI when what the server names is one of the extensions."""
+        """Attempt once more, in plain OpenAI, if the server's error names one of the extensions; else raise."""
         unknown = [name for name in (*_EXTENSIONS, "top_k") if body is not None and name in body and name in reason]
         if status not in (400, 422) or not unknown:
-            raise RolloutError(f"the model server {self._name} refused the request: {reason}{_hint(status)}")
+            hint = {401: f"; set {_KEY_VARIABLE}", 404: "; check --server and --served_model"}.get(status, "")
+            raise RolloutError(f"the model server {self._name} refused the request: {reason}{hint}")
         self._extensions = {}
         plain = {name: value for name, value in (body or {}).items() if name not in (*_EXTENSIONS, "top_k")}
         return await self._attempt(method, path, plain, timeout_s)
@@ -172,12 +170,6 @@ class OpenAISampler:
         return self._session
 
 
-def _base(url: str) -> str:
-    """`http://host:port` and `http://host:port/v1` are the same server."""
-    url = url.rstrip("/")
-    return url if urlsplit(url).path else f"{url}/v1"
-
-
 def _object(text: str, url: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -186,10 +178,6 @@ def _object(text: str, url: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RolloutError(f"{url}: the answer is no JSON object: {text[:300]!r}")
     return value
-
-
-def _hint(status: int) -> str:
-    return {401: f"; set {_KEY_VARIABLE}", 404: "; check --server and --served_model"}.get(status, "")
 
 
 # Turn the reply of a completions server into a sampled turn.

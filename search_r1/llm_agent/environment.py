@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SearchEnvironment(Environment):
-    """It has one tool, search; without a `searcher`, none.
+    """An environment with one tool, search; without a `searcher` it has none.
 
     Raises `ConfigError` if the feedback or an empty observation is longer than `max_obs_length` tokens, or if the
     feedback contains a tag (it would look like an action of the policy).
@@ -120,11 +120,13 @@ class SearchEnvironment(Environment):
         started = time.perf_counter()
         documents = await searcher.search(query)
         observation = self._writer.write(documents)
+        shown = documents[: observation.num_documents]
+        ids = (document.get("id") for document in shown)  # None from an online engine
         event: dict[str, Any] = {
             "query": query,
             "executed": True,
-            "document_ids": [_id(document) for document in documents[: observation.num_documents]],
-            "scores": [_score(document) for document in documents[: observation.num_documents]],
+            "document_ids": ["" if name is None else whole_characters(str(name)) for name in ids],
+            "scores": [_score(document) for document in shown],
             "num_found": len(documents),
             "milliseconds": 1000 * (time.perf_counter() - started),
             "observation": observation.text,
@@ -133,11 +135,6 @@ class SearchEnvironment(Environment):
 
 
 def _score(document: Any) -> float | None:
-    """As the server sent it; None where it sends none, or something else than a number."""
+    """The score that the server sent with `document`; None if it sent none, or something that is not a number."""
     score = document.get("score")
     return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
-
-
-def _id(document: Any) -> str:
-    """As text; "" when the server sends none (online engines)."""
-    return "" if document.get("id") is None else whole_characters(str(document["id"]))

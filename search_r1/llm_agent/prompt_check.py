@@ -21,12 +21,14 @@ def prompt_problem(template: Template, metadata: Mapping[str, str], prompt: str)
     It is a contradiction if the prompt names some tags but not the template's search or answer tags, or a tag that only
     another shipped template has. Other wording with the same tags is not.
     """
+    # Which tags the prompt names, and who else has them.
     in_prompt, in_template = _names(prompt), _names(template.text)
     known = in_template | set(template.grammar.names)
     of_shipped = {name: _names(load_template(name).text) for name in shipped_templates()}
     foreign = in_prompt - known
     source = metadata.get(TEMPLATE_KEY) or next((name for name, tags in of_shipped.items() if tags == in_prompt), None)
     its_own = f"agent.template={template.name} reads {_shown(known)}"
+    # A prompt without any tag says nothing; with tags that disagree it is a contradiction, or at least suspicious.
     if not in_prompt & (known | set().union(*of_shipped.values())):
         return PromptProblem(f"the prompt names none of the tags; {its_own}", False) if in_template else None
     difference = f"the prompt names {_shown(in_prompt)}{f' as template {source}' if source else ''}, but {its_own}"
@@ -35,6 +37,7 @@ def prompt_problem(template: Template, metadata: Mapping[str, str], prompt: str)
         return PromptProblem(difference, True)
     if missing and foreign:
         return PromptProblem(difference, False)
+    # The tags agree: what is left is a file that names a template with other words.
     made_with = metadata.get(FINGERPRINT_KEY)
     if made_with in (None, template.fingerprint):
         return None

@@ -58,7 +58,7 @@ class Template:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for templates with the same prompts and the same grammar, whatever their names."""
+        """A hash that is equal for templates with the same prompts and the same grammar, whatever their names."""
         return hashlib.sha256(repr((self.text, self.grammar, self.system)).encode()).hexdigest()[:16]
 
     def messages(self, question: str, context: str | None = None) -> list[dict[str, str]]:

@@ -32,6 +32,7 @@ class FormatReward(ComponentReward):
         retrieval_score: float = 0.0,
         grammar: Grammar = SEARCH_R1,
     ) -> None:
+        # No wrong answer may be worth more than a correct one.
         check_shares(
             structure_format_score=structure_format_score,
             final_format_score=final_format_score,
@@ -42,6 +43,7 @@ class FormatReward(ComponentReward):
                 f"structure_format_score {structure_format_score} + retrieval_score {retrieval_score} is above 1, "
                 f"the reward of a correct answer: lower one of them"
             )
+        # All components are logged, also those of which the scores are 0.
         components: dict[str, Component | BatchedComponent] = {
             "exact_match": ExactMatch(),
             "has_answer": HasAnswer(),

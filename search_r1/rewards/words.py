@@ -10,10 +10,10 @@ _CJK_LETTER = re.compile(rf"[{_CJK}]")
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores; each CJK character counts as a word."""
+    """The number of runs of letters, digits and underscores; each CJK character counts as a word."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
 def has_cjk(text: str) -> bool:
-    """Whether it contains a kana or an ideograph."""
+    """Whether the text contains a kana or an ideograph."""
     return _CJK_LETTER.search(text) is not None

@@ -14,7 +14,10 @@ from verl.errors import VerlError
 
 
 def main(description: str | None, arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 if errors were printed; a missing artifact does not stop the others."""
+    """Download what the arguments name. Returns the exit status: 0, or 1 if errors were printed.
+
+    A missing artifact does not stop the others.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--save_path", type=Path, required=True, help="folder for all downloads")

@@ -12,7 +12,7 @@ from search_r1.data.qa.prompt_file import prompt_row, write_prompts
 from search_r1.data.qa.question import QaRow
 from search_r1.data.qa.reading import BadRows, read_questions
 from search_r1.data.qa.retrieved import Contexts
-from search_r1.data.qa.source_files import Source
+from search_r1.data.qa.source_files import QuestionFile
 from search_r1.llm_agent.templates import Template
 
 _ROWS_A_SEARCH = 1024
@@ -27,7 +27,9 @@ class PromptBuilder:
     """The maximum number of questions from each source."""
     bad_rows: BadRows = field(default_factory=BadRows)
 
-    def write(self, path: Path, sources: Sequence[Source], split: str, contexts: Contexts | None = None) -> list[int]:
+    def write(
+        self, path: Path, sources: Sequence[QuestionFile], split: str, contexts: Contexts | None = None
+    ) -> list[int]:
         """Write the questions of the `sources`, in order, as `train` or `test`; returns the number from each.
 
         Raises `DataError` (see `read_questions` and `Contexts`), and leaves `path` unchanged then.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,23 +58,15 @@ def write_prompts(path: Path, rows: Iterable[Mapping[str, Any]], template: Templ
     schema = SCHEMA.with_metadata({TEMPLATE_KEY: template.name, FINGERPRINT_KEY: template.fingerprint})
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    remaining, count = iter(rows), 0
     try:
         with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-            count = sum(_write(writer, group, schema) for group in _groups(rows))
+            while group := list(islice(remaining, _ROWS_A_GROUP)):
+                writer.write_table(pa.Table.from_pylist(group, schema=schema))
+                count += len(group)
         if count == 0:
             raise DataError(f"{path}: there are no questions to write")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return count
-
-
-def _groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    iterator = iter(rows)
-    while group := list(islice(iterator, _ROWS_A_GROUP)):
-        yield group
-
-
-def _write(writer: pq.ParquetWriter, group: list[Mapping[str, Any]], schema: pa.Schema) -> int:
-    writer.write_table(pa.Table.from_pylist(group, schema=schema))
-    return len(group)

@@ -30,7 +30,9 @@ class Method:
         try:
             prompt = await self.prompt(question)
         except EnvironmentUnavailable as error:
-            return self._not_asked(question, str(error))
+            not_asked = Prompt((), question.set_name, row_of(question))
+            segments = [Segment(Source.PROMPT, ())]
+            return Trajectory(question.key, not_asked, segments, status=Status.FAILED, failure=str(error))
         return await self.agent_of(prompt).play(prompt, seed, question.key)
 
     async def prompt(self, question: Question) -> Prompt:
@@ -42,11 +44,6 @@ class Method:
     def agent_of(self, prompt: Prompt) -> SearchAgent:
         """The agent that plays this prompt's episode."""
         return self.agent
-
-    def _not_asked(self, question: Question, failure: str) -> Trajectory:
-        prompt = Prompt((), question.set_name, row_of(question))
-        segments = [Segment(Source.PROMPT, ())]
-        return Trajectory(question.key, prompt, segments, status=Status.FAILED, failure=failure)
 
 
 def row_of(question: Question) -> dict[str, Any]:

@@ -86,11 +86,14 @@ def _encoder_options(arguments: argparse.Namespace, model: str) -> EncoderOption
 
 
 def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> dict[str, Any]:
-    """What the vectors depend on."""
+    """The fields of the manifest: everything that the vectors depend on."""
     if encoder.side == "query":
         raise EncoderError(f"{arguments.model_path} is a question encoder; pass it with --query_model_path")
     made = {"corpus": corpus.digest, "precision": encoder.precision, "max_length": arguments.max_length}
-    return encoder_fields(encoder) | made | _cut(arguments.max_length) | _question_encoder(arguments)
+    if arguments.max_length > _EARLIER_LIMIT:
+        # vectors of earlier versions lack this: they cut passages at 256 tokens whatever their manifest says
+        made["cut_at"] = arguments.max_length
+    return encoder_fields(encoder) | made | _question_encoder(arguments)
 
 
 def _max_length(wanted: int | None, encoder: Encoder) -> int:
@@ -101,11 +104,6 @@ def _max_length(wanted: int | None, encoder: Encoder) -> int:
             *(wanted, encoder.longest),
         )
     return min(_DEFAULT_LENGTH if wanted is None else wanted, encoder.longest)
-
-
-def _cut(max_length: int) -> dict[str, Any]:
-    """A field that vectors of earlier versions lack, which cut passages at 256 tokens whatever their manifest says."""
-    return {"cut_at": max_length} if max_length > _EARLIER_LIMIT else {}
 
 
 def _question_encoder(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +132,10 @@ def _vectors(
 
 
 def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]) -> tuple[VectorFile, dict[str, Any]]:
-    """A file with a manifest must be complete and of this corpus and encoder; precision and length are its own."""
+    """The vectors of an earlier run, and the fields of their manifest; precision and length are its own.
+
+    A file with a manifest must be complete and of this corpus and encoder.
+    """
     vectors = VectorFile(path, len(corpus), encoder.dim)
     found = read_manifest(manifest_path(path))
     own = {name: "unknown" if found is None else found.get(name) for name in ("precision", "max_length")}

@@ -52,18 +52,15 @@ def _write_flat(vectors: VectorFile, target: Path) -> None:
 
 def _fill(vectors: VectorFile, faiss_type: str, gpu: bool, train_rows: int | None) -> faiss.Index:
     index = faiss.index_factory(vectors.dim, faiss_type, faiss.METRIC_INNER_PRODUCT)
-    wanted = train_rows or _default_train_rows(index)
+    inverted = faiss.try_extract_index_ivf(index)
+    num_lists = 0 if inverted is None else inverted.nlist
+    wanted = train_rows or max(_LEAST_TRAIN_ROWS, _ROWS_A_CENTROID * num_lists)
     index = to_gpus(index) if gpu else index
     if not index.is_trained:
         index.train(vectors.take(sample_rows(len(vectors), wanted)))
     for _, block in _progress(vectors):
         index.add(block)
     return faiss.index_gpu_to_cpu(index) if gpu else index
-
-
-def _default_train_rows(index: faiss.Index) -> int:
-    inverted = faiss.try_extract_index_ivf(index)
-    return max(_LEAST_TRAIN_ROWS, _ROWS_A_CENTROID * (inverted.nlist if inverted is not None else 0))
 
 
 def sample_rows(num_rows: int, wanted: int) -> np.ndarray:

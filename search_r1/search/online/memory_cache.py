@@ -13,7 +13,7 @@ _ENTRY_BYTES = 300  # the digest, the tuple and their bookkeeping
 
 
 class MemoryCache:
-    """Like `ResponseCache` in the mode record, without a file; the least recently used answers are evicted first."""
+    """A `ResponseCache` without a file, in the mode record; the least recently used answers are evicted first."""
 
     def __init__(self, keep_s: float, keep_empty_s: float) -> None:
         self._keep_s, self._keep_empty_s = keep_s, keep_empty_s

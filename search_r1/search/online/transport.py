@@ -102,7 +102,7 @@ class Transport:
         return OnlineBusy(message, retry_after_s=max(_SOON_S, wait_s - left_s / 2))
 
     def _check_turn(self, state: RequestState, deadline: float) -> None:
-        """Raises `OnlineUnavailable` for one whose turn would come too late."""
+        """Raise `OnlineUnavailable` for a request whose turn would come too late."""
         now, wait_s = time.monotonic(), self._queue.expected_s()
         if now + self._queue.paused_s() >= min(deadline, now + self._options.deadline_s):
             raise self._unavailable("its rate limit leaves no room before the deadline")
@@ -178,8 +178,12 @@ class Transport:
 
 def _parameters(fields: Fields) -> list[tuple[str, str]]:
     """The fields as the query of a URL has them: a list is a parameter that is repeated."""
-    pairs = [(name, one) for name, value in fields.items() for one in (value if isinstance(value, list) else [value])]
-    return [(name, one if isinstance(one, str) else "" if one is None else json.dumps(one)) for name, one in pairs]
+    pairs = []
+    for name, value in fields.items():
+        for one in value if isinstance(value, list) else [value]:
+            text = "" if one is None else json.dumps(one)
+            pairs.append((name, one if isinstance(one, str) else text))
+    return pairs
 
 
 def shown(text: str) -> str:

@@ -66,7 +66,9 @@ class Batcher(Generic[Query, Result]):
         try:
             await request.done
         finally:
-            self._leave(request)
+            with self._changed:
+                for ticket in self._queue.drop(request):
+                    del self._open[ticket.query, ticket.k]
         return [cast(Result | SearchError, ticket.outcome) for ticket in request.tickets]
 
     def close(self) -> None:
@@ -78,8 +80,10 @@ class Batcher(Generic[Query, Result]):
         self._post(self._fail_open)  # after the last batch, whose answers may be on their way
 
     def _admit(self, request: Request[Query, Result], queries: list[Query]) -> None:
+        # Only queries that nobody has asked yet take a place in the queue.
         fresh = [query for query in queries if (query, request.k) not in self._open]
         self._check_room(len(fresh))
+        # Join the tickets of the others. One that is already in a batch needs no turn any more.
         was_empty = not self._queue
         for query in queries:
             ticket = self._open.setdefault((query, request.k), Ticket(query, request.k))
@@ -88,6 +92,7 @@ class Batcher(Generic[Query, Result]):
                 self._queue.put(request, ticket)
             else:
                 ticket.requests[request] = None
+        # Wake the owner thread if it waits for a first query, or for a full batch.
         request.missing = len(queries)
         self._metrics.shared.inc(len(queries) - len(fresh))
         if was_empty or len(self._queue) >= self._limits.max_batch:
@@ -107,11 +112,6 @@ class Batcher(Generic[Query, Result]):
             f"try again in {retry_after_s} s",
             retry_after_s,
         )
-
-    def _leave(self, request: Request[Query, Result]) -> None:
-        with self._changed:
-            for ticket in self._queue.drop(request):
-                del self._open[ticket.query, ticket.k]
 
     def _own(self) -> None:
         while batch := self._next_batch():

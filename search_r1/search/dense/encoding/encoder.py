@@ -50,11 +50,13 @@ class Encoder:
 
     def __init__(self, options: EncoderOptions) -> None:
         """Load tokenizer and weights. Raises `EncoderError`."""
+        # How to compute, and how the model's files say that a text becomes a vector.
         torch.set_num_threads(options.num_threads)
         self.device = resolve_device(options.device)
         dtype = resolve_precision(options.precision, self.device)
         self.precision = precision_name(dtype)
         self.spec: EncoderSpec = resolve_spec(options.family, json_reader(options.model), options.pooling)
+        # The model, its identity, and its limits.
         self._tokenizer = load_tokenizer(options.model)
         model: Any = load_weights(options.model, self.spec.pooling)
         self.side = side(model)
@@ -63,7 +65,10 @@ class Encoder:
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
         longest = (self.spec.longest, self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self.longest = min(limit for limit in longest if limit is not None)
-        self._end = _token_id(self._tokenizer, self.spec.end_token)
+        self._end: int | None = None
+        if self.spec.end_token:  # or the tokenizer's own end of text, where its vocabulary lacks that token
+            self._end = self._tokenizer.get_vocab().get(self.spec.end_token, self._tokenizer.eos_token_id)
+        # On a CPU every thread encodes batches of its own, with packed weights if they are bfloat16.
         self._model = model.to(self.device, dtype).eval()
         self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
         if pack_linear_layers(self._model):
@@ -110,7 +115,7 @@ class Encoder:
         return [row or [self._tokenizer.pad_token_id] for row in ids]
 
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
-        """Texts of similar length share a batch, for little padding."""
+        """The vectors of tokenized texts, float32 [B, D]. Texts of similar length share a batch, for little padding."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
         batches = length_batches([len(row) for row in ids], *batch_cost(self.device))[::-1]
         encoded = self._threads.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
@@ -130,10 +135,3 @@ class Encoder:
         if not torch.isfinite(vectors_BD).all():
             raise EncoderError("the encoder returned a vector with NaN or Inf; check its weights and its precision")
         return vectors_BD.cpu().numpy()
-
-
-def _token_id(tokenizer: object, token: str) -> int | None:
-    """The id of `token`, or of the tokenizer's own end of text where its vocabulary lacks it; None for no token."""
-    if not token:
-        return None
-    return tokenizer.get_vocab().get(token, tokenizer.eos_token_id)  # type: ignore[attr-defined]

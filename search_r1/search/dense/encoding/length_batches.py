@@ -23,6 +23,7 @@ def length_batches(
 
     A batch costs its padded tokens plus `overhead_tokens`; it has at most `max_tokens` (a longer text is alone).
     """
+    # Dynamic programming: for each number of shortest texts the cheapest batches, by the size of the last one.
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     costs = np.zeros(len(order) + 1, dtype=np.int64)  # of the cheapest batches of the first texts
     starts = [0] * len(costs)  # where the last of these batches begins
@@ -33,6 +34,7 @@ def length_batches(
         best = int(totals.argmin())
         costs[end] = totals[best] + overhead_tokens
         starts[end] = end - int(sizes[best])
+    # Read the batches off, from the last to the first.
     batches, end = [], len(order)
     while end:
         batches.append(order[starts[end] : end])
