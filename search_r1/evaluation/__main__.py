@@ -162,7 +162,7 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
 
 
 def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManager[SearchAgent]:
-    from search_r1.evaluation.served_agent import open_served_agent
+    from search_r1.evaluation.openai_sampler import open_served_agent
     from search_r1.llm_agent.agent import open_agent
 
     server, sampling = server_of(args), agent_sampling(args, config)

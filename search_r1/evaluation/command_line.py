@@ -18,7 +18,7 @@ from verl.config.sections.keys import is_known
 from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:
-    from search_r1.evaluation.served_agent import Server
+    from search_r1.evaluation.openai_sampler import Server
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,7 +87,7 @@ def method_config(args: argparse.Namespace) -> Config:
 
 
 def server_of(args: argparse.Namespace) -> Server | None:
-    from search_r1.evaluation.served_agent import Server  # imports torch
+    from search_r1.evaluation.openai_sampler import Server  # imports torch
 
     if args.server is None:
         return None

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible server (vLLM, SGLang) as the sampler of an episode.
+"""A language model behind an OpenAI-compatible server (vLLM, SGLang): as the sampler of an episode, and as an agent.
 
 `POST {url}/completions` with token ids as the prompt, so that the context is exactly that of training. A server that
 returns token ids (vLLM) reports exactly what it sampled. Others return only text: it is tokenised here, possibly into
@@ -15,18 +15,26 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from search_r1.http.address import without_credentials
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary
-from verl.agent.environment import Generation, Sampling
+from search_r1.http.error_replies import backoff_s, is_temporary
+from search_r1.llm_agent.agent import SearchAgent, limits_within
+from search_r1.llm_agent.model_source import find_source
+from search_r1.llm_agent.templates import template_of
+from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.text import encode_text
+from verl.config import Config
 from verl.errors import RolloutError
+from verl.pretrained import load_tokenizer
+from verl.process.secrets import mask_text
+from verl.process.startup import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -224,3 +232,41 @@ def _log_probs(choice: dict[str, Any], count: int) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != count or None in values:
         return (math.nan,) * count
     return tuple(map(float, values))
+
+
+# The search agent with its model behind an OpenAI-compatible server.
+
+
+@dataclass(frozen=True)
+class Server:
+    """`model` is the name under which `url` serves it; `tokenizer` the folder or hub name of its tokenizer."""
+
+    url: str
+    model: str
+    tokenizer: str
+    deadline_s: float = 600.0
+    concurrency: int = 64
+
+
+@asynccontextmanager
+async def open_served_agent(config: Config, sampling: Sampling, server: Server) -> AsyncIterator[SearchAgent]:
+    """Like `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server accepts.
+
+    Raises `ConfigError` without a tokenizer, `RolloutError` if the server is down or lacks the model, and
+    `EnvironmentUnavailable` if no retriever answers.
+    """
+    template = template_of(config.agent)
+    tokenizer = load_tokenizer(
+        find_source(server.tokenizer, "--tokenizer"), config.actor_rollout_ref.model.trust_remote_code, "--tokenizer"
+    )
+    environment = make_environment(config, tokenizer)
+    sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
+    try:
+        await environment.check()
+        with phase(f"asking for the model {server.model} at {mask_text(server.url)}"):
+            window = await sampler.check()
+        limits = limits_within(config, window)
+        yield SearchAgent(sampler, environment, tokenizer, template, limits, sampling)
+    finally:
+        await sampler.close()
+        await environment.close()

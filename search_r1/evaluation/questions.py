@@ -70,10 +70,13 @@ def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
     """(place, question) of each row."""
     name, path = (source.data_source, source.path) if isinstance(source, QuestionFile) else (None, source)
     if path.suffix == ".parquet" and (name is None or _is_prompt_file(path)):
-        return _prompt_rows(name, path)
+        yield from _prompt_rows(name, path)
+        return
     if not isinstance(source, QuestionFile):
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
-    return _question_file(source)
+    for row in read_questions(path, source.split, _NoBadRows()):
+        answers = tuple(row.golden_answers)
+        yield str(path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
 
 
 def _is_prompt_file(path: Path) -> bool:
@@ -82,12 +85,6 @@ def _is_prompt_file(path: Path) -> bool:
         return {"prompt", "reward_model"} <= set(pq.read_schema(path).names)
     except (OSError, pa.ArrowException):
         return False
-
-
-def _question_file(source: QuestionFile) -> Iterator[tuple[str, Question]]:
-    for row in read_questions(source.path, source.split, _NoBadRows()):
-        answers = tuple(row.golden_answers)
-        yield str(source.path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
 
 
 class _NoBadRows(BadRows):

@@ -16,8 +16,7 @@ import aiohttp
 
 from search_r1.errors import OnlineError
 from search_r1.http.api_key import ApiKey
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary, retry_after_s, server_message
+from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)

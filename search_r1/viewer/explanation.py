@@ -123,7 +123,7 @@ def _component_texts() -> dict[str, str]:
     """Docstrings by the name that `@component("name")` registers."""
     return {
         name: ast.get_docstring(node) or ""
-        for path in sorted(_folder().glob("*.py"))
+        for path in sorted(_folder().rglob("*.py"))
         for node in _definitions(path)
         if (name := _registered_name(node)) is not None
     }

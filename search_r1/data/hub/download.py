@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,12 +12,12 @@ from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
-from search_r1.data.hub.artifacts import Artifact
+from search_r1.data.hub.artifacts import ARTIFACTS, Artifact, artifacts
 from search_r1.data.hub.checksums import ChecksumFile, is_joined, is_whole, sha256_of
 from search_r1.data.hub.listing import HubUnavailable, RemoteFile, first_line, list_files, unmatched
 from search_r1.data.hub.making import join, require_disk, unpack
 from search_r1.data.qa.hub_bar import HubBar
-from verl.errors import DataError
+from verl.errors import DataError, VerlError
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
 
@@ -179,3 +181,40 @@ def fetch(remote: RemoteFile, target: Path) -> None:
 def partial_file(remote: RemoteFile, target: Path) -> Path:
     """The hidden file of the bytes received so far, with the checksum in its name: another version starts anew."""
     return target.with_name(f".{target.name}.{remote.digest[:12]}.part")
+
+
+# The program scripts/download.py.
+
+
+def main(description: str | None, arguments: Sequence[str] | None = None) -> int:
+    """Download what the arguments name. Returns the exit status: 0, or 1 if errors were printed.
+
+    A missing artifact does not stop the others.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--save_path", type=Path, required=True, help="folder for all downloads")
+    add("--what", default="corpus,e5", help=f"what to download: any of {','.join(ARTIFACTS)} (default: %(default)s)")
+    add("--repo_id", help="dataset repository of the flat e5 index, if not Search-R1's")
+    add(
+        "--remove_parts",
+        action="store_true",
+        help="delete the downloaded parts once the file made from them is complete",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        chosen, downloader = artifacts(args.what, args.repo_id), Downloader(args.save_path, args.remove_parts)
+        missing: list[VerlError] = [error for one in chosen if (error := _get(downloader, one)) is not None]
+    except VerlError as error:
+        missing = [error]
+    for found in missing:
+        print(f"error: {found}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _get(downloader: Downloader, artifact: Artifact) -> HubUnavailable | None:
+    try:
+        downloader.get(artifact)
+    except HubUnavailable as error:
+        return error
+    return None

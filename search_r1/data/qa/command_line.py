@@ -1,15 +1,16 @@
-"""What the scripts in scripts/data_process share: their arguments, and the files they write."""
+"""What the scripts in scripts/data_process share: their arguments, and the files they write, here and on HDFS."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from search_r1.data.qa.build import PromptBuilder
-from search_r1.data.qa.hdfs import copy_to_hdfs, hdfs_client
 from search_r1.data.qa.reading import BadRows
 from search_r1.data.qa.retrieved import Contexts
 from search_r1.data.qa.source_files import sources
@@ -30,7 +31,7 @@ class PromptScript:
 
 
 def main(description: str | None, script: PromptScript, arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after printing an error."""
+    """Run a script. Returns the exit status: 0, or 1 after printing an error."""
     args = _parser(description, script).parse_args(arguments)
     try:
         run(args, script)
@@ -116,3 +117,22 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+# Copy the written files to HDFS with Hadoop's command-line client.
+
+
+def hdfs_client() -> str:
+    """The path of the client. Raises `ConfigError` if there is none."""
+    client = shutil.which("hdfs")
+    if client is None:
+        raise ConfigError("--hdfs_dir needs the program hdfs of Hadoop on the PATH; without it leave --hdfs_dir out")
+    return client
+
+
+def copy_to_hdfs(client: str, files: Sequence[Path], folder: str) -> None:
+    """Copy `files` to `folder`, replacing files of the same names. Raises `ConfigError` with the client's message."""
+    for words in (["-mkdir", "-p", folder], ["-put", "-f", *map(str, files), folder]):
+        done = subprocess.run([client, "dfs", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"hdfs dfs {words[0]} to {folder} failed: {done.stderr.strip()}")

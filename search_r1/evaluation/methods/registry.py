@@ -57,9 +57,8 @@ def make_method(
 ) -> Method:
     """`own_prompts`: `search` uses a prompt file's prompts unchanged. `searcher` is for methods with a context."""
     # Here, because they import torch, which the command line need not wait for.
-    from search_r1.evaluation.methods.base import Method
+    from search_r1.evaluation.methods.base import Method, Rag
     from search_r1.evaluation.methods.ircot import Ircot
-    from search_r1.evaluation.methods.rag import Rag
     from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 
     if searcher is None:

@@ -24,7 +24,7 @@ from search_r1.errors import (
     RetrieverUnavailable,
 )
 from search_r1.http.address import addresses_of, check_addresses, without_credentials
-from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import backoff_s
 from search_r1.http.event_loop import entered_loop
 from search_r1.search.client.exchange import ServerReply, TemporaryFailure, post
 from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery, may_be_one_query

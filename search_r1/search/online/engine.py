@@ -28,15 +28,13 @@ from search_r1.http.address import without_credentials
 from search_r1.http.api_key import ApiKey
 from search_r1.http.error_replies import may_blame_query
 from search_r1.http.event_loop import entered_loop
-from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
+from search_r1.http.response_cache import MemoryCache, RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
-from search_r1.search.online.memory_cache import MemoryCache
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.providers import Fields, Provider, WebResult
 from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.transport import RequestState, Transport, shown
-from search_r1.search.online.usage import Usage
+from search_r1.search.online.transport import RequestState, Transport, Usage, shown
 from search_r1.search.sanitize import whole_characters
 from search_r1.search.server.source_interface import (
     EncodedHits,

@@ -12,9 +12,8 @@ from functools import partial
 from search_r1.errors import SearchError, SearchFailed
 from search_r1.http.metrics import Metrics
 from search_r1.search.rerank.cross_encoder import CrossEncoder, Pair
-from search_r1.search.server.batching import Batcher, BatchLimits
+from search_r1.search.server.batching import Batcher, BatchLimits, attempt_each
 from search_r1.search.server.cache import ScoreCache
-from search_r1.search.server.failure_isolation import attempt_each
 from search_r1.search.server.source_interface import (
     EncodedHit,
     EncodedSearch,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, cast
+from functools import partial
+from typing import Generic, TypeVar, cast
 
-from search_r1.errors import SearchError, ServiceUnavailable
+from search_r1.errors import SearchError, SearchFailed, ServiceUnavailable
 from search_r1.http.metrics import StageMetrics
 from search_r1.search.server.fair_queue import FairQueue, Query, Request, Result, Ticket
 
 _LONGEST_RETRY_S = 30
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -158,3 +163,35 @@ class Batcher(Generic[Query, Result]):
 
 def _stopping() -> ServiceUnavailable:
     return ServiceUnavailable("the server is stopping", retry_after_s=1)
+
+
+# Work for `run` in which one bad item of a batch does not fail the others.
+
+
+def attempt(work: Callable[[], T], who: str) -> T | SearchError:
+    """The result or the error of `work`; exceptions are caught, so that they do not end the thread."""
+    try:
+        return work()
+    except SearchError as error:
+        return error
+    except Exception as error:
+        _LOG.exception("%s failed", who)
+        return SearchFailed(f"{who} failed: {type(error).__name__}: {error}")
+
+
+def attempt_each(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
+    """The result or the error of each item. A failing batch is halved until the failing items are isolated."""
+    found = attempt(partial(_complete, work, items, who), who)
+    if isinstance(found, list):
+        return found
+    if len(items) == 1:
+        return [found]
+    half = len(items) // 2
+    return attempt_each(work, items[:half], who) + attempt_each(work, items[half:], who)
+
+
+def _complete(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
+    found = work(items)
+    if len(found) != len(items):
+        raise SearchFailed(f"{who} returned {len(found)} results for {len(items)} items")
+    return list(found)

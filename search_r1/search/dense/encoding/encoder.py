@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from search_r1.search.corpus import title_and_text
 from search_r1.search.dense.encoding.length_batches import batch_cost, length_batches
 from search_r1.search.dense.encoding.model import json_reader, load_tokenizer, load_weights, side, weights_digest
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
-from search_r1.search.dense.encoding.pooling import pool
 from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
 from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
 from search_r1.search.dense.encoding.worker_threads import WorkerThreads
@@ -135,3 +134,34 @@ class Encoder:
         if not torch.isfinite(vectors_BD).all():
             raise EncoderError("the encoder returned a vector with NaN or Inf; check its weights and its precision")
         return vectors_BD.cpu().numpy()
+
+
+# Pooling: one vector per text from the hidden states of its tokens.
+
+
+def pool(output: Any, mask_BL: torch.Tensor, pooling: str) -> torch.Tensor:
+    """float32 [B, D] from a model's output; padding is on the right and is ignored."""
+    if pooling == "pooler":
+        return output.pooler_output.float()
+    return _POOLERS[pooling](output.last_hidden_state.float(), mask_BL)
+
+
+def _mean(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    weight_BL1 = mask_BL.unsqueeze(-1).to(hidden_BLD.dtype)
+    return (hidden_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
+
+
+def _max(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, float("-inf")).amax(1)
+
+
+def _last(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return hidden_BLD[torch.arange(len(hidden_BLD), device=hidden_BLD.device), mask_BL.sum(1) - 1]
+
+
+_POOLERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": _mean,
+    "max": _max,
+    "lasttoken": _last,
+    "cls": lambda hidden_BLD, mask_BL: hidden_BLD[:, 0],
+}
