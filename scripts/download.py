@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from search_r1.data.hub.command_line import main
+from search_r1.data.hub.download import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__))

@@ -103,13 +103,13 @@ class Group(click.Group):
 
 def benchmarks() -> tuple[Program, ...]:
     """The benchmark programs, if this is a clone of the repository."""
-    scripts = sorted((CLONE / "scripts" / "bench").glob("*.py"))
-    texts = {path: path.read_text() for path in scripts}
-    return tuple(
-        Program(path.stem.replace("_", "-"), f"scripts/bench/{path.name}", _first_line(text), "")
-        for path, text in texts.items()
-        if '__name__ == "__main__"' in text
-    )
+    found = []
+    for path in sorted((CLONE / "scripts" / "bench").glob("*.py")):
+        text = path.read_text()
+        if '__name__ == "__main__"' in text:
+            summary = text.split('"""')[1].partition("\n")[0]  # the first line of its docstring
+            found.append(Program(path.stem.replace("_", "-"), f"scripts/bench/{path.name}", summary, ""))
+    return tuple(found)
 
 
 def programs() -> dict[tuple[str, ...], Program]:
@@ -149,11 +149,6 @@ def _command(program: Program) -> click.Command:
         context_settings=AS_THEY_ARE,
         add_help_option=False,
     )
-
-
-def _first_line(text: str) -> str:
-    """Of a script's docstring."""
-    return text.split('"""')[1].partition("\n")[0]
 
 
 def make() -> click.Group:

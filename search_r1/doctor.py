@@ -71,7 +71,10 @@ def imported(name: str, code: str) -> Finding:
 
 
 def torch_and_gpus(code: str = TORCH) -> Iterator[Finding]:
-    """Both from one process, since torch takes seconds to import. `code` prints a line on torch, then one per GPU."""
+    """The findings on torch and on GPUs, from one process, since torch takes seconds to import.
+
+    `code` prints a line on torch, then one per GPU.
+    """
     ran = _run(code)
     version, *gpus = ran.stdout.splitlines() or [""]
     yield judge(version != "", "import torch", version or _last_words(ran), SET_UP)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from search_r1.data.qa.command_line import Recipe, main
+from search_r1.data.qa.command_line import PromptScript, main
 
-RECIPE = Recipe("./data/nq_search", base="search_r1", splits=("train", "test"))
+SCRIPT = PromptScript("./data/nq_search", base="search_r1", splits=("train", "test"))
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, RECIPE))
+    sys.exit(main(__doc__, SCRIPT))

@@ -54,6 +54,7 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
     from search_r1.evaluation.retriever_info import check_same_index, serves
     from search_r1.evaluation.store import SETTINGS, Store
 
+    # Read and check the questions.
     with phase("reading the questions"):
         questions = load_questions(args.data, args.data_dir)
     if args.subset is not None:
@@ -62,12 +63,14 @@ def evaluate(args: argparse.Namespace, config: Config) -> int:
         for question in questions:
             text_of(question)  # the audit at the end needs it: better known now
     tell(f"{len(questions)} questions: {_counts(questions)}")
+    # Ask the retriever which index it serves: the stored answers depend on it.
     served = None
     if METHODS[args.method].retrieves:
         with phase(f"asking the retriever {mask_text(config.retriever.engine or config.retriever.url)}"):
             served = asyncio.run(serves(config.retriever))
     if not args.restart:
         check_same_index(args.output_dir / SETTINGS, served)
+    # Open the folder, which refuses other settings than it was made with; then ask what is left, and write the results.
     settings = settings_of(args, config, served) | {"questions": _fingerprint(questions)}
     store = Store(args.output_dir, settings, args.restart)
     asyncio.run(run(args, config, questions, store))
@@ -98,13 +101,13 @@ async def play(args: argparse.Namespace, config: Config, questions: Sequence[Que
     from search_r1.evaluation.runner import Pace, Runner
     from search_r1.llm_agent.search_engine import Searcher
 
-    recipe = METHODS[args.method]
-    searcher = Searcher.from_config(config.retriever) if recipe.needs_context else None
+    traits = METHODS[args.method]
+    searcher = Searcher.from_config(config.retriever) if traits.needs_context else None
     try:
         async with _open(args, config) as agent:
             method = make_method(args.method, agent, config, searcher, own_prompts=not chooses(args, "template"))
             is_exact = partial(getattr, agent.sampler, "is_exact", True)
-            measurer = Measurer(agent.tokenizer, agent.template.grammar, recipe.retrieves, is_exact)
+            measurer = Measurer(agent.tokenizer, agent.template.grammar, traits.retrieves, is_exact)
             pace = Pace(args.concurrency, args.max_redraws)
             await Runner(method, measurer, store, agent.tokenizer.decode, pace, args.seed).run(questions)
     finally:
@@ -124,10 +127,12 @@ def conclude(
     from search_r1.evaluation.report import WRONG_ANSWERS, is_wrong, report, wrong_answers
     from search_r1.evaluation.store import summarize
 
+    # Merge the parts, and read the records back in the questions' order.
     tell(f"scoring {len(questions)} answers")
     store.finish([question.key for question in questions])
     found = store.records()
     records = [found[question.key] for question in questions]
+    # Everything in one object, from which the page is made.
     exact = all(record.exact_ids for record in records)
     results = summarize(records) | {"wrong": sum(map(is_wrong, records)), "settings": settings}
     results["run"] = {"concurrency": args.concurrency, "exact_token_ids": exact}
@@ -135,6 +140,7 @@ def conclude(
         url = None if config.retriever.engine is not None else config.retriever.url
         with phase(f"looking for the gold answers in {args.corpus_path}"):
             results["coverage"] = corpus_coverage(args.corpus_path, questions, url, config.retriever.topk)
+    # The files of the results; the page also goes to standard output.
     page = report(results)
     store.write("results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     store.write("results.md", page)
@@ -156,7 +162,7 @@ def _status(args: argparse.Namespace, failures: Sequence[str | None]) -> int:
 
 
 def _open(args: argparse.Namespace, config: Config) -> AbstractAsyncContextManager[SearchAgent]:
-    from search_r1.evaluation.served_agent import open_served_agent
+    from search_r1.evaluation.openai_sampler import open_served_agent
     from search_r1.llm_agent.agent import open_agent
 
     server, sampling = server_of(args), agent_sampling(args, config)
@@ -173,7 +179,7 @@ def _counts(questions: Sequence[Question]) -> str:
 
 
 def _fingerprint(questions: Sequence[Question]) -> dict[str, str]:
-    """By set: how many questions, and a hash of them that does not depend on their order."""
+    """For each set, the number of its questions and a hash of them that does not depend on their order."""
     rows: dict[str, list[str]] = {}
     for question in questions:
         row = json.dumps([question.id, question.text, question.golden_answers, question.messages])

@@ -18,7 +18,7 @@ from verl.config.sections.keys import is_known
 from verl.process.secrets import mask_secrets
 
 if TYPE_CHECKING:
-    from search_r1.evaluation.served_agent import Server
+    from search_r1.evaluation.openai_sampler import Server
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,6 +45,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--output_dir", type=Path, required=True, help="folder for the results; an interrupted evaluation resumes there"
     )
+    # where the model is, if at a server
     add("--server", help="address of an OpenAI-compatible server (vLLM, SGLang) that serves the model")
     add("--served_model", help="name of the model at that server")
     add("--tokenizer", help="folder or hub name of the model's tokenizer, with --server")
@@ -54,6 +55,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         help="maximum wait for a turn, in seconds (default: %(default)s)",
     )
+    # what is asked
     add("--method", choices=list(METHODS), default="search", help="the agent or a baseline (default: %(default)s)")
     add("--data", nargs="+", default=[], metavar="NAME=FILE", help="jsonl(.gz) file of a set, or a parquet prompt file")
     add("--data_dir", type=Path, help="folder with <set>/<split>.jsonl; of each set it uses test, else dev, else train")
@@ -64,6 +66,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--subset_seed", type=int, default=0, help="seed that selects another subset (default: %(default)s)")
     add("--corpus_path", type=Path, help="jsonl(.gz) file of the retriever's passages; adds the coverage audit")
+    # who judges, and how the run goes on
     add_judge_flags(parser)
     add("--concurrency", type=_positive, default=64, help="number of questions at once (default: %(default)s)")
     add(
@@ -84,7 +87,7 @@ def method_config(args: argparse.Namespace) -> Config:
 
 
 def server_of(args: argparse.Namespace) -> Server | None:
-    from search_r1.evaluation.served_agent import Server  # imports torch
+    from search_r1.evaluation.openai_sampler import Server  # imports torch
 
     if args.server is None:
         return None
@@ -108,7 +111,8 @@ def settings_of(args: argparse.Namespace, config: Config, retriever: Any) -> dic
         "subset": None if args.subset is None else {"size": args.subset, "seed": args.subset_seed},
         "judge": judge_settings(args),
     }
-    for name in ("max_tokens", "stop", "ignore_eos"):  # set for each turn
+    # Without what is set for each turn; with the index, if the method uses one.
+    for name in ("max_tokens", "stop", "ignore_eos"):
         del settings["sampling"][name]
     if METHODS[args.method].retrieves:
         source = config.retriever.engine or config.retriever.url

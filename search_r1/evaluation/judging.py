@@ -53,17 +53,13 @@ async def _judge_once(judge: BatchedComponent, records: Sequence[Record], store:
     with Progress("answers", len(records)) as progress:
         for start in range(0, len(records), _PART):
             part = records[start : start + _PART]
-            verdicts = await judge.measure([_reading(record) for record in part])
+            readings = [Reading((), record.answer, tuple(record.golden_answers), record.question) for record in part]
+            verdicts = await judge.measure(readings)
             if all(isinstance(verdict, RewardUnavailable) for verdict in verdicts):
                 store.add_verdicts([_judged(record, verdicts[-1]) for record in records[start:]])
                 return
             store.add_verdicts([_judged(record, verdict) for record, verdict in zip(part, verdicts, strict=True)])
             progress.update(len(part))
-
-
-def _reading(record: Record) -> Reading:
-    """What a judge looks at."""
-    return Reading((), record.answer, tuple(record.golden_answers), record.question)
 
 
 def _judged(record: Record, verdict: Value) -> Record:
@@ -106,7 +102,10 @@ def check_judge_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 
 def make_judge(args: argparse.Namespace) -> Judge | None:
-    """None without `--judge_url`. Raises `ConfigError` for an invalid option, or if the API key is missing."""
+    """The judge of the flags, or None without `--judge_url`.
+
+    Raises `ConfigError` for an invalid option, or if the API key is missing.
+    """
     from search_r1.rewards.component import make_component
     from search_r1.rewards.judge import Judge
 

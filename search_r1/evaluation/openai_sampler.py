@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible server (vLLM, SGLang) as the sampler of an episode.
+"""A language model behind an OpenAI-compatible server (vLLM, SGLang): as the sampler of an episode, and as an agent.
 
 `POST {url}/completions` with token ids as the prompt, so that the context is exactly that of training. A server that
 returns token ids (vLLM) reports exactly what it sampled. Others return only text: it is tokenised here, possibly into
@@ -11,27 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from search_r1.http.address import without_credentials
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary
-from verl.agent.environment import Generation, Sampling
-from verl.errors import RolloutError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import math
-import re
-from typing import TYPE_CHECKING
-
+from search_r1.http.error_replies import backoff_s, is_temporary
+from search_r1.llm_agent.agent import SearchAgent, limits_within
+from search_r1.llm_agent.model_source import find_source
+from search_r1.llm_agent.templates import template_of
+from verl.agent.environment import Generation, Sampling, make_environment
 from verl.agent.text import encode_text
+from verl.config import Config
+from verl.errors import RolloutError
+from verl.pretrained import load_tokenizer
+from verl.process.secrets import mask_text
+from verl.process.startup import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +75,9 @@ class OpenAISampler:
         deadline_s: float = 600.0,
         concurrency: int = 64,
     ) -> None:
-        self.url, self.model, self.is_exact = _base(url), model, True
+        url = url.rstrip("/")
+        self.url = url if urlsplit(url).path else f"{url}/v1"  # without a path it is the same server
+        self.model, self.is_exact = model, True
         self._name = without_credentials(self.url)  # for messages
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._places = asyncio.Semaphore(concurrency)
@@ -156,10 +161,11 @@ class OpenAISampler:
     async def _refused(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, reason: str, status: int
     ) -> dict[str, Any]:
-        """Once more in plain OpenAI when what the server names is one of the extensions."""
+        """Attempt once more, in plain OpenAI, if the server's error names one of the extensions; else raise."""
         unknown = [name for name in (*_EXTENSIONS, "top_k") if body is not None and name in body and name in reason]
         if status not in (400, 422) or not unknown:
-            raise RolloutError(f"the model server {self._name} refused the request: {reason}{_hint(status)}")
+            hint = {401: f"; set {_KEY_VARIABLE}", 404: "; check --server and --served_model"}.get(status, "")
+            raise RolloutError(f"the model server {self._name} refused the request: {reason}{hint}")
         self._extensions = {}
         plain = {name: value for name, value in (body or {}).items() if name not in (*_EXTENSIONS, "top_k")}
         return await self._attempt(method, path, plain, timeout_s)
@@ -172,12 +178,6 @@ class OpenAISampler:
         return self._session
 
 
-def _base(url: str) -> str:
-    """`http://host:port` and `http://host:port/v1` are the same server."""
-    url = url.rstrip("/")
-    return url if urlsplit(url).path else f"{url}/v1"
-
-
 def _object(text: str, url: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -186,10 +186,6 @@ def _object(text: str, url: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RolloutError(f"{url}: the answer is no JSON object: {text[:300]!r}")
     return value
-
-
-def _hint(status: int) -> str:
-    return {401: f"; set {_KEY_VARIABLE}", 404: "; check --server and --served_model"}.get(status, "")
 
 
 # Turn the reply of a completions server into a sampled turn.
@@ -236,3 +232,41 @@ def _log_probs(choice: dict[str, Any], count: int) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != count or None in values:
         return (math.nan,) * count
     return tuple(map(float, values))
+
+
+# The search agent with its model behind an OpenAI-compatible server.
+
+
+@dataclass(frozen=True)
+class Server:
+    """`model` is the name under which `url` serves it; `tokenizer` the folder or hub name of its tokenizer."""
+
+    url: str
+    model: str
+    tokenizer: str
+    deadline_s: float = 600.0
+    concurrency: int = 64
+
+
+@asynccontextmanager
+async def open_served_agent(config: Config, sampling: Sampling, server: Server) -> AsyncIterator[SearchAgent]:
+    """Like `search_r1.llm_agent.agent.open_agent`; no sequence is longer than the server accepts.
+
+    Raises `ConfigError` without a tokenizer, `RolloutError` if the server is down or lacks the model, and
+    `EnvironmentUnavailable` if no retriever answers.
+    """
+    template = template_of(config.agent)
+    tokenizer = load_tokenizer(
+        find_source(server.tokenizer, "--tokenizer"), config.actor_rollout_ref.model.trust_remote_code, "--tokenizer"
+    )
+    environment = make_environment(config, tokenizer)
+    sampler = OpenAISampler(server.url, server.model, tokenizer, server.deadline_s, server.concurrency)
+    try:
+        await environment.check()
+        with phase(f"asking for the model {server.model} at {mask_text(server.url)}"):
+            window = await sampler.check()
+        limits = limits_within(config, window)
+        yield SearchAgent(sampler, environment, tokenizer, template, limits, sampling)
+    finally:
+        await sampler.close()
+        await environment.close()

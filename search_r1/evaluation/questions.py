@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from search_r1.data.qa.reading import BadRows, read_questions
-from search_r1.data.qa.source_files import Source, named_file, sources_in
+from search_r1.data.qa.source_files import QuestionFile, named_file, sources_in
 from verl.data.files import check_files, read_table
 from verl.errors import ConfigError, DataError
 
@@ -40,14 +40,14 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Its name in an evaluation, and the `group_id` of its trajectory."""
+        """The question's name in an evaluation, and the `group_id` of its trajectory."""
         return f"{self.set_name}/{self.id}"
 
 
 def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]:
     """The questions of all files; those of a set are in file order.
 
-    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats` or a prompt file. A prompt file needs no name:
+    `data` are `NAME=FILE`, in a format of `search_r1.data.qa.formats`, or a prompt file. A prompt file needs no name:
     its rows then belong to the set of their `data_source`. `data_dir` has a folder for each set. Raises `ConfigError`
     if nothing is given, `DataError` with file and line (or row) for a bad row or a repeated id in a set.
     """
@@ -66,32 +66,29 @@ def load_questions(data: Sequence[str], data_dir: Path | None) -> list[Question]
     return questions
 
 
-def _read(source: Source | Path) -> Iterator[tuple[str, Question]]:
+def _read(source: QuestionFile | Path) -> Iterator[tuple[str, Question]]:
     """(place, question) of each row."""
-    name, path = (source.data_source, source.path) if isinstance(source, Source) else (None, source)
+    name, path = (source.data_source, source.path) if isinstance(source, QuestionFile) else (None, source)
     if path.suffix == ".parquet" and (name is None or _is_prompt_file(path)):
-        return _prompt_rows(name, path)
-    if not isinstance(source, Source):
+        yield from _prompt_rows(name, path)
+        return
+    if not isinstance(source, QuestionFile):
         raise ConfigError(f"--data {path}: say which set it is: --data NAME={path}")
-    return _question_file(source)
+    for row in read_questions(path, source.split, _NoBadRows()):
+        answers = tuple(row.golden_answers)
+        yield str(path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
 
 
 def _is_prompt_file(path: Path) -> bool:
-    """Else it holds questions, or nothing that can be read."""
+    """Whether a parquet file has the columns of a prompt file; else it holds questions, or cannot be read."""
     try:
         return {"prompt", "reward_model"} <= set(pq.read_schema(path).names)
     except (OSError, pa.ArrowException):
         return False
 
 
-def _question_file(source: Source) -> Iterator[tuple[str, Question]]:
-    for row in read_questions(source.path, source.split, _NoBadRows()):
-        answers = tuple(row.golden_answers)
-        yield str(source.path), Question(source.data_source, row.id, answers, row.question, _stratum(row.metadata))
-
-
 class _NoBadRows(BadRows):
-    """Nothing is left out of an evaluation."""
+    """Raises at the first bad row: no row is left out of an evaluation."""
 
     def found(self, where: str, reason: str) -> None:
         raise DataError(f"{where}: {reason}; correct the row")
@@ -117,7 +114,7 @@ def _answers(value: Any, place: str, column: str) -> tuple[str, ...]:
 
 
 def _stratum(*described: Any) -> str:
-    """What the first of `described` that says anything says: the kind of question, how hard it is, how many hops.
+    """The kind of question, how hard it is and how many hops, as the first of `described` with any of these has them.
 
     Each is an object, or JSON text of one (the column `metadata` of a prompt file); anything else says nothing.
     """
@@ -158,11 +155,11 @@ def _of_one_set(questions: Sequence[Question], size: int, seed: int) -> list[Que
     for question in questions:
         strata[question.stratum].append(question)
     places = shares({name: len(rows) for name, rows in strata.items()}, size)
-    return [
-        question
-        for name, rows in strata.items()
-        for question in sorted(rows, key=lambda question: _digest(question, seed))[: places[name]]
-    ]
+
+    def digest(question: Question) -> str:
+        return hashlib.sha256(f"{seed}/{question.key}".encode()).hexdigest()
+
+    return [question for name, rows in strata.items() for question in sorted(rows, key=digest)[: places[name]]]
 
 
 def shares(sizes: dict[str, int], places: int) -> dict[str, int]:
@@ -173,7 +170,3 @@ def shares(sizes: dict[str, int], places: int) -> dict[str, int]:
     for name in by_remainder[: places - sum(counts.values())]:
         counts[name] += 1
     return counts
-
-
-def _digest(question: Question, seed: int) -> str:
-    return hashlib.sha256(f"{seed}/{question.key}".encode()).hexdigest()

@@ -101,7 +101,7 @@ class Measurer:
         self._is_exact = is_exact
 
     def measure(self, episodes: Sequence[Scored]) -> list[Record]:
-        """Also sets the reward (EM) and the components of the trajectories."""
+        """A record of each episode. Also sets the reward (EM) and the components of the trajectories."""
         return [self._record(episode) for episode in episodes]
 
     def _record(self, episode: Scored) -> Record:

@@ -37,7 +37,9 @@ def report(results: Mapping[str, Any]) -> str:
 
 
 def _intervals(results: Mapping[str, Any]) -> str:
-    """Which of the two kinds the numbers of the page have. F1 may have both: in one set it is 0 or 1 throughout."""
+    """A paragraph on the intervals of the page: which metrics have which kind. F1 may have both, as one set may have
+    only 0 and 1.
+    """
     rows = [row["metrics"] for row in results["sets"].values()] + [results["macro"], results["micro"]]
 
     def named(kind: str) -> str:
@@ -70,7 +72,7 @@ def _cell(name: str, estimate: Mapping[str, Any] | None) -> str:
 
 
 def _coverage(coverage: Mapping[str, Any]) -> str:
-    """Shares are of the questions with an answer to look for; recall is that of the question itself as the query."""
+    """The table of coverage. Shares are of the questions with an answer to look for; recall searches by question."""
     ks = list(coverage["total"].get("recall", {}))
     head = ("set", "questions", "yes/no", "with a span", "in the corpus", *(f"in the top {k}" for k in ks))
     rows = [*coverage["sets"].items(), ("total", coverage["total"])]
@@ -147,7 +149,7 @@ _SCORES = {"f1": "F1", "cover_em": "cover-EM", "judge": "judge"}
 
 
 def _shown(text: str) -> str:
-    """On one line, not too long, and as it stands: Markdown would swallow tags and read marks."""
+    """`text` on one line, not too long, with Markdown's own characters escaped: it would swallow tags."""
     text = " ".join(text.split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", text) or "(empty)"

@@ -34,7 +34,10 @@ async def serves(retriever: RetrieverConfig) -> dict[str, Any] | None:
     versions = {url: info[INDEX_VERSION] for url, info in found.items() if _has(info)}
     if len(set(versions.values())) > 1:
         raise ConfigError(f"the servers of retriever.url hold different indexes: {versions}; start them over the same")
-    return next(map(_identity, found.values()), None)
+    first = next(iter(found.values()), None)
+    if first is None or not _has(first):
+        return first
+    return {name: first.get(name) for name in _IDENTITY}
 
 
 def check_same_index(settings_file: Path, served: dict[str, Any] | None) -> None:
@@ -49,10 +52,6 @@ def check_same_index(settings_file: Path, served: dict[str, Any] | None) -> None
         f"serves {index_named(served)} now. Serve the earlier one again, give another --output_dir, or start over with "
         "--restart, which deletes what is there"
     )
-
-
-def _identity(info: dict[str, Any]) -> dict[str, Any]:
-    return {name: info.get(name) for name in _IDENTITY} if _has(info) else info
 
 
 def _has(info: Any) -> bool:

@@ -48,11 +48,17 @@ def estimates(
     then left out of that metric's mean. A set without any value of a metric is left out of its macro mean. `scores` are
     the columns in [0, 1]; one that is always 0 or 1 is a share.
     """
+    # Resample each set with a generator of its own, so that its interval does not depend on which other sets there are.
     sums, counts = {}, {}
     for name, values_NM in values_by_set.items():
-        sums[name], counts[name] = _resampled(values_NM, num_resamples, _generator(name, seed))
+        seed_of_set = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+        generator = np.random.default_rng([seed, seed_of_set])
+        sums[name], counts[name] = _resampled(values_NM, num_resamples, generator)
+
+    # The sets: bootstrap intervals, replaced by Wilson's where a metric is a share.
     drawn = {name: _estimates(sums[name] / _not_zero(counts[name]), counts[name], level) for name in values_by_set}
     by_set = {name: _with_wilson(values_by_set[name], drawn[name], scores, level) for name in values_by_set}
+    # Over the sets: a macro mean leaves out the sets in which no question has the metric.
     means_SRM = np.stack([sums[name] / _not_zero(counts[name]) for name in values_by_set])
     total_RM, count_RM = (np.sum(list(parts.values()), axis=0) for parts in (sums, counts))
     with np.errstate(invalid="ignore"):
@@ -60,6 +66,7 @@ def estimates(
         macro_RM = np.where(present_SRM, means_SRM, 0).sum(0) / _not_zero(present_SRM.sum(0))
     macro = _estimates(macro_RM, count_RM, level)
     micro = _estimates(total_RM / _not_zero(count_RM), count_RM, level)
+    # Combine Wilson's intervals where all sets have them: a macro mean weighs sets alike, a micro mean by questions.
     of_sets = list(zip(*by_set.values(), strict=True))
     return (
         by_set,
@@ -108,6 +115,7 @@ def _resampled(values_NM: np.ndarray, num_resamples: int, generator: np.random.G
     if number == 0:
         nothing = np.zeros((1 + num_resamples, values_NM.shape[1]))
         return nothing, nothing
+    # A sample is a count of how often each question was drawn; many are multiplied with the values at once.
     present_NM = ~np.isnan(values_NM)
     columns = np.concatenate([np.where(present_NM, values_NM, 0), present_NM], axis=1)
     rows = [columns.sum(0, keepdims=True)]
@@ -134,8 +142,3 @@ def _estimates(means_RM: np.ndarray, count_RM: np.ndarray, level: float) -> list
 
 def _not_zero(counts: np.ndarray) -> np.ndarray:
     return np.where(counts == 0, np.nan, counts)
-
-
-def _generator(name: str, seed: int) -> np.random.Generator:
-    """A set's own: its interval does not depend on which other sets there are."""
-    return np.random.default_rng([seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])])

@@ -65,12 +65,14 @@ class Store:
 
     def finish(self, keys: Sequence[str]) -> None:
         """Write `records.jsonl` and `trajectories.parquet`: each question of `keys` once, in that order."""
+        # The latest record of each question.
         found = self.records()
         self._write_lines(self.folder / RECORDS, [found[key] for key in keys if key in found])
         paths = [trajectories_path(self._parts, "test", number) for number in self._numbers()]
         tables = [pq.read_table(path) for path in paths if path.exists()]
         if not tables:
             return
+        # The latest trajectory of each question, with metrics that were measured after it was stored.
         table = pa.concat_tables(tables)
         latest = {key: row for row, key in enumerate(table.column("group_id").to_pylist())}
         table = _with_metrics(table.take([latest[key] for key in keys if key in latest]), found)
@@ -140,7 +142,11 @@ def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     by_set: dict[str, list[Record]] = {}
     for record in records:
         by_set.setdefault(record.set_name, []).append(record)
-    values = {name: _values(rows) for name, rows in by_set.items()}
+    values = {}
+    for name, rows in by_set.items():
+        finished = [[record.metrics.get(metric) for metric in METRICS] for record in rows if not record.failed]
+        # float64 [finished questions, metrics]; None becomes NaN
+        values[name] = np.array(finished, dtype=np.float64).reshape(len(finished), len(METRICS))
     sets, macro, micro = estimates(values, seed=seed, scores=[list(METRICS).index(name) for name in SCORES])
     return {
         "resamples": NUM_RESAMPLES,
@@ -153,12 +159,6 @@ def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
 
 def _counts(records: Sequence[Record]) -> dict[str, int]:
     return {"questions": len(records), "failed": sum(record.failed for record in records)}
-
-
-def _values(records: Sequence[Record]) -> np.ndarray:
-    """[finished questions, metrics] float64; None is NaN."""
-    rows = [[record.metrics.get(name) for name in METRICS] for record in records if not record.failed]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), len(METRICS))
 
 
 def _metrics(found: Sequence[Estimate]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ def without_credentials(text: str) -> str:
 
 
 def addresses_of(urls: str | Iterable[str]) -> list[str]:
-    """Those of a list, or of a text that separates them by commas. Empty ones are left out."""
+    """The addresses in a list, or in a text that separates them by commas, without empty ones."""
     return [url.strip() for url in (urls.split(",") if isinstance(urls, str) else urls) if url.strip()]
 
 

@@ -16,7 +16,7 @@ _TOKEN_VARIABLE = "RETRIEVAL_AUTH_TOKEN"
 def add_serving_arguments(
     parser: argparse.ArgumentParser, port: int = 8000, token_variable: str = _TOKEN_VARIABLE
 ) -> None:
-    """`--host --port --timeout_s --auth_token`."""
+    """Add `--host`, `--port`, `--timeout_s` and `--auth_token`."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=port, help="port; 0 picks a free one")
     parser.add_argument(
@@ -28,7 +28,7 @@ def add_serving_arguments(
 
 
 def check_serving_arguments(arguments: argparse.Namespace) -> None:
-    """Raises `ServerError`."""
+    """Check the values of the serving arguments. Raises `ServerError`."""
     if not 0 < arguments.timeout_s < float("inf"):
         raise ServerError(f"--timeout_s is {arguments.timeout_s}; it must be a positive number of seconds")
 

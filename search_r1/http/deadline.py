@@ -58,6 +58,7 @@ async def answer_in_time(
     The deadline is `allowed_s` seconds from now. Raises `DeadlineExpired`, `ClientGone`, `ServiceUnavailable` while too
     much is being uploaded, or `HTTPException` when the body is too large or the header is not a number.
     """
+    # The clock also runs while the body is read; the client's disconnect is noticed once it is read.
     timeout_s = allowed_s(http, timeout_s)
     clock = asyncio.timeout(timeout_s)
     watch: asyncio.Task[None] | None = None
@@ -70,6 +71,7 @@ async def answer_in_time(
                     return await work(body)
                 finally:
                     watch.cancel()
+    # A TimeoutError is the work's own, or the clock's: then the client went away or the deadline passed.
     except TimeoutError as error:
         if not clock.expired():
             raise

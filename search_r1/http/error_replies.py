@@ -1,9 +1,10 @@
-"""What a client reads from an error reply: the message, whether to retry, and when."""
+"""How a client deals with an error reply: its message, whether to retry, and when."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -13,6 +14,7 @@ _TRY_LATER = frozenset({408, 425, 429})  # of the statuses that blame the client
 _NEVER = frozenset({501, 505, 510, 511})  # of those that blame the server: it cannot do this at all
 # 413, 414, 431: too long. 451: its content. 400, 422: either, or a request that is wrong whatever it asks.
 _BLAMES_CONTENT = frozenset({400, 413, 414, 422, 431, 451})
+_MOST_DOUBLINGS = 10
 
 
 def is_temporary(status: int) -> bool:
@@ -50,3 +52,8 @@ def retry_after_s(header: str | None) -> float:
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):
         return 0.0
+
+
+def backoff_s(attempt: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after attempt 1, 2, ...: exponential, capped, with jitter against retries in lockstep."""
+    return min(longest_s, first_s * 2 ** min(attempt - 1, _MOST_DOUBLINGS)) * random.uniform(0.5, 1.0)

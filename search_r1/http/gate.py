@@ -36,7 +36,7 @@ class ServerState:
     running: int = 0
 
 
-class Reply:
+class StatusRecorder:
     """A `send` that remembers the HTTP status; 500 until there is one."""
 
     def __init__(self, send: Send) -> None:
@@ -75,7 +75,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, reply = time.perf_counter(), Reply(send)
+        start, reply = time.perf_counter(), StatusRecorder(send)
         is_work = scope["path"] not in _PROBES
         self._state.running += is_work
         try:

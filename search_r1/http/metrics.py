@@ -34,7 +34,10 @@ class StageMetrics:
 
 
 class Metrics:
-    """Each instance has its own registry: two servers in one process stay separate. `server` prefixes the names."""
+    """The metrics of a server. Each instance has its own registry: two servers in one process stay separate.
+
+    `server` prefixes the names.
+    """
 
     def __init__(self, server: str = "retrieval") -> None:
         registry = self.registry = CollectorRegistry()

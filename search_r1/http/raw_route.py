@@ -26,7 +26,7 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def json_response(body: bytes, headers: Mapping[str, str] | None = None) -> Response:
-    """`body` is JSON already."""
+    """A reply with `body`, which is JSON already."""
     return Response(body, media_type="application/json", headers=headers)
 
 

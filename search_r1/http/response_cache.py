@@ -1,4 +1,4 @@
-"""Answers of online engines in one SQLite file, so that a test or a second run needs no engine.
+"""Answers of online engines: in one SQLite file, so that a test or a second run needs no engine, or in memory.
 
 A key consists of the engine and the request without its API key. Stored is the body as received, with the API key
 masked, so that an improved parser can read it again.
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cachetools import LRUCache
+
 from search_r1.errors import OnlineError
 
 _VERSION = 1
@@ -24,6 +26,8 @@ _TABLE = """
         stored_at REAL NOT NULL
     )
 """
+_MAX_BYTES = 256 << 20
+_ENTRY_BYTES = 300  # the digest, the tuple and their bookkeeping
 
 
 class RequestKey(NamedTuple):
@@ -113,3 +117,32 @@ class ResponseCache:
 
     def _unreadable(self, error: Exception) -> OnlineError:
         return OnlineError(f"cannot use the response cache {self._path}: {error}; remove it or name another file")
+
+
+class MemoryCache:
+    """Keeps answers for as long as the process lives, so that nothing is paid twice by default.
+
+    It is used like `ResponseCache`; the least recently used answers are evicted first.
+    """
+
+    def __init__(self, keep_s: float, keep_empty_s: float) -> None:
+        self._keep_s, self._keep_empty_s = keep_s, keep_empty_s
+        self._answers: LRUCache[str, tuple[str, float]] = LRUCache(_MAX_BYTES, getsizeof=_size)
+
+    def get(self, key: RequestKey) -> str | None:
+        """The stored body, or None if there is none that is recent enough."""
+        body, expires = self._answers.get(key.digest, ("", 0.0))
+        return body if time.monotonic() < expires else None
+
+    def put(self, key: RequestKey, body: str, is_empty: bool) -> None:
+        """Store a body, replacing an earlier one; `is_empty`: it holds no results."""
+        entry = body, time.monotonic() + (self._keep_empty_s if is_empty else self._keep_s)
+        if _size(entry) <= self._answers.maxsize:
+            self._answers[key.digest] = entry
+
+    def close(self) -> None:
+        self._answers.clear()
+
+
+def _size(entry: tuple[str, float]) -> int:
+    return _ENTRY_BYTES + len(entry[0].encode("utf-8", "surrogatepass"))

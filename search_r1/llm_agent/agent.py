@@ -95,10 +95,12 @@ async def start_engine(config: Config, limits: EpisodeLimits) -> VLLMEngine:
     """Start a vLLM engine with the model, for sequences within `limits`."""
     from verl.engine.device.runtime import resolve_device
 
+    # Import first: it takes seconds, and the log says so.
     device = resolve_device(config.trainer.device).type
     with phase("importing vLLM"):
         import verl.rollout.engine  # noqa: F401  it takes seconds
         from verl.rollout.worker import build_engine
+    # An engine that does not start is shut down: it may hold memory and processes.
     started = time.monotonic()
     with phase(f"loading the model {config.actor_rollout_ref.model.path}"):
         engine = build_engine(config, limits.window, device)

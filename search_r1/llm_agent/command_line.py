@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,13 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags. Call the parser's `parse_intermixed_args`, since overrides may be anywhere among the flags."""
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="keys of the training config; they override everything else")
+    # where settings and model come from
     add("--run", type=Path, metavar="RUN_DIR", help="folder of a training run, whose model and settings are used")
     add("--checkpoint", metavar="best|last|N", help="which model of the run (default: last)")
     add("--config-name", help="training config whose limits, template and retriever are used")
     add("--config-dir", help="folder that is searched for --config-name before configs/")
     add("--model", help=f"folder in Hugging Face format, or hub name (default: {PUBLISHED[KEYS['model']]})")
+    # the prompt, the search, and the limits of an episode
     add("--template", help="name of a shipped prompt template (search_r1, tinywiki, ...) or path of a text file")
     add("--retriever_url", help="address of the retrieval service")
     add("--search_engine", help="dotted name of a class with search(query), used instead of the service")
@@ -63,12 +65,17 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     add("--max_prompt_length", type=int, help="maximum context before a turn, in tokens")
     add("--max_response_length", type=int, help="maximum number of tokens per turn")
     add("--max_obs_length", type=int, help="maximum number of tokens per block of passages")
+    # sampling, and the engine that does it
     add(
         "--temperature",
-        type=_temperature,
+        type=_number(lambda number: number >= 0, "a number of at least 0"),
         help="sampling temperature; 0 is greedy (default: as in validation, which is 0)",
     )
-    add("--top_p", type=_top_p, help="nucleus probability (default: as in validation, which is 1)")
+    add(
+        "--top_p",
+        type=_number(lambda number: 0 < number <= 1, "a number above 0 and at most 1"),
+        help="nucleus probability (default: as in validation, which is 1)",
+    )
     add("--seed", type=int, help="makes answers at a temperature above 0 reproducible")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="number format of the model")
     add("--tensor_parallel_size", type=int, help="number of GPUs for the model (default: 1)")
@@ -143,22 +150,19 @@ def _quoted(value: object) -> str:
     return f"'{escaped}'"
 
 
-def _temperature(text: str) -> float:
-    return _number(text, lambda number: number >= 0, "a number of at least 0")
+def _number(holds: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """The type of an argument: a finite number for which `holds` is true; `words` describe it in the error."""
 
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and holds(number)):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return number
 
-def _top_p(text: str) -> float:
-    return _number(text, lambda number: 0 < number <= 1, "a number above 0 and at most 1")
-
-
-def _number(text: str, holds: Any, words: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and holds(number)):
-        raise argparse.ArgumentTypeError(f"{text} is not {words}")
-    return number
+    return read
 
 
 # Find the settings and checkpoints in the folder of a training run.
@@ -170,7 +174,10 @@ def config_file_of(run_dir: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"--run {run_dir}: there is no such folder; give that of a run (trainer.default_local_dir)")
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"--run {run_dir}: no {CONFIG_FILE} in it; give the folder of a run{_run_around(folder)}")
+        # perhaps a checkpoint was given, whose run is one or two folders above
+        above = next((parent for parent in folder.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
+        hint = "" if above is None else f", perhaps {above}"
+        raise ConfigError(f"--run {run_dir}: no {CONFIG_FILE} in it; give the folder of a run{hint}")
     return folder / CONFIG_FILE
 
 
@@ -188,9 +195,3 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         steps = ", ".join(found.name.removeprefix(PREFIX) for found in step_folders(last.parent))
         raise DataError(f"--checkpoint {which}: {run_dir} has no such step saved; there are {steps}")
     return path
-
-
-def _run_around(folder: Path) -> str:
-    """For somebody who gave a checkpoint instead."""
-    above = next((parent for parent in folder.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
-    return "" if above is None else f", perhaps {above}"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from search_r1.http.address import addresses_of
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
-from search_r1.llm_agent.prompt_check import prompt_problem
 from search_r1.llm_agent.search_engine import Searcher, index_named, retriever_info
-from search_r1.llm_agent.templates import TEMPLATE_FILE, template_of
+from search_r1.llm_agent.templates import (
+    FINGERPRINT_KEY,
+    TEMPLATE_FILE,
+    TEMPLATE_KEY,
+    Template,
+    load_template,
+    shipped_templates,
+    template_of,
+)
 from search_r1.search.corpus import title_and_text
 from search_r1.search.sanitize import whole_characters
 from verl.agent.environment import Environment, Outcome, PromptProblem
@@ -26,9 +34,11 @@ if TYPE_CHECKING:
 
     from verl.config import Config
 
+_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9_-]*)>")
+
 
 class SearchEnvironment(Environment):
-    """It has one tool, search; without a `searcher`, none.
+    """An environment with one tool, search; without a `searcher` it has none.
 
     Raises `ConfigError` if the feedback or an empty observation is longer than `max_obs_length` tokens, or if the
     feedback contains a tag (it would look like an action of the policy).
@@ -120,11 +130,13 @@ class SearchEnvironment(Environment):
         started = time.perf_counter()
         documents = await searcher.search(query)
         observation = self._writer.write(documents)
+        shown = documents[: observation.num_documents]
+        ids = (document.get("id") for document in shown)  # None from an online engine
         event: dict[str, Any] = {
             "query": query,
             "executed": True,
-            "document_ids": [_id(document) for document in documents[: observation.num_documents]],
-            "scores": [_score(document) for document in documents[: observation.num_documents]],
+            "document_ids": ["" if name is None else whole_characters(str(name)) for name in ids],
+            "scores": [_score(document) for document in shown],
             "num_found": len(documents),
             "milliseconds": 1000 * (time.perf_counter() - started),
             "observation": observation.text,
@@ -133,11 +145,49 @@ class SearchEnvironment(Environment):
 
 
 def _score(document: Any) -> float | None:
-    """As the server sent it; None where it sends none, or something else than a number."""
+    """The score that the server sent with `document`; None if it sent none, or something that is not a number."""
     score = document.get("score")
     return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
 
 
-def _id(document: Any) -> str:
-    """As text; "" when the server sends none (online engines)."""
-    return "" if document.get("id") is None else whole_characters(str(document["id"]))
+# Check that a prompt file tells the policy to use the tags that the run's template parses. A file made by this project
+# names its template in the footer. In any other file, the prompt's text shows it: it names the tags that the policy
+# should write.
+
+
+def prompt_problem(template: Template, metadata: Mapping[str, str], prompt: str) -> PromptProblem | None:
+    """`template` is the run's; `metadata` is the file's, and `prompt` is the text of its first prompt.
+
+    It is a contradiction if the prompt names some tags but not the template's search or answer tags, or a tag that only
+    another shipped template has. Other wording with the same tags is not.
+    """
+    # Which tags the prompt names, and who else has them.
+    in_prompt, in_template = _names(prompt), _names(template.text)
+    known = in_template | set(template.grammar.names)
+    of_shipped = {name: _names(load_template(name).text) for name in shipped_templates()}
+    foreign = in_prompt - known
+    source = metadata.get(TEMPLATE_KEY) or next((name for name, tags in of_shipped.items() if tags == in_prompt), None)
+    its_own = f"agent.template={template.name} reads {_shown(known)}"
+    # A prompt without any tag says nothing; with tags that disagree it is a contradiction, or at least suspicious.
+    if not in_prompt & (known | set().union(*of_shipped.values())):
+        return PromptProblem(f"the prompt names none of the tags; {its_own}", False) if in_template else None
+    difference = f"the prompt names {_shown(in_prompt)}{f' as template {source}' if source else ''}, but {its_own}"
+    missing = in_template - in_prompt
+    if missing & {template.grammar.search, template.grammar.answer} or foreign & set().union(*of_shipped.values()):
+        return PromptProblem(difference, True)
+    if missing and foreign:
+        return PromptProblem(difference, False)
+    # The tags agree: what is left is a file that names a template with other words.
+    made_with = metadata.get(FINGERPRINT_KEY)
+    if made_with in (None, template.fingerprint):
+        return None
+    words = f"made with template {source} ({made_with}), but agent.template={template.name} ({template.fingerprint})"
+    return PromptProblem(f"{words}: other words, the same tags", False)
+
+
+def _names(text: str) -> set[str]:
+    return set(_TAG.findall(text))
+
+
+def _shown(names: Iterable[str]) -> str:
+    return ", ".join(f"<{name}>" for name in sorted(names))

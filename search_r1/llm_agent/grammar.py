@@ -32,7 +32,7 @@ class Action:
     content: str = ""
 
 
-class Pair(NamedTuple):
+class TagPair(NamedTuple):
     """A tag pair in a text: from `start` to `end` with its tags, from `inner` to `inner_end` without them."""
 
     name: str
@@ -155,7 +155,7 @@ class Grammar:
 SEARCH_R1 = Grammar()
 
 
-def pairs(text: str, *names: str) -> Iterator[Pair]:
+def pairs(text: str, *names: str) -> Iterator[TagPair]:
     """The complete pairs of these tags, in order: each goes to the first closing tag of its name, and none is inside
     another."""
     end, unclosed = 0, set()
@@ -168,7 +168,7 @@ def pairs(text: str, *names: str) -> Iterator[Pair]:
             unclosed.add(name)
             continue
         end = inner_end + len(f"</{name}>")
-        yield Pair(name, opening.start(), opening.end(), inner_end, end)
+        yield TagPair(name, opening.start(), opening.end(), inner_end, end)
 
 
 def last_box(text: str) -> str | None:

@@ -25,14 +25,17 @@ def find_model(name: str) -> str:
 
 
 def find_source(name: str, what: str = "model") -> str:
-    """The same for a folder that may hold no model but a tokenizer, say; `what` begins the messages."""
+    """Find a folder or hub name as `find_model` does, without looking for a model in the folder: it may hold only a
+    tokenizer, say. `what` begins the messages of errors."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
     if path.exists():
         raise ConfigError(f"{what} {name}: this is a file; give the folder that it is in")
     if _can_only_be_a_path(name):
-        raise ConfigError(f"{what} {name}: there is no such folder{_nearest_parent(path)}")
+        parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
+        hint = "" if parent is None else f" (there is {parent})"  # shows where the path goes wrong
+        raise ConfigError(f"{what} {name}: there is no such folder{hint}")
     return _on_hub(name, what)
 
 
@@ -54,12 +57,6 @@ def _can_only_be_a_path(name: str) -> bool:
         return True
     first, slash, _ = name.partition("/")
     return bool(slash) and Path(first).is_dir()  # `runs/typo` beside a folder `runs`
-
-
-def _nearest_parent(path: Path) -> str:
-    """What is there of a path that is not, so that a reader sees where it goes wrong."""
-    parent = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
-    return "" if parent is None else f" (there is {parent})"
 
 
 def _on_hub(name: str, what: str) -> str:

@@ -50,18 +50,18 @@ class ObservationWriter:
         """`documents` have `contents`: a title line, then text. Without documents, the text says so."""
         if not documents:
             return self._observation(longest_start(NO_RESULTS, self._fits), 0)
-        cleaned = [self._clean(document["contents"]) for document in documents]
+        # All documents as one text, cut where the limit is.
+        names = self._grammar.names
+        cleaned = [strip_agent_tags(whole_characters(document["contents"]), names) for document in documents]
         passages = [format_passage(number, contents) for number, contents in enumerate(cleaned, start=1)]
         starts = list(accumulate(map(len, passages), initial=0))
         body = longest_start("".join(passages), self._fits)
+        # Leave the last document out if only its title would fit, unless it is the first.
         count = bisect_left(starts, len(body), hi=len(passages))  # the documents that begin before its end
         if count > 1 and len(body) - starts[count - 1] < _least_shown(count, cleaned[count - 1]):
             count -= 1
             body = longest_start(body[: starts[count]], self._fits)
         return self._observation(body, count)
-
-    def _clean(self, contents: str) -> str:
-        return strip_agent_tags(whole_characters(contents), self._grammar.names)
 
     def _fits(self, body: str) -> bool:
         return len(self._encode(self._grammar.wrap_information(body))) <= self._max_length
@@ -84,7 +84,8 @@ def format_passage(number: int, contents: str) -> str:
 
 
 def _least_shown(number: int, contents: str) -> int:
-    """Characters of a formatted document up to the first one of its text, or of its title where it has no text."""
+    """How many characters of a formatted document reach the first one of its text, or the end of its title if it has
+    no text."""
     title, _, text = contents.partition("\n")
     without_text = len(format_passage(number, title).rstrip())
     return without_text + 1 + text.index(text.strip()[0]) + 1 if text.strip() else without_text
@@ -106,11 +107,13 @@ def longest_start(text: str, fits: Callable[[str], bool]) -> str:
     It ends at the end of a word; words of more than 30 characters, as in a script without spaces, may be cut anywhere.
     Found by doubling, then bisection: `fits` is called about 10 times, never with much more text than fits.
     """
+    # Double the length until it does not fit.
     size = _FIRST_LENGTH
     while size < len(text) and fits(text[:size]):
         size *= 2
     if size >= len(text) and fits(text):
         return text.rstrip()
+    # The limit is within `size`: find the last word that fits.
     ends = [0, *(match.end() for match in _CUTS.finditer(text[:size]))]
     low, high = 0, len(ends) - 1  # text[:ends[low]] fits or is empty
     while low < high:

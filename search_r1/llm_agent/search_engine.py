@@ -129,6 +129,7 @@ class Searcher:
             )
 
     async def _call(self, name: str, *arguments: str) -> Any:
+        # A coroutine runs here, a plain method in a thread; either may take as long as the deadline.
         method = getattr(self._engine, name)
         timer = asyncio.timeout(self._deadline_s)
         try:
@@ -232,7 +233,7 @@ def _short(value: Any) -> str:
 
 
 class DaemonThreads:
-    """At most `number` threads, started on demand. Unlike those of an executor, they never delay the process's exit."""
+    """A pool of up to `number` threads, started on demand. Unlike an executor's, they never delay the process's end."""
 
     def __init__(self, number: int) -> None:
         self._number, self._started = number, 0

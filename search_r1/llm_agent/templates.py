@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from search_r1.llm_agent.grammar import Grammar
-from search_r1.llm_agent.text_files import read_text_file
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.agent import AgentConfig
+
 
 # In the metadata of a prompt file: the template it was made with.
 TEMPLATE_KEY, FINGERPRINT_KEY = "search_r1.template", "search_r1.template_fingerprint"
@@ -58,7 +58,7 @@ class Template:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for templates with the same prompts and the same grammar, whatever their names."""
+        """A hash that is equal for templates with the same prompts and the same grammar, whatever their names."""
         return hashlib.sha256(repr((self.text, self.grammar, self.system)).encode()).hexdigest()[:16]
 
     def messages(self, question: str, context: str | None = None) -> list[dict[str, str]]:
@@ -91,7 +91,7 @@ def load_template(name_or_path: str) -> Template:
 
 def shipped_templates() -> list[str]:
     """The names of the shipped templates, sorted."""
-    return sorted(file.stem for file in _FOLDER.glob("*.txt"))
+    return names_in(_FOLDER)
 
 
 def normalize_question(question: str) -> str:
@@ -130,3 +130,21 @@ def _grammar(header: dict[str, Any], path: Path) -> Grammar:
         return Grammar(**tags, boxed=header.get("boxed", False))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+# Text files, found by name in a folder of a package, or by path; rubrics of a judge are read alike.
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the text files in `folder`, sorted."""
+    return sorted(path.stem for path in folder.glob("*.txt"))
+
+
+def read_text_file(kind: str, name_or_path: str, folder: Path) -> tuple[Path, str]:
+    """Path and text of a file in `folder`, or at any path; `kind` is what the `ConfigError` calls it."""
+    shipped = folder / f"{name_or_path}.txt"
+    path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
+    if not path.is_file():
+        names = ", ".join(names_in(folder))
+        raise ConfigError(f"no {kind} {name_or_path!r}: give the path of a text file, or one of {names}")
+    return path, path.read_text(encoding="utf-8")

@@ -54,9 +54,11 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
     sampled: tuple[int, ...] = ()  # of the turn before a reply
     control = set(special_tokens(tokenizer)) - set(grammar.tags)  # tags may be special tokens, and stay
     for segment in trajectory.segments:
+        # What the policy wrote opens a turn.
         if segment.source is Source.POLICY:
             sampled = segment.ids
             turns.append(Turn(decode_turn(tokenizer, _without_end(sampled, control, tokenizer))))
+        # What the environment wrote is the reply to it, whose event says whether it was a search.
         elif segment.source is Source.ENVIRONMENT:
             if not turns or turns[-1].reply is not Reply.NONE:
                 turns.append(Turn(""))  # a turn in which no token was sampled has an event, but no segment
@@ -71,7 +73,7 @@ def read_turns(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, gramm
 
 
 def _without_end(ids: Sequence[int], control: set[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Without the control tokens that end it: they say that a turn is over."""
+    """`ids` without the control tokens at their end, which only say that a turn is over."""
     end = len(ids)
     while end and tokenizer.convert_ids_to_tokens(ids[end - 1]) in control:
         end -= 1

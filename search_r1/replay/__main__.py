@@ -19,7 +19,7 @@ from verl.errors import DataError, VerlError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after an error that the user can fix."""
+    """Run the command. Returns the exit status: 0, or 1 after an error that the user can fix."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -38,16 +38,20 @@ def score(args: argparse.Namespace) -> None:
     from verl.tracking.trajectory_store import write_trajectory_table
     from verl.trainer.sampling.scoring import make_reward
 
+    # The grammar and the reward, as a run with these settings would have them.
     config = load_config("ppo_trainer")
     if args.template is not None:
         config.agent.template = args.template
     config.agent.tags_in_thoughts = args.tags_in_thoughts
     rule = make_reward(config, args.reward, args.kwargs)
+
+    # A tokenizer that decodes the ids to other texts than the stored ones would give other rewards.
     tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code, "--tokenizer")
     stored = read_stored(args.files)
     stored.check_tokenizer(tokenizer)
     found = rescore(stored, rule, tokenizer)
     write_trajectory_table(args.output, found.table)
+    # A line for each data source, in columns.
     width = max(len("data source"), *(len(change.data_source) for change in found.changes))
     print(f"{'data source':{width}}  {'scored':>8}  {'changed':>8}  {'old mean':>10}  {'new mean':>10}")
     for row in found.changes:
@@ -100,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="score | log_probs | export")
 
+    # score: which reward, on which reading of the text
     scored = _command(commands, "score", score)
     scored.add_argument(
         "--reward", required=True, metavar="NAME", help="dotted name of the reward, as in reward.function"
@@ -115,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", required=True, metavar="MODEL", help="Hugging Face folder of the model that sampled"
     )
 
+    # log_probs: which model, and how it computes
     under = _command(commands, "log_probs", log_probs)
     under.add_argument("--model", required=True, help="Hugging Face folder of the checkpoint")
     under.add_argument(
@@ -133,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (scored, under):
         command.add_argument("--trust_remote_code", action="store_true", help="run Python code from the model's folder")
 
+    # export: which trajectories are good enough
     chosen = _command(commands, "export", export)
     chosen.add_argument(
         "--min_reward", type=float, default=1.0, help="minimum reward to keep a trajectory (default: 1.0)"

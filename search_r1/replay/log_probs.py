@@ -81,7 +81,7 @@ def difference(trajectories: Sequence[Trajectory], log_probs: Sequence[Sequence[
 
 
 def _batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
-    """Ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
+    """A batch of ids and mask alone: a failed trajectory has no reward, but ids that were sampled."""
     tokens = {
         "ids": torch.tensor([token for t in trajectories for token in t.ids], dtype=torch.int64),
         "loss_mask": torch.tensor([policy for t in trajectories for policy in t.loss_mask], dtype=torch.bool),

@@ -15,7 +15,10 @@ from verl.protocol import Status, Trajectory
 
 @dataclass(frozen=True)
 class Criteria:
-    """What is kept. `per_prompt`: most trajectories of a prompt, with distinct texts; `dedupe`: distinct texts only."""
+    """Which trajectories are kept. `per_prompt`: most trajectories of a prompt, with distinct texts.
+
+    `dedupe`: distinct texts only.
+    """
 
     min_reward: float = 1.0
     per_prompt: int | None = None
@@ -36,6 +39,7 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
     A prompt is identified by data source and prompt ids, so a question sampled in several steps counts as one. The best
     trajectory has the highest reward, then the fewest searches, then the fewest tokens, then comes first.
     """
+    # Group the good ones by prompt.
     dropped: Counter[str] = Counter()
     prompts: dict[Any, list[int]] = {}
     for row, trajectory in enumerate(stored.trajectories):
@@ -44,6 +48,7 @@ def choose(stored: Stored, criteria: Criteria) -> Choice:
             dropped[reason] += 1
             continue
         prompts.setdefault((trajectory.prompt.data_source, trajectory.prompt.ids), []).append(row)
+    # Keep the best of each prompt, within the limits.
     texts = stored.table["response_text"].to_pylist()
     kept: list[int] = []
     for rows in prompts.values():

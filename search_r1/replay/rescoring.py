@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """For one data source: `num_scored` trajectories, how many changed their reward, and the mean of both rewards.
+    """A row of the result for one data source: how many were scored, how many changed, and the mean of both rewards.
 
     `old_mean` is over those that had a reward; nan if none had.
     """
@@ -49,6 +49,7 @@ def rescore(stored: Stored, rule: Reward | BatchReward, tokenizer: PreTrainedTok
 
     Raises RewardUnavailable if no trajectory could be scored, and what the rule raises.
     """
+    # Forget the old rewards, so that only what the rule says is stored.
     finished = [trajectory for trajectory in stored.trajectories if trajectory.status is not Status.FAILED]
     old = [trajectory.reward for trajectory in finished]
     for trajectory in finished:

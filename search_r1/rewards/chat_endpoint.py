@@ -16,8 +16,7 @@ import aiohttp
 
 from search_r1.errors import OnlineError
 from search_r1.http.api_key import ApiKey
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary, retry_after_s, server_message
+from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s, server_message
 from verl.errors import ConfigError, RewardUnavailable
 
 log = logging.getLogger(__name__)
@@ -141,6 +140,7 @@ class ChatEndpoint:
             except _Trouble as trouble:
                 last = trouble
                 pause_s = max(trouble.pause_s, backoff_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+            # A reply that cannot be used is asked for again at once; a server in trouble gets a pause.
             if attempt > self.options.retries or pause_s >= self._left_s(start):
                 break
             await asyncio.sleep(pause_s)
@@ -159,7 +159,7 @@ class ChatEndpoint:
             raise _Trouble(f"no answer to one request in {timeout_s:.1f} s") from None
 
     async def _post_with_format(self, client: aiohttp.ClientSession, body: dict[str, Any]) -> str:
-        """Without the reply format where the endpoint answers so and has not answered with it yet."""
+        """Post with the reply format, unless the endpoint refused it before it ever answered with it; then without."""
         if self._takes_format is False:
             return await self._post(client, body)
         try:

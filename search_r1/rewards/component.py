@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
@@ -96,12 +96,12 @@ class ComponentReward(ABC):
 
     @classmethod
     def from_config(cls, config: Config, **kwargs: Any) -> ComponentReward:
-        """How the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`."""
+        """The reward as the trainer constructs it: with the grammar of `agent.template` and with `reward.kwargs`."""
         return cls(grammar=template_of(config.agent).grammar, **kwargs)
 
     @property
     def scores_while_sampling(self) -> bool:
-        """Whether a component says so of itself."""
+        """Whether to score episodes while others are still sampled, because a component says so of itself."""
         return any(getattr(part, "scores_while_sampling", False) for part in self.components.values())
 
     @abstractmethod
@@ -110,9 +110,13 @@ class ComponentReward(ABC):
 
     def check(self) -> None:
         """Check the models and services behind the components. Raises `ConfigError` or `RewardUnavailable`."""
-        checks = [part.check() for part in self.components.values() if isinstance(part, CheckedComponent)]
-        if checks:
-            run_to_end(_together(checks))
+        checked = [part for part in self.components.values() if isinstance(part, CheckedComponent)]
+
+        async def check_all() -> None:
+            await asyncio.gather(*(part.check() for part in checked))
+
+        if checked:
+            run_to_end(check_all())
 
     def score(self, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Score:
         """(reward, components). Raises `DataError` without gold answers, `RewardUnavailable` without a value."""
@@ -177,7 +181,3 @@ async def _measure(parts: Mapping[str, BatchedComponent], readings: Sequence[Rea
         if len(column) != len(readings):
             raise ConfigError(f"reward component {name} gave {len(column)} values for {len(readings)} trajectories")
     return dict(zip(parts, columns, strict=True))
-
-
-async def _together(checks: Sequence[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*checks)

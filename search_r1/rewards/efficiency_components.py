@@ -5,7 +5,7 @@ from __future__ import annotations
 from search_r1.rewards.component import component
 from search_r1.rewards.normalize import normalize_unicode
 from search_r1.rewards.reading import Reading
-from search_r1.rewards.words import count_words
+from search_r1.rewards.text_counts import count_words
 
 
 @component("search_cost")

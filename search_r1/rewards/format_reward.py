@@ -1,4 +1,7 @@
-"""Exact match plus credit for following the format: the format reward of Search-R1 v0.3 (`qa_em_format`)."""
+"""Exact match plus credit for following the format: the format reward of Search-R1 v0.3 (`qa_em_format`).
+
+The components for the format stand beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Mapping
 from search_r1.llm_agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards.answer_components import ExactMatch, HasAnswer
 from search_r1.rewards.coefficients import check_shares
-from search_r1.rewards.component import BatchedComponent, Component, ComponentReward
-from search_r1.rewards.format_components import RetrievalCorrect, ValidFormat
+from search_r1.rewards.component import BatchedComponent, Component, ComponentReward, component
+from search_r1.rewards.format_grammar import check_format
+from search_r1.rewards.metrics import contains_gold
+from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.reading import Reading
 
 
 class FormatReward(ComponentReward):
@@ -32,6 +38,7 @@ class FormatReward(ComponentReward):
         retrieval_score: float = 0.0,
         grammar: Grammar = SEARCH_R1,
     ) -> None:
+        # No wrong answer may be worth more than a correct one.
         check_shares(
             structure_format_score=structure_format_score,
             final_format_score=final_format_score,
@@ -42,6 +49,7 @@ class FormatReward(ComponentReward):
                 f"structure_format_score {structure_format_score} + retrieval_score {retrieval_score} is above 1, "
                 f"the reward of a correct answer: lower one of them"
             )
+        # All components are logged, also those of which the scores are 0.
         components: dict[str, Component | BatchedComponent] = {
             "exact_match": ExactMatch(),
             "has_answer": HasAnswer(),
@@ -60,3 +68,28 @@ class FormatReward(ComponentReward):
         if values["valid_format"]:
             return self.structure_format_score + self.retrieval_score * values["retrieval_correct"]
         return self.final_format_score * values["has_answer"]
+
+
+# The components for the format of a trajectory.
+
+
+@component("valid_format")
+class ValidFormat:
+    """1 when every turn follows the format of `search_r1.rewards.format_grammar`."""
+
+    def __call__(self, reading: Reading) -> float:
+        return float(check_format(reading.turns, reading.grammar).valid)
+
+
+@component("retrieval_correct")
+class RetrievalCorrect:
+    """1 when a gold answer is part of what a search returned, both after normalisation.
+
+    A gold answer that normalises to nothing (the grade "A") is never found: it would be part of any text.
+    """
+
+    def __init__(self, unicode: bool = False) -> None:
+        self.normalize = normalizer(unicode)
+
+    def __call__(self, reading: Reading) -> float:
+        return float(contains_gold(reading.passages, reading.targets, self.normalize))

@@ -86,12 +86,14 @@ class Judge:
 
     async def measure(self, readings: Sequence[Reading]) -> list[Value]:
         """The scores, in the order of `readings`. Raises `ConfigError`."""
+        # Equal requests are asked once, and none that is in the cache.
         bodies = [self._body(reading) for reading in readings]
         distinct = {_text(body): body for body in bodies if body is not None}
         scores: dict[str, Value] = {}
         if self._cache is not None:
             stored = {text: self._cache.get(body) for text, body in distinct.items()}
             scores = {text: score for text, score in stored.items() if score is not None}
+        # The rest is asked; without an answer there is nothing to judge, and the score is 0.
         missing = {text: body for text, body in distinct.items() if text not in scores}
         scores |= dict(zip(missing, await self._judge(list(missing.values())), strict=True))
         log.info("judge: %d answers, %d distinct, %d of them asked", len(readings), len(distinct), len(missing))
@@ -149,7 +151,7 @@ class Judge:
 
 
 def _text(body: dict[str, Any]) -> str:
-    """Equal for equal requests."""
+    """A request as text that is equal for equal requests."""
     return json.dumps(body, sort_keys=True)
 
 

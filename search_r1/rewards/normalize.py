@@ -39,7 +39,7 @@ def normalizer(unicode: bool) -> Normalize:
 
 
 def normalize_r1_searcher(text: str) -> str:
-    """R1-Searcher's: ASCII punctuation becomes a space ("a-b" becomes "b"), and true and false become yes and no."""
+    """R1-Searcher's normalisation: ASCII punctuation becomes a space ("a-b" becomes "b"), true and false yes and no."""
     plain = _without_articles(text.lower().translate(_SPACE_FOR_PUNCTUATION))
     return _BOOLEANS.get(plain, plain)
 

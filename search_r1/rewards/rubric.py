@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.llm_agent.text_files import names_in, read_text_file
+from search_r1.llm_agent.templates import names_in, read_text_file
 from verl.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "rubrics"

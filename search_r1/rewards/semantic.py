@@ -40,6 +40,7 @@ class Semantic:
         from search_r1.search.dense.encoding.model import json_reader
         from search_r1.search.dense.encoding.precision import resolve_device
 
+        # Everything that can be checked without loading the weights.
         self._options = (model, family, device)
         try:
             read_json = json_reader(model)
@@ -64,7 +65,7 @@ class Semantic:
         return [max([0.0, *(cosines[pair] for pair in _pairs(reading))]) for reading in readings]
 
     def _cosines(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Each text is encoded once. The cosine of vectors of any length; 0 for one of length 0."""
+        """The cosine of each pair of texts; 0 if a vector has length 0. Each text is encoded once."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         if not texts:
             return []
@@ -79,14 +80,14 @@ class Semantic:
 
 
 def _pairs(reading: Reading) -> list[tuple[str, str]]:
-    """(answer, gold answer) of those that are not blank."""
+    """The pairs (answer, gold answer) in which neither is blank."""
     answer = (reading.answer or "").strip()
     golds = [gold.strip() for gold in reading.targets]
     return [(answer, gold) for gold in golds if gold and answer]
 
 
 def _encoder(model: str, family: str, device: str) -> Encoder:
-    """Loaded once a process, with the threads that torch has."""
+    """The encoder of these options, loaded once a process, with the threads that torch has."""
     import torch
 
     from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions

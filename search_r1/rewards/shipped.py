@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import search_r1.rewards.answer_components
 import search_r1.rewards.efficiency_components
-import search_r1.rewards.format_components
+import search_r1.rewards.format_reward
 import search_r1.rewards.judge
-import search_r1.rewards.r1_searcher_components
-import search_r1.rewards.refine_components
-import search_r1.rewards.research_format
+import search_r1.rewards.presets.autorefine
+import search_r1.rewards.presets.r1_searcher
+import search_r1.rewards.presets.research
 import search_r1.rewards.semantic  # noqa: F401

@@ -95,7 +95,7 @@ def passage_contents(row: dict[str, Any]) -> str:
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
-    """The two parts of `"Title"\\ntext`."""
+    """The title and the text of contents in the form `"Title"\\ntext`."""
     title, _, text = contents.partition("\n")
     return title.strip().strip('"'), text
 

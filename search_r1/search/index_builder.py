@@ -33,6 +33,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m search_r1.search.index_builder", description="Build a retrieval index."
     )
+    # what is indexed, with which encoder, and where the index goes
     parser.add_argument("--retrieval_method", required=True, help="bm25, or an encoder family: e5, bge, ...")
     parser.add_argument("--model_path", help="folder or hub id of the dense encoder")
     parser.add_argument(
@@ -40,6 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--corpus_path", required=True, help="passages, .jsonl or .jsonl.gz")
     parser.add_argument("--save_dir", default="indexes/")
+    # how passages are encoded
     parser.add_argument(
         "--max_length",
         type=int,
@@ -50,6 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--use_fp16", action="store_true", help="encode in float16 on a GPU, in bfloat16 on a CPU that supports it"
     )
     parser.add_argument("--pooling_method", choices=POOLINGS, help="default: from the model's files")
+    # the index of the vectors, or the parameters of BM25
     parser.add_argument("--faiss_type", default="Flat", help="a faiss.index_factory string: Flat, HNSW64, ...")
     parser.add_argument("--train_rows", type=int, help="random rows to train the index on (default: 64 per list)")
     parser.add_argument("--embedding_path", type=Path, help="vectors of an earlier run, to use instead of encoding")
@@ -59,6 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--bm25_k1", type=float, default=0.9, help="BM25 k1: how quickly repeated terms stop adding to the score"
     )
     parser.add_argument("--bm25_b", type=float, default=0.4, help="BM25 b: influence of the passage length, 0 to 1")
+    # the processes that do it
     parser.add_argument(
         "--num_threads", type=int, default=os.cpu_count() or 1, help="CPU threads of all processes together"
     )

@@ -11,7 +11,7 @@ from search_r1.errors import IndexMismatchError
 
 
 def manifest_path(index_path: Path) -> Path:
-    """Where the manifest of an index or embeddings file is stored."""
+    """The path of the manifest of an index or embeddings file."""
     return index_path.with_name(index_path.name + ".json")
 
 

@@ -28,6 +28,7 @@ ENGINES = ("serper", "serpapi", "google", "brave", "tavily")  # the names in `se
 def add_online_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the `--online_*` arguments, which `load_engine` reads."""
     group = parser.add_argument_group("online engines", f"of --retriever_name {', '.join(ENGINES)}")
+    # the request
     group.add_argument("--online_endpoint", metavar="URL", help="address to use instead of the engine's own")
     group.add_argument(
         "--online_key_file", metavar="PATH", help="file with the API key, instead of the environment variable"
@@ -39,6 +40,7 @@ def add_online_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="NAME=VALUE, an additional field of each request, repeatable; NAME:=JSON for a value that is not text",
     )
+    # which answers are kept, and which pages are left out of them
     group.add_argument("--online_cache", metavar="PATH", help="file of the response cache")
     group.add_argument(
         "--online_cache_mode",
@@ -48,6 +50,7 @@ def add_online_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--online_deny_file", metavar="PATH", help="further pages to leave out of the results, one per line"
     )
+    # how many requests are sent, and what they cost
     group.add_argument(
         "--online_per_second", type=float, help="requests per second; default: the limit of a small plan"
     )
@@ -64,6 +67,7 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
     """The engine named by `--retriever_name`. Raises a `SearchError`."""
     from search_r1.search.online import OnlineOptions, load_online
 
+    # A file given for the cache means that answers are recorded in it, unless a mode says otherwise.
     mode: CacheMode = arguments.online_cache_mode or ("record" if arguments.online_cache else "memory")
     in_file = mode in ("record", "replay")
     if in_file and not arguments.online_cache:
@@ -79,6 +83,7 @@ def load_engine(arguments: argparse.Namespace) -> OnlineSource:
         concurrency=arguments.online_concurrency,
         price_per_1000=arguments.online_price_per_1000,
     )
+    # An error names the engine by the flag that chose it.
     try:
         engine = load_online(arguments.retriever_name, options)
     except OnlineError as error:

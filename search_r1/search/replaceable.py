@@ -36,6 +36,7 @@ def replace_folder(new: Path, folder: Path, manifest: str) -> None:
     if not folder.exists():
         new.rename(folder)
         return
+    # Swap: at no time is there half an index under its name, and a failure brings the old one back.
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
     folder.rename(old)
     try:
@@ -43,6 +44,7 @@ def replace_folder(new: Path, folder: Path, manifest: str) -> None:
     except OSError:
         old.rename(folder)
         raise
+    # Bring back what the new folder does not have.
     for entry in sorted(old.iterdir()):
         if os.path.lexists(folder / entry.name):
             entry.unlink()

@@ -48,6 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `load_service` reads: the corpus, the index, and the limits of batches, queue and cache."""
+    # what is searched, and with what
     parser.add_argument("--index_path", help="FAISS file or BM25 folder; without it, a BM25 index is built in memory")
     parser.add_argument(
         "--corpus_path", help="passages, .jsonl or .jsonl.gz; required for every retriever but online engines"
@@ -60,6 +61,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retriever_model", default="intfloat/e5-base-v2", help="folder or hub id of the dense encoder"
     )
+    # how a dense index computes
     parser.add_argument("--faiss_gpu", action="store_true", help="split the index over all visible GPUs")
     parser.add_argument("--num_threads", type=int, default=1, help="CPU threads of the encoder and the index")
     parser.add_argument(
@@ -71,8 +73,10 @@ def add_retriever_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--query_precision", default="auto", help="precision of the query encoder: auto, float32, bfloat16, float16"
     )
+    # for hybrid
     parser.add_argument("--dense_name", help="for --retriever_name hybrid: the family of the dense encoder")
     parser.add_argument("--bm25_index_path", help="for --retriever_name hybrid: the BM25 folder")
+    # the limits of batches, queue and cache
     parser.add_argument(
         "--max_batch", type=int, default=256, help="maximum number of queries in one search of the index"
     )
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(arguments: argparse.Namespace, metrics: Metrics, token: str | None) -> tuple[str, FastAPI]:
-    """What is served, in words, and its app. Raises a `SearchError`."""
+    """Load everything: returns a description of what is served, and its app. Raises a `SearchError`."""
     check_topk("--topk", arguments.topk)
     if arguments.workers != 1:
         raise ServerError(
@@ -149,6 +153,7 @@ def load_service(arguments: argparse.Namespace, metrics: Metrics) -> RetrievalSe
     from search_r1.search.retriever_loading import load_retriever
     from search_r1.search.server.retrieval_service import RetrievalService, ServiceOptions
 
+    # The corpus comes first: an index is checked against it.
     corpus = Corpus(arguments.corpus_path)
     options = RetrieverOptions(
         name=arguments.retriever_name,

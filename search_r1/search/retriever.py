@@ -35,7 +35,7 @@ class Retriever(Protocol):
 
 @dataclass(frozen=True)
 class RetrieverOptions:
-    """What to search with."""
+    """The settings of a retriever: its index, its encoder, and how they compute."""
 
     name: str
     """`bm25`, `hybrid` (bm25 and a dense one), or the family of a dense encoder."""

@@ -39,7 +39,7 @@ def load_retriever(options: RetrieverOptions, corpus: Corpus) -> Retriever:
 
 
 def _load_bm25(index_path: str | None, corpus: Corpus, num_threads: int) -> Retriever:
-    """Ours, or a Lucene index, by what the folder holds."""
+    """Our own BM25 index, or a Lucene index, by what the folder holds; without a folder, built in memory."""
     if not index_path:
         return Bm25Retriever.build(corpus, num_threads=num_threads)
     if is_lucene_index(index_path):

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked_config(args: argparse.Namespace) -> Config:
-    """What the flags describe. Raises `ConfigError` and `ServerError`."""
+    """The config that the flags describe. Raises `ConfigError` and `ServerError`."""
     check_serving_arguments(args)
     if args.max_concurrent < 1:
         raise ServerError(f"--max_concurrent is {args.max_concurrent}; it must be at least 1")
@@ -81,12 +81,13 @@ def checked_config(args: argparse.Namespace) -> Config:
 
 
 async def serve(args: argparse.Namespace, config: Config, token: str | None, listener: socket.socket) -> None:
-    """Returns after a clean stop."""
+    """Load the agent and serve it until a signal; returns after a clean stop."""
     from search_r1.llm_agent.agent import open_agent
     from search_r1.serve.app import create_app
     from search_r1.serve.chat import ServeOptions
     from verl.agent.environment import StreamingSampler
 
+    # The settings of the endpoint.
     name = args.served_model_name or config.actor_rollout_ref.model.path
     options = ServeOptions(
         name,
@@ -97,6 +98,7 @@ async def serve(args: argparse.Namespace, config: Config, token: str | None, lis
         history=args.history,
         access_log=not args.no_access_log,
     )
+    # The model is loaded before the address is announced; it is closed after the last request.
     async with open_agent(config, agent_sampling(args, config)) as agent:
         assert isinstance(agent.sampler, StreamingSampler)
         app = create_app(agent, agent.sampler, options)

@@ -6,7 +6,7 @@ import logging
 import time
 from urllib.parse import quote
 
-from search_r1.http.gate import App, Receive, Reply, Scope, Send
+from search_r1.http.gate import App, Receive, Scope, Send, StatusRecorder
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class AccessLog:
         if scope["type"] != "http" or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        started, reply = time.perf_counter(), Reply(send)
+        started, reply = time.perf_counter(), StatusRecorder(send)
         notes = notes_of(scope)
         try:
             await self._app(scope, receive, reply)

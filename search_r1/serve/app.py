@@ -43,6 +43,7 @@ def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
     router, started = APIRouter(), int(time.time())
     options = chat.options
 
+    # The route reads its body itself: its size is limited, and a client that goes away ends the episode.
     async def chat_completions(http: Request) -> Response:
         """Answer the question in the last message."""
         if state.running > options.max_concurrent:
@@ -60,6 +61,7 @@ def _chat_routes(chat: Chat, state: ServerState) -> APIRouter:
         openapi_extra=schema_of(ChatRequest),
     )
 
+    # OpenAI's clients look for the model's name before they ask.
     model = {"id": options.model, "object": "model", "created": started, "owned_by": "search_r1"}
 
     @router.get("/v1/models")

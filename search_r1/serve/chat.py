@@ -105,7 +105,10 @@ class Chat:
     async def _episode(
         self, request: ChatRequest, prompt: Prompt, notes: Notes
     ) -> AsyncGenerator[Part | Finished, None]:
-        """The episode. An `ApiError` when the retriever failed in it, for no answer is made up; `DeadlineExpired`."""
+        """Play the episode and note its outcome.
+
+        Raises `ApiError` if the retriever failed in it, since no answer is made up, and `DeadlineExpired`.
+        """
         options, outcome = self.options, "unfinished"
         seed = options.seed if request.seed is None else request.seed
         agent = _with_sampling(self.agent, request)
@@ -116,7 +119,7 @@ class Chat:
                         self.metrics.errors.inc()
                         raise ApiError(503, f"the retriever failed: {part.failure}", code="retriever_unavailable")
                     if isinstance(part, Finished):
-                        outcome = _in_words(part)
+                        outcome = _outcome(part)
                     yield part
         except TimeoutError as error:
             raise DeadlineExpired(f"not answered within the deadline of {options.timeout_s:g} s") from error
@@ -179,7 +182,7 @@ def _event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()
 
 
-def _in_words(finished: Finished) -> str:
+def _outcome(finished: Finished) -> str:
     searches = f"{len(finished.searches)} search{'' if len(finished.searches) == 1 else 'es'}"
     return f"{finished.prompt_length}+{finished.sampled_length} tokens, {searches}, {finished.status}"
 

@@ -57,6 +57,7 @@ class TurnSplitter:
 
     def _blocks(self, keeps_answer: bool, is_over: bool) -> Iterator[Part]:
         while match := re.search("|".join(map(re.escape, self._tags(keeps_answer))), self._waiting):
+            # In a thought a tag acts only if the thought stays open, which is known at its end.
             if self._kind == "think" and not self._grammar.tags_in_thoughts:
                 closing = f"</{self._grammar.think}>"
                 end = self._waiting.find(closing)
@@ -68,11 +69,13 @@ class TurnSplitter:
                     yield Part("think", self._waiting[: match.start()])
                     self._waiting = self._waiting[match.start() :]
                     return
+            # From an answer's tag on, everything waits for the end of the turn.
             if match.group() == f"<{self._grammar.answer}>":
                 yield Part(self._kind, self._waiting[: match.start()])
                 self._waiting = self._waiting[match.start() :]
                 return
             yield from self._pass_tag(match)
+        # No tag is left, but the text may end with the start of one.
         sure = len(self._waiting) - _start_of_tag(self._waiting, self._tags(keeps_answer))
         yield Part(self._kind, self._waiting[:sure])
         self._waiting = self._waiting[sure:]

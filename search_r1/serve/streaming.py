@@ -13,7 +13,7 @@ from search_r1.serve.parts import Part, TurnSplitter
 from verl.agent.environment import Environment, Generation, Outcome, Sampling, StreamingSampler, join_pieces
 from verl.agent.text import TurnDecoder, whole_characters
 from verl.errors import ConfigError
-from verl.protocol import Prompt, Status, Trajectory, was_search
+from verl.protocol import Prompt, Status, was_search
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,15 @@ class _Followed(Environment):
 
     async def play(self, prompt: Prompt, seed: int | None) -> Finished:
         answer, failure, status = None, None, Status.LENGTH_LIMIT
+        # Play it as in training, with this object in place of sampler and environment. A spent budget ends it early.
         self._prompt_length = len(prompt.ids)
         with contextlib.suppress(_BudgetSpent):
             trajectory = await replace(self._agent, sampler=self, environment=self).play(prompt, seed)
             assert trajectory.status is not None
             status, failure = trajectory.status, trajectory.failure
-            answer = self._answer_of(trajectory)
+            grammar = self._agent.template.grammar
+            answer = final_answer(read_turns(trajectory, self._agent.tokenizer, grammar), grammar)
+        # What the splitter still holds of the last turn, then the outcome.
         self._tell_all(self._splitter.end_with_answer() if self._answered else self._splitter.end())
         return Finished(
             status=status,
@@ -98,16 +101,15 @@ class _Followed(Environment):
             observed_length=self._observed_length,
         )
 
-    def _answer_of(self, trajectory: Trajectory) -> str | None:
-        grammar = self._agent.template.grammar
-        return final_answer(read_turns(trajectory, self._agent.tokenizer, grammar), grammar)
-
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         """One turn of the policy, as the agent's sampler gives it."""
         left = sampling.max_tokens if self._max_tokens is None else self._max_tokens - self._sampled_length
         if left <= 0:
             raise _BudgetSpent
-        self._tell_reply()
+        # Report the last reply only now: an observation that leaves no room for a turn is never read by the policy.
+        if self._reply is not None:
+            self._tell_all([self._reply])
+            self._reply = None
         self._observed_length = len(ids) - self._prompt_length - self._sampled_length
         generation = await self._sample(ids, replace(sampling, max_tokens=min(left, sampling.max_tokens)))
         self._num_turns += 1
@@ -144,12 +146,6 @@ class _Followed(Environment):
 
     async def close(self) -> None:
         """The environment is the agent's, and stays open."""
-
-    def _tell_reply(self) -> None:
-        """Once the next turn begins: an observation that leaves no room for a turn is never read by the policy."""
-        if self._reply is not None:
-            self._tell_all([self._reply])
-            self._reply = None
 
     def _tell_all(self, parts: Sequence[Part]) -> None:
         for part in parts:

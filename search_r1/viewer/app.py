@@ -95,12 +95,14 @@ def _page_routes(static: dict[str, Path]) -> APIRouter:
 def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
     router = APIRouter(prefix="/api")
 
+    # Every answer that reads files ends at the deadline, or when the browser goes away.
     async def in_time(http: Request, work: Callable[[], Awaitable[T]]) -> Response:
         async def answered(_: bytes) -> Response:
             return await to_thread(PlainResponse, await work())  # the text of a large answer takes a while
 
         return await answer_in_time(http, timeout_s, answered)
 
+    # The list of a run, and what its filters can be set to.
     @router.get("/runs")
     def runs() -> Response:
         """All runs with their files."""
@@ -116,6 +118,7 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
         """Data sources, statuses and components."""
         return await in_time(http, lambda: pages.facets(run, kind, step))
 
+    # One trajectory, as data for the page or as a file.
     @router.get("/trajectory")
     async def trajectory(http: Request, run: str, file: str, row: int) -> Response:
         """One trajectory."""
@@ -128,6 +131,7 @@ def _data_routes(pages: Pages, timeout_s: float) -> APIRouter:
         attached = {"content-disposition": 'attachment; filename="trajectory.html"'}  # never shown in this origin
         return Response(export_html(shown), media_type="text/html; charset=utf-8", headers=attached)
 
+    # Trajectories side by side: of a prompt, of a question, of two files.
     @router.get("/group")
     async def group(http: Request, run: str, file: str, group: str) -> Response:
         """The samples of a prompt."""

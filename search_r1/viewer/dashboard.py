@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -41,7 +41,7 @@ class Measured:
 
 
 def version_of(runs: Sequence[Run]) -> str:
-    """Changes whenever a run logs a step or writes a timeline."""
+    """A value that changes whenever a run logs a step or writes a timeline."""
     stamps = [_stamp(run.folder / name) for run in runs for name in (FILE_NAME, FOLDER)]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
@@ -58,7 +58,7 @@ def dashboard(runs: Sequence[Run], by_seed: bool) -> Row:
         "version": version_of(runs),
         "runs": [_summary(one) for one in measured],
         "groups": [{"label": _label(group), "runs": [one.run.name for one in group]} for group in groups],
-        "panels": [panel for panel in (_drawn(panel, named) for panel in PANELS) if panel["series"]],
+        "panels": list(_panels(named)),
         "alarms": [alarm for one in measured for alarm in alarms_of(one)],
     }
 
@@ -91,6 +91,7 @@ def alarms_of(one: Measured) -> list[Row]:
 
 
 def _rows(events: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row of spans for each thread that the events of a timeline name."""
     names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
     spans = sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["tid"], one["ts"], -one["dur"]))
     return [{"name": names[tid], "spans": _nested(list(row))} for tid, row in groupby(spans, lambda one: one["tid"])]
@@ -109,15 +110,24 @@ def _nested(spans: Sequence[Mapping[str, Any]]) -> list[Row]:
     return found
 
 
-def _drawn(panel: Panel, named: Iterable[tuple[Sequence[Measured], Sequence[str]]]) -> Row:
-    series = [one for group, names in named for one in _series(panel, group, metrics_of(panel, names))]
-    return {"key": panel.key, "title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "series": series}
+def _panels(named: Sequence[tuple[Sequence[Measured], Sequence[str]]]) -> Iterator[Row]:
+    """The panels that have a series. `named`: each group of runs, with the names of its metrics."""
+    for panel in PANELS:
+        series = [one for group, names in named for one in _series(panel, group, metrics_of(panel, names))]
+        if series:
+            about = {"key": panel.key, "title": panel.title, "unit": panel.unit, "stacked": panel.stacked}
+            yield {**about, "series": series}
 
 
 def _series(panel: Panel, group: Sequence[Measured], metrics: Sequence[str]) -> Iterable[Row]:
-    """The parts of a stack keep the same steps: where one part is missing, the whole would be too low."""
+    """The series of a group of runs in a panel, one for each metric.
+
+    The parts of a stack keep the same steps: where one part is missing, the whole would be too low.
+    """
+    # The steps of the whole stack, thinned once for all of its parts.
     curves_of = {metric: [one.data.curve(metric) for one in group] for metric in metrics}
     stack = set(_thinned(_steps(curve for curves in curves_of.values() for curve in curves)))
+    # Each metric: the mean over the runs that have the step, and for several runs the band from least to most.
     for metric, curves in curves_of.items():
         steps = _steps(curves)
         steps = [step for step in steps if step in stack] if panel.stacked else _thinned(steps)
@@ -144,7 +154,7 @@ def _steps(curves: Iterable[Curve]) -> list[int]:
 
 
 def _thinned(steps: list[int]) -> list[int]:
-    """Evenly about MAX_POINTS of them, with the first and the last; of 1, 2, 3, ... the multiples of a number."""
+    """About MAX_POINTS of the steps, evenly, with the first and the last; of 1, 2, 3, ... the multiples of a number."""
     stride = -(-len(steps) // MAX_POINTS)
     return steps if stride <= 1 else [steps[0], *steps[stride - 1 : -1 : stride], steps[-1]]
 
@@ -173,18 +183,14 @@ def _label(group: Sequence[Measured]) -> str:
 
 def _summary(one: Measured) -> Row:
     steps = list(one.data.metrics)
+    folder = one.run.folder / FOLDER
+    files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return {
         "name": one.run.name,
         "last_step": steps[-1] if steps else None,
         "total_steps": one.data.setting("trainer.total_training_steps"),
-        "timelines": _timelines(one.run),
+        "timelines": sorted(int(found[1]) for found in map(_TIMELINE.fullmatch, files) if found),
     }
-
-
-def _timelines(run: Run) -> list[int]:
-    folder = run.folder / FOLDER
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(found[1]) for found in map(_TIMELINE.fullmatch, names) if found)
 
 
 def _metrics(run: Run) -> RunData:
@@ -212,7 +218,7 @@ class _Newest:
 
 @lru_cache(maxsize=16)
 def _newest(folder: Path) -> _Newest:
-    """The same one for a folder, of the runs that were last asked for."""
+    """The metrics of the run in `folder`: one object for each of the runs that were last asked for."""
     return _Newest(folder)
 
 

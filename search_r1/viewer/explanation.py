@@ -12,7 +12,7 @@ import search_r1.rewards
 from search_r1.rewards.metrics import exact_match
 from search_r1.rewards.normalize import normalize_answer
 from search_r1.viewer.run_settings import RunSettings
-from search_r1.viewer.segments import GoldFinder, Passage
+from search_r1.viewer.segments import GoldFinder, ShownPassage
 from verl.protocol import Status
 
 _ENDED = {
@@ -26,20 +26,15 @@ def explain(
     row: dict[str, Any],
     answer: str | None,
     gold: Sequence[str],
-    searches: Sequence[Sequence[Passage]],
+    searches: Sequence[Sequence[ShownPassage]],
     events: Sequence[dict[str, Any]],
 ) -> list[str]:
     """The sentences. `searches`: the passages of each executed search. `row` has `status`, `failure` and `reward`."""
     if row["status"] == Status.FAILED or row["failure"]:
         return [f"It failed and got no reward: {row['failure'] or 'no reason was stored'}."]
     finder = GoldFinder(gold)
-    return [*_ending(row), *_about_answer(answer, gold), *_about_passages(gold, searches, finder), *_actions(events)]
-
-
-def _ending(row: dict[str, Any]) -> Iterator[str]:
-    sentence = next((text for status, text in _ENDED.items() if row["status"] == status), None)
-    if sentence:
-        yield sentence
+    ending = [sentence for status, sentence in _ENDED.items() if row["status"] == status]
+    return [*ending, *_about_answer(answer, gold), *_about_passages(gold, searches, finder), *_actions(events)]
 
 
 def _about_answer(answer: str | None, gold: Sequence[str]) -> Iterator[str]:
@@ -54,8 +49,10 @@ def _about_answer(answer: str | None, gold: Sequence[str]) -> Iterator[str]:
         yield f'The answer is "{normalize_answer(answer)}" after normalisation, and not {wanted}.'
 
 
-def _about_passages(gold: Sequence[str], searches: Sequence[Sequence[Passage]], finder: GoldFinder) -> Iterator[str]:
-    """Whether retrieval or what was made of it is to blame."""
+def _about_passages(
+    gold: Sequence[str], searches: Sequence[Sequence[ShownPassage]], finder: GoldFinder
+) -> Iterator[str]:
+    """Sentences that tell whether retrieval is to blame, or what was made of its passages."""
     if not gold:
         return
     count = sum(len(passages) for passages in searches)
@@ -116,7 +113,7 @@ def components_of(row: dict[str, Any], rule: dict[str, Any]) -> list[dict[str, A
 
 @lru_cache(maxsize=64)
 def _classes(module: str) -> dict[str, str]:
-    """Docstrings by class or function of a shipped module."""
+    """The docstrings of a shipped module, by class or function; cached, since every trajectory shown needs them."""
     path = _folder().joinpath(*module.removeprefix(_ROOM).split(".")).with_suffix(".py")
     return {node.name: ast.get_docstring(node) or "" for node in _definitions(path)} if path.is_file() else {}
 
@@ -126,7 +123,7 @@ def _component_texts() -> dict[str, str]:
     """Docstrings by the name that `@component("name")` registers."""
     return {
         name: ast.get_docstring(node) or ""
-        for path in sorted(_folder().glob("*.py"))
+        for path in sorted(_folder().rglob("*.py"))
         for node in _definitions(path)
         if (name := _registered_name(node)) is not None
     }

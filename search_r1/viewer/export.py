@@ -87,7 +87,7 @@ def _part(segment: Row, part: Row) -> str:
 
 
 def _tokens(shown: Row) -> str:
-    """All tokens, with what is stored of each under the pointer."""
+    """A closed section with all tokens; the pointer shows what is stored about each."""
     tokens = shown["tokens"]
     spans = "".join(_token_spans(tokens))
     return (

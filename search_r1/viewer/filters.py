@@ -37,7 +37,8 @@ _RANGES = {
 
 
 class Filters(BaseModel):
-    """All are optional, and all of them must match. `text` and `question` match anywhere, ignoring case.
+    """Filters of the list of rows. All are optional, and all must match. `text` and `question` match anywhere, ignoring
+    case.
 
     `component` names a reward component, to which `min_component`, `max_component` and sort `component` apply. Lengths
     are in tokens of the whole trajectory, including its prompt.

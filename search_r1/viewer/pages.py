@@ -130,7 +130,7 @@ class Pages:
 
 
 def _place(group: Sequence[tuple[int, float | None]], row: int, stored: Row, settings: RunSettings, kind: str) -> Row:
-    """A row, of which all is `stored`, among the `group` of (row, reward)."""
+    """Where a row stands among the `group` of (row, reward), and its advantage; `stored` has all columns of the row."""
     rewards = [reward for _, reward in group]
     known = [reward for reward in rewards if reward is not None]
     place = [number for number, _ in group].index(row)
@@ -149,7 +149,7 @@ def _place(group: Sequence[tuple[int, float | None]], row: int, stored: Row, set
 
 
 def _advantages(rows: Sequence[Row], settings: RunSettings, kind: str) -> tuple[list[float | None], str]:
-    """Only what was trained on had an advantage."""
+    """The advantages of samples, and their formula; None and "" for a file that was not trained on."""
     if kind != "train":
         return [None] * len(rows), ""
     if all(COLUMN in row for row in rows):

@@ -70,7 +70,7 @@ ALARM = f"{GUARD}alarm"
 
 
 def metrics_of(panel: Panel, names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong to the panel, in order."""
+    """The metrics among `names` that belong to the panel, in order."""
     return [name for name in names if panel.pattern.fullmatch(name)]
 
 
@@ -91,14 +91,20 @@ def group_advantages(rewards: Sequence[float | None], settings: RunSettings) -> 
     or R - mean without `norm_adv_by_std_in_grpo`. The samples that failed (None) are left out; one that is left alone
     has advantage 0. A KL in the reward or scaling by the batch cannot be recomputed from one group.
     """
+    # What cannot be recomputed from the rewards of one group.
     nothing: list[float | None] = [None] * len(rewards)
     whole = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     if settings.setting("algorithm.adv_estimator") != "grpo" or not whole:
         return nothing, ""
     if settings.setting("algorithm.use_kl_in_reward") or settings.setting("algorithm.norm_adv_by_batch_std"):
         return nothing, ""
+
+    # The mean is computed from the least reward, so that equal rewards have exactly their own value as mean.
+    low = min(whole)
+    mean = low + sum(reward - low for reward in whole) / len(whole)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in whole) / max(1, len(whole) - 1))
+
     scaled = bool(settings.setting("algorithm.norm_adv_by_std_in_grpo", True))
-    mean, std = _mean_and_std(whole)
     divisor = std + EPSILON if scaled else 1.0
     formula = "(reward - mean) / (std + 1e-6)" if scaled else "reward - mean"
     return [None if reward is None else (reward - mean) / divisor for reward in rewards], formula
@@ -113,10 +119,3 @@ def stored_advantages(columns: Sequence[Sequence[float | None] | None]) -> tuple
     equal = all(len(set(values)) <= 1 for values in known)
     how = "as the loss saw it" if equal else "the mean over its tokens, as the loss saw them"
     return [(values[0] if equal else sum(values) / len(values)) if values else None for values in known], how
-
-
-def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
-    """Equal rewards have exactly their own value as mean."""
-    low = min(rewards)
-    mean = low + sum(reward - low for reward in rewards) / len(rewards)
-    return mean, math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))

@@ -47,6 +47,7 @@ def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Ro
     """`total`: the number of rows that match the filters; `rows`: one page of them."""
     if not files:
         return {"total": 0, "rows": []}
+    # Count all that match, and read one page of them.
     where, values = filters.where()
     order, order_values = filters.order()
     source, paths = _source(files)
@@ -56,8 +57,10 @@ def list_rows(cursor: Cursor, files: Sequence[StepFile], filters: Filters) -> Ro
         f"SELECT {BRIEF} FROM {source} {where} {order} LIMIT ? OFFSET ?",
         [paths, *values, *order_values, filters.limit, filters.offset],
     )
+    # Texts for this page, and names in place of paths.
     _add_short(cursor, page)
-    return {"total": total, "rows": _named(page, files)}
+    names = {str(file.path): file.name for file in files}
+    return {"total": total, "rows": [{"file": names[row.pop("filename")], **row} for row in page]}
 
 
 def facets(cursor: Cursor, files: Sequence[StepFile]) -> Row:
@@ -119,6 +122,8 @@ def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -
     """
     way = "DESC" if filters.descending else "ASC"
     joined, values = _joined(left, right, filters)
+
+    # How many questions changed in which direction; an outer join also counts those in one file only.
     counts = rows_of(
         cursor,
         f"""{joined} SELECT count(l.key) FILTER (r.key IS NOT NULL) AS total,
@@ -128,6 +133,8 @@ def compare(cursor: Cursor, left: StepFile, right: StepFile, filters: Filters) -
         FROM l FULL JOIN r ON l.data_source = r.data_source AND l.key = r.key""",
         values,
     )[0]
+
+    # One page of the questions in both files.
     rows = rows_of(
         cursor,
         f"""{joined} SELECT l.data_source AS data_source, left(l.key, 400) AS question, l.row AS left_row,
@@ -154,7 +161,7 @@ def _joined(left: StepFile, right: StepFile, filters: Filters) -> tuple[str, lis
 
 
 def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
-    """What to select from, with one `?`, and its value."""
+    """The source of a SELECT over the rows of `files`, with one `?`, and the value of that."""
     read = "read_parquet(?, filename = true, file_row_number = true, union_by_name = true)"
     if not any([_has_question(file.path, file.stamp) for file in files]):  # a list: every file is checked
         read = f"(SELECT *, NULL::VARCHAR AS question FROM {read})"
@@ -163,7 +170,10 @@ def _source(files: Sequence[StepFile]) -> tuple[str, list[str]]:
 
 @lru_cache(maxsize=16384)
 def _has_question(path: Path, _stamp: int) -> bool:
-    """Files of older runs have no such column. Raises DataError for a file that does not hold trajectories."""
+    """Whether a file has the column `question`, which those of older runs lack; cached until the file changes.
+
+    Raises DataError for a file that does not hold trajectories.
+    """
     if printable(str(path)) != str(path):
         raise DataError(
             f"{printable(str(path))}: no Parquet file can be opened whose path is not UTF-8; rename the folder"
@@ -179,7 +189,7 @@ def _has_question(path: Path, _stamp: int) -> bool:
 
 
 def _add_short(cursor: Cursor, rows: list[Row]) -> None:
-    """Texts for the rows of a page alone: to read them for all rows that are sorted would take seconds."""
+    """Add the short texts to the rows of one page: to read them for all rows that are sorted would take seconds."""
     by_file: dict[str, list[Row]] = {}
     for row in rows:
         by_file.setdefault(row["filename"], []).append(row)
@@ -197,16 +207,10 @@ def _add_short(cursor: Cursor, rows: list[Row]) -> None:
 
 
 def _answer(event: str | None) -> str | None:
-    """What the last turn answered, as the environment read it."""
+    """The answer in the stored event of the last turn, as the environment read it; None without one."""
     parsed = json.loads(event) if event else None
     answer = parsed.get("answer") if isinstance(parsed, dict) else None
     return None if answer is None else str(answer)
-
-
-def _named(rows: list[Row], files: Sequence[StepFile]) -> list[Row]:
-    """With the file's name in place of its path."""
-    names = {str(file.path): file.name for file in files}
-    return [{"file": names[row.pop("filename")], **row} for row in rows]
 
 
 # DuckDB over the Parquet files: queries run in threads, and are interrupted when nobody waits for them.

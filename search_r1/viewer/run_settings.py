@@ -41,6 +41,7 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
     """The settings of the run in `folder`; the file `tokenizer` overrides the run's own. Raises DataError."""
     file = folder / CONFIG_FILE
     config = _config(file, file.stat().st_mtime_ns) if file.is_file() else {}
+    # The grammar of the run's own copy of its template, else of the one that its config names.
     notes: list[str] = []
     grammar = SEARCH_R1
     agent = config.get("agent")
@@ -54,6 +55,7 @@ def read_settings(folder: Path, tokenizer: Path | None = None) -> RunSettings:
             grammar = replace(grammar, tags_in_thoughts=bool(agent.get("tags_in_thoughts", True)))
         except (ConfigError, OSError, ValueError) as error:
             notes.append(f"Tags are those of Search-R1: the run's template cannot be read ({error}).")
+    # The tokenizer that was given, else the run's own.
     found = tokenizer or _find_tokenizer(folder, config)
     if found is None:
         notes.append("No tokenizer found: tokens are shown by their ids. Give its folder with --tokenizer.")
@@ -88,7 +90,7 @@ def tokenizer_file(place: Path) -> Path:
 
 
 def _find_tokenizer(folder: Path, config: dict[str, Any]) -> Path | None:
-    """Beside the newest checkpoint, else where the config's model is, here or in the hub's cache."""
+    """The tokenizer file beside the newest checkpoint, else that of the config's model, here or in the hub's cache."""
     saved = [path for part in ("actor", ".") for path in (folder / part).glob(f"global_step_*/{TOKENIZER_FILE}")]
     if saved:
         return max(saved, key=_step_of)
@@ -106,7 +108,7 @@ def _step_of(path: Path) -> int:
 
 
 def _in_folder_or_cache(name: str) -> Path | None:
-    """Nothing is fetched."""
+    """The tokenizer file of a model's folder, or of a hub model in the cache; nothing is fetched."""
     path = Path(name).expanduser() / TOKENIZER_FILE
     if path.is_file():
         return path

@@ -90,7 +90,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """A run that has just begun has no trajectories yet."""
+    """Whether a folder belongs to a run or an evaluation. A run that has just begun has no trajectories yet."""
     return (
         (folder / "trajectories").is_dir()
         or (folder / EVALUATION_FILE).is_file()

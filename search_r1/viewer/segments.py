@@ -16,7 +16,7 @@ from search_r1.llm_agent.grammar import Grammar
 from search_r1.serve.parts import Part, TurnSplitter, merged
 from verl.protocol import Source
 
-Run = tuple[str, bool]  # a text, and whether it is a gold answer
+MarkedText = tuple[str, bool]  # a text, and whether it is a gold answer
 _BETWEEN = r"[^\w]{1,4}"  # words of an answer
 _DOCUMENT = re.compile(r"(?=Doc \d+\(Title: )")
 _TITLE = re.compile(r'Doc \d+\(Title: "?(.*?)"?\) ?', re.DOTALL)
@@ -29,7 +29,7 @@ _WINDOW = 6  # tokens before one that may change how it is decoded; longer runs 
 
 
 @dataclass(frozen=True)
-class Passage:
+class ShownPassage:
     """`id`, `score`: None if they were not stored."""
 
     title: str
@@ -42,17 +42,21 @@ class GoldFinder:
     """Finds gold answers in a text: their words in a row, ignoring case and punctuation between them."""
 
     def __init__(self, gold: Sequence[str]) -> None:
-        patterns = [pattern for answer in gold if (pattern := _pattern(answer))]
+        patterns = []
+        for answer in gold:
+            words = re.findall(r"\w+", answer)
+            if words:  # an answer without a letter or digit would be found everywhere
+                patterns.append(r"(?<!\w)" + _BETWEEN.join(map(re.escape, words)) + r"(?!\w)")
         self._any = re.compile("|".join(sorted(patterns, key=len, reverse=True)), re.IGNORECASE) if patterns else None
 
-    def runs(self, text: str) -> list[Run]:
+    def runs(self, text: str) -> list[MarkedText]:
         """`text` split into pieces that are gold answers and pieces that are not."""
         return list(self._runs(text))
 
     def found_in(self, text: str) -> bool:
         return self._any is not None and self._any.search(text) is not None
 
-    def _runs(self, text: str) -> Iterator[Run]:
+    def _runs(self, text: str) -> Iterator[MarkedText]:
         end = 0
         for match in self._any.finditer(text) if self._any else ():
             if match.start() > end:
@@ -89,7 +93,7 @@ def token_ranges(parts: Sequence[Part], texts: Sequence[str]) -> list[tuple[int,
     return ranges
 
 
-def passages_of(event: dict[str, Any], grammar: Grammar) -> list[Passage]:
+def passages_of(event: dict[str, Any], grammar: Grammar) -> list[ShownPassage]:
     """The passages shown after a search, with ids and scores if they were stored."""
     text = grammar.unwrap_information(str(event.get("observation") or ""))
     shown = [piece for piece in _DOCUMENT.split(text) if piece.strip()]
@@ -99,11 +103,11 @@ def passages_of(event: dict[str, Any], grammar: Grammar) -> list[Passage]:
     return [_passage(piece, _at(ids, place), _at(scores, place)) for place, piece in enumerate(shown)]
 
 
-def _passage(text: str, document_id: Any, score: Any) -> Passage:
+def _passage(text: str, document_id: Any, score: Any) -> ShownPassage:
     match = _TITLE.match(text)
     title, body = (match.group(1), text[match.end() :]) if match else ("", text)
     number = float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
-    return Passage(title, body.rstrip("\n"), None if document_id in (None, "") else str(document_id), number)
+    return ShownPassage(title, body.rstrip("\n"), None if document_id in (None, "") else str(document_id), number)
 
 
 def _list(value: Any) -> list[Any]:
@@ -112,12 +116,6 @@ def _list(value: Any) -> list[Any]:
 
 def _at(values: list[Any], place: int) -> Any:
     return values[place] if place < len(values) else None
-
-
-def _pattern(answer: str) -> str | None:
-    """None for an answer without a letter or digit, which stands everywhere."""
-    words = re.findall(r"\w+", answer)
-    return r"(?<!\w)" + _BETWEEN.join(map(re.escape, words)) + r"(?!\w)" if words else None
 
 
 # The values that can be overlaid on the tokens of a trajectory, by name.
@@ -132,9 +130,12 @@ def token_values(row: Row) -> dict[str, Values]:
     stored = {name: list(value) for name, value in row.items() if name not in _NOT_VALUES and _is_column(value, row)}
     found = stored | {"weight_version": _versions(row)}
     if "log_probs" in stored:
-        found["log_probs"] = _where(row["loss_mask"], stored["log_probs"])  # 0 elsewhere, which is no log-prob
+        # where nothing was trained, the file has 0, which is no log-prob
+        masked = zip(row["loss_mask"], stored["log_probs"], strict=True)
+        log_probs = found["log_probs"] = [value if trained else None for trained, value in masked]
         if "old_log_probs" in stored:
-            found["gap"] = [_less(*pair) for pair in zip(stored["old_log_probs"], found["log_probs"], strict=True)]
+            both = zip(stored["old_log_probs"], log_probs, strict=True)
+            found["gap"] = [None if old is None or new is None else old - new for old, new in both]
     names = [*(name for name in KNOWN if name in found), *(name for name in found if name not in KNOWN)]
     return {name: found[name] for name in names}
 
@@ -148,7 +149,7 @@ def _is_column(value: Any, row: Row) -> bool:
 
 
 def _versions(row: Row) -> Values:
-    """Of the weights that sampled a token: those of its segment where they are stored, else the trajectory's."""
+    """The version of the weights that sampled each token: as stored with its segment, else that of the trajectory."""
     found: Values = []
     for segment in row["segments"]:
         if segment["source"] != Source.POLICY:
@@ -158,14 +159,6 @@ def _versions(row: Row) -> Values:
         spans = known or [{"version": row["weight_version"], "num_tokens": segment["num_tokens"]}]
         found += [one["version"] for one in spans for _ in range(one["num_tokens"])]
     return found
-
-
-def _where(mask: Sequence[bool], values: Values) -> Values:
-    return [value if trained else None for trained, value in zip(mask, values, strict=True)]
-
-
-def _less(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value - other
 
 
 # The text of each token, such that the texts joined are the text of their segment.
@@ -179,7 +172,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _by_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """Byte-level BPE: a token is bytes, and bytes that are no character are decoded as U+FFFD."""
+    """The texts of tokens of a byte-level BPE: a token is bytes, and bytes that are no character become U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = len(ids) - 1
     for position, token in enumerate(ids):
@@ -187,7 +180,7 @@ def _by_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
 
 
 def _bytes_of(token: str) -> bytes:
-    """A token with a character outside the byte alphabet is an added one, and stands for itself."""
+    """The bytes of a token. One with a character outside the byte alphabet is an added token, and stands for itself."""
     alphabet = _alphabet()
     try:
         return bytes(alphabet[letter] for letter in token)
@@ -204,7 +197,7 @@ def _alphabet() -> dict[str, int]:
 
 
 def _by_windows(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """Any other tokenizer: what a token adds to the decoding of the few before it."""
+    """The texts of tokens of any other tokenizer: what each adds to the decoding of the few before it."""
     start = read = 0
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:read], skip_special_tokens=False)

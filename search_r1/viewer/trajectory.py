@@ -32,7 +32,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """`texts`: None without a tokenizer. `values`: see `token_overlays`."""
+    """`texts`: None without a tokenizer. `values`: see `token_values`."""
 
     ids: list[int]
     mask: list[bool]
@@ -45,11 +45,15 @@ def describe(row: Row, settings: RunSettings, kind: str, with_tokens: bool = Tru
 
     `kind` is that of the file: validation may use the reward with other arguments.
     """
-    events = _events(row)
+    # Read the row again as the environment and the reward did.
+    parsed = [json.loads(text) for text in row["events"]]
+    events = [event if isinstance(event, dict) else {} for event in parsed]
     gold = gold_answers(row)
     answer = final_answer([Turn(s["text"]) for s in row["segments"] if s["source"] == Source.POLICY], settings.grammar)
     searches = _searches(events, settings)
     rule = reward_rule(settings, is_training=kind == "train")
+
+    # Put it beside what was stored; gold answers are marked wherever the page shows a text of the episode.
     shown = [search["passages"] for search in searches if search["executed"]]
     tokens = _tokens(row, settings) if with_tokens else None
     finder = GoldFinder(gold)
@@ -80,11 +84,6 @@ def gold_answers(row: Row) -> list[str]:
     return [str(one) for one in targets if one is not None]
 
 
-def _events(row: Row) -> list[Row]:
-    parsed = [json.loads(text) for text in row["events"]]
-    return [event if isinstance(event, dict) else {} for event in parsed]
-
-
 def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:
     """Each query, executed or not, with its turn from 1 and the passages it brought."""
     return [
@@ -101,7 +100,7 @@ def _searches(events: Sequence[Row], settings: RunSettings) -> list[Row]:
 
 
 def _shown(search: Row, finder: GoldFinder) -> Row:
-    """With the texts of its passages cut where a gold answer stands."""
+    """`search` with the texts of its passages cut where a gold answer stands."""
     passages = [
         {**asdict(one), "title": finder.runs(one.title), "text": finder.runs(one.text)} for one in search["passages"]
     ]
@@ -120,7 +119,10 @@ def _tokens(row: Row, settings: RunSettings) -> Tokens:
 def _segments(
     row: Row, events: Sequence[Row], settings: RunSettings, finder: GoldFinder, tokens: Tokens | None
 ) -> Iterator[Row]:
-    """With the tokens of each part as [first, one after the last); `exact`: whether their texts are the segment's."""
+    """The segments as parts, each with its tokens as [first, one after the last).
+
+    `exact`: whether the texts of the tokens are the text of the segment.
+    """
     replies = _events_of_segments(row, events)
     for segment, event, (start, end) in zip(row["segments"], replies, _spans(row), strict=True):
         parts = split_segment(segment["source"], segment["text"], event, settings.grammar)

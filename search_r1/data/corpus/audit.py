@@ -35,10 +35,12 @@ def audit(corpus: Path, files: Sequence[Path], url: str | None, ks: Sequence[int
 
     Raises `CorpusError` for a bad file and `RetrieverError` if a search fails.
     """
+    # The questions of all files together: the server is asked, and the corpus read, once for all of them.
     sets = {str(file): read_questions(file) for file in files}
     pooled = [question for questions in sets.values() for question in questions]
     ranks = None if url is None else asyncio.run(server_ranks(url, pooled, max(ks)))
     num_passages, found = scan_corpus(corpus, matcher_of(pooled))
+    # The results by file, then over all questions.
     rows, details, start = [], [], 0
     for file, questions in sets.items():
         part = None if ranks is None else ranks[start : start + len(questions)]
@@ -163,7 +165,7 @@ def summarize(questions: Sequence[GoldQuestion], found: set[AnswerTokens]) -> di
 def recall(
     questions: Sequence[GoldQuestion], found: set[AnswerTokens], ranks: Sequence[Rank], ks: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """For each k: `hits`, the span questions with rank <= k, and their share of all and of the covered span questions.
+    """For each k, the `hits` (span questions with rank <= k) and their share of all and of the covered span questions.
 
     `ranks` are those of `first_rank`, in the order of the questions.
     """

@@ -32,6 +32,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "audit", help="count the questions whose gold answer is in the corpus, or is retrieved"
     )
     adds = commands.add_parser("complete", help="write the corpus together with the gold passages that it lacks")
+    # what both commands read
     for command in (checks, adds):
         command.add_argument("--corpus_path", required=True, type=Path, help="passages, .jsonl or .jsonl.gz")
         command.add_argument(
@@ -42,12 +43,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             required=command is checks,
             help="files in FlashRAG's format",
         )
+    # audit: where to look, and where the results go
     checks.add_argument("--url", help="/retrieve of a running server; without it, only the corpus is searched")
     checks.add_argument(
         "--k", type=_ks, default=[1, 3, 5, 20], help="numbers of passages for recall@k, such as 1,3,5,20"
     )
     checks.add_argument("--output", type=Path, help="write the counts as JSON")
     checks.add_argument("--details", type=Path, help="write the questions not covered or not found, as JSON lines")
+    # complete: what to add, and where the new corpus goes
     adds.add_argument("--add", nargs="+", type=Path, default=[], help="files of gold passages")
     adds.add_argument("--output", required=True, type=Path, help="the new corpus, .jsonl or .jsonl.gz")
     adds.add_argument(
@@ -60,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:

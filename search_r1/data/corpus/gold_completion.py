@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from search_r1.data.corpus.answer_matching import AnswerTokens, answer_tokens
 from search_r1.data.corpus.audit import matcher_of, summarize
@@ -94,15 +94,18 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
     measured before and after. One pass over the corpus; only the gold passages are kept in memory. Raises
     `CorpusError`, and leaves `output` unchanged then.
     """
+    # Read everything but the corpus first: a bad file is found before the long pass.
     check_not_read("--output", output, [corpus, *passages, *questions])
     missing, sources = _read_gold(passages, questions)
     sets = {str(file): read_questions(file) for file in questions}
     matcher = matcher_of(question for rows in sets.values() for question in rows)
+    # One pass copies the rows, notes their ids, and finds the gold passages and answers in them. What is then missing
+    # follows; the output appears only once it is complete.
     ids, before, rows = NewIds(), set(), 0
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = output.with_name(f".{os.getpid()}.{output.name}")
     try:
-        with _open(staging) as file:
+        with gzip.open(staging, "wb") if staging.suffix == ".gz" else staging.open("wb") as file:
             for rows, line in read_lines(corpus):
                 file.write(line if line.endswith(b"\n") else line + b"\n")
                 passage = parse_passage(line, corpus, rows)
@@ -111,10 +114,14 @@ def complete(corpus: Path, passages: Sequence[Path], questions: Sequence[Path], 
                 missing.see(passage["contents"], tokens)
                 before |= matcher.find(tokens)
             added = list(zip(ids.make(len(missing.left())), missing.left(), strict=True))
-            file.writelines(_lines(added))
+            for name, gold in added:
+                row = {"id": name, "contents": gold.contents}
+                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
         staging.replace(output)
     finally:
         staging.unlink(missing_ok=True)
+
+    # The report, with the coverage before and after.
     after = before.union(*(matcher.find(answer_tokens(gold.contents)) for _, gold in added))
     return {
         "corpus": str(corpus),
@@ -153,18 +160,9 @@ def _count(sources: list[dict[str, Any]], added: list[tuple[str, GoldPassage]]) 
     ]
 
 
-def _lines(added: Iterable[tuple[str, GoldPassage]]) -> Iterator[bytes]:
-    for name, gold in added:
-        yield (json.dumps({"id": name, "contents": gold.contents}, ensure_ascii=False) + "\n").encode()
-
-
 def _spaced(tokens: AnswerTokens) -> str:
-    """With a space around each token: one text is in another only on token boundaries."""
+    """The tokens with a space around each, so that one text is in another only on token boundaries."""
     return f" {' '.join(tokens)} "
-
-
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
 
 
 # The passages that questions were written from: rows of their own, or paragraphs in the metadata of a question.
@@ -222,7 +220,7 @@ def _paragraphs(metadata: Row) -> Iterator[Row]:
 
 
 def _pairs(value: Any, *columns: str) -> Iterator[tuple[str, Any]]:
-    """(title, other) of a table in columns or in pairs."""
+    """The pairs (title, other) of a table that is stored in columns or in pairs."""
     if not isinstance(value, dict):
         yield from ((title, other) for title, other in value)
         return

@@ -47,16 +47,16 @@ def _question(row: dict[str, Any], path: Path, number: int) -> GoldQuestion:
 def make_question(identifier: str, text: str, golden: Sequence[str]) -> GoldQuestion:
     """A question with its `answers` and `kind`."""
     answers = searched_answers(golden)
-    return GoldQuestion(identifier, text, tuple(golden), answers, _kind(answers, golden))
+    if answers:
+        kind = "span"
+    elif _NO_EVIDENCE & set(map(answer_tokens, golden)):
+        kind = "yes_no"
+    else:
+        kind = "empty"
+    return GoldQuestion(identifier, text, tuple(golden), answers, kind)
 
 
 def searched_answers(golden: Iterable[str]) -> tuple[AnswerTokens, ...]:
-    """See `GoldQuestion.answers`."""
+    """The answers to look for in a corpus: see `GoldQuestion.answers`."""
     normalized = dict.fromkeys(answer_tokens(answer) for answer in golden)
     return tuple(answer for answer in normalized if answer and answer not in _NO_EVIDENCE)
-
-
-def _kind(answers: tuple[AnswerTokens, ...], golden: Iterable[str]) -> str:
-    if answers:
-        return "span"
-    return "yes_no" if _NO_EVIDENCE & set(map(answer_tokens, golden)) else "empty"

@@ -57,7 +57,7 @@ def _digest(path: Path, start: int, size: int, digest: Any) -> str:
     return str(digest.hexdigest())
 
 
-class Record:
+class ChecksumFile:
     """`checksums.json`: for each file name, its state when it was last verified."""
 
     def __init__(self, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,12 +12,12 @@ from httpx2 import HTTPError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
-from search_r1.data.hub.artifacts import Artifact
-from search_r1.data.hub.checksums import Record, is_joined, is_whole, sha256_of
+from search_r1.data.hub.artifacts import ARTIFACTS, Artifact, artifacts
+from search_r1.data.hub.checksums import ChecksumFile, is_joined, is_whole, sha256_of
 from search_r1.data.hub.listing import HubUnavailable, RemoteFile, first_line, list_files, unmatched
 from search_r1.data.hub.making import join, require_disk, unpack
 from search_r1.data.qa.hub_bar import HubBar
-from verl.errors import DataError
+from verl.errors import DataError, VerlError
 
 _UNPACKED_TIMES = 4  # how much larger than packed a corpus is taken to be
 
@@ -26,10 +28,13 @@ class Downloader:
     def __init__(self, folder: Path, remove_parts: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._remove_parts = folder, remove_parts
-        self._record = Record(folder)
+        self._record = ChecksumFile(folder)
 
     def get(self, artifact: Artifact) -> None:
-        """Raises `HubUnavailable`, which says what to put where, `DataError` for wrong files or a full disk."""
+        """Download and verify an artifact, and make the file that is used from it.
+
+        Raises `HubUnavailable`, which says what to put where, `DataError` for wrong files or a full disk.
+        """
         try:
             revision, remote = list_files(artifact)
         except HubUnavailable as error:
@@ -111,14 +116,13 @@ class Downloader:
 
     def _require_disk(self, artifact: Artifact, remote: Sequence[RemoteFile]) -> None:
         size = sum(file.size for file in remote)
-        missing = sum(self._missing(artifact, file) for file in remote)
+        missing = 0
+        for file in remote:
+            path = self._path(artifact, file.path)
+            there = path if path.exists() else partial_file(file, path)
+            missing += max(0, file.size - (there.stat().st_size if there.exists() else 0))
         made = size if artifact.joined else _UNPACKED_TIMES * size if artifact.unpacked else 0
         require_disk(self._folder, missing + made, f"{artifact.name} ({artifact.repo})")
-
-    def _missing(self, artifact: Artifact, file: RemoteFile) -> int:
-        path = self._path(artifact, file.path)
-        there = path if path.exists() else partial_file(file, path)
-        return max(0, file.size - (there.stat().st_size if there.exists() else 0))
 
     def _note(self, path: Path, more: dict[str, Any], sha256: str | None = None) -> None:
         entry = {"sha256": sha256 or sha256_of(path), "bytes": path.stat().st_size} | more
@@ -144,6 +148,7 @@ def fetch(remote: RemoteFile, target: Path) -> None:
     Received bytes stay in a hidden file next to it, even if this process is killed (`hf_hub_download` would start
     over). Raises `HubUnavailable` when the connection breaks, `DataError` when the checksum is wrong.
     """
+    # Continue where an earlier attempt stopped; a file that is too long cannot be its beginning.
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_file(remote, target)
     try:
@@ -165,6 +170,8 @@ def fetch(remote: RemoteFile, target: Path) -> None:
             f"{remote.url} stopped at {arrived} of {remote.size} bytes ({first_line(error)}); "
             "the same command resumes there"
         ) from error
+
+    # A wrong file is removed, or every further attempt would end with it.
     if not is_whole(partial, remote):
         partial.unlink()
         raise DataError(f"{remote.url}: what arrived has not the checksum that the hub gives; run the command again")
@@ -172,5 +179,42 @@ def fetch(remote: RemoteFile, target: Path) -> None:
 
 
 def partial_file(remote: RemoteFile, target: Path) -> Path:
-    """The file's checksum is in the name, so that another version of the file does not resume from it."""
+    """The hidden file of the bytes received so far, with the checksum in its name: another version starts anew."""
     return target.with_name(f".{target.name}.{remote.digest[:12]}.part")
+
+
+# The program scripts/download.py.
+
+
+def main(description: str | None, arguments: Sequence[str] | None = None) -> int:
+    """Download what the arguments name. Returns the exit status: 0, or 1 if errors were printed.
+
+    A missing artifact does not stop the others.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--save_path", type=Path, required=True, help="folder for all downloads")
+    add("--what", default="corpus,e5", help=f"what to download: any of {','.join(ARTIFACTS)} (default: %(default)s)")
+    add("--repo_id", help="dataset repository of the flat e5 index, if not Search-R1's")
+    add(
+        "--remove_parts",
+        action="store_true",
+        help="delete the downloaded parts once the file made from them is complete",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        chosen, downloader = artifacts(args.what, args.repo_id), Downloader(args.save_path, args.remove_parts)
+        missing: list[VerlError] = [error for one in chosen if (error := _get(downloader, one)) is not None]
+    except VerlError as error:
+        missing = [error]
+    for found in missing:
+        print(f"error: {found}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _get(downloader: Downloader, artifact: Artifact) -> HubUnavailable | None:
+    try:
+        downloader.get(artifact)
+    except HubUnavailable as error:
+        return error
+    return None

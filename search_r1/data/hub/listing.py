@@ -38,6 +38,7 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
 
     Raises `HubUnavailable`, or `DataError` if there is no such repository or one of its files is missing.
     """
+    # What the hub has in its main version; its name goes into the addresses, so that no later version is mixed in.
     try:
         info = HfApi().dataset_info(artifact.repo, files_metadata=True)
     except RepositoryNotFoundError as error:
@@ -58,6 +59,7 @@ def list_files(artifact: Artifact) -> tuple[str, list[RemoteFile]]:
         for sibling in info.siblings or []
         if any(fnmatch(sibling.rfilename, pattern) for pattern in artifact.patterns)
     ]
+    # Without the files that are needed, it is another repository.
     missing = unmatched(artifact.needed, [file.path for file in found])
     if missing:
         raise DataError(f"the repository {artifact.repo} has no {', '.join(missing)}; give the right one by --repo_id")

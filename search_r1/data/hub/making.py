@@ -21,7 +21,7 @@ _GB = 10**9
 
 
 class _HashedFile:
-    """Takes the SHA-256 of what it is given to write."""
+    """A file that takes the SHA-256 of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -52,7 +52,8 @@ def unpack(packed: Path, product: Path) -> str:
     def copy(target: _HashedFile) -> None:
         try:
             with reading(packed) as raw, gzip.open(raw) as plain:
-                if _is_tar(plain):
+                magic = plain.peek(_TAR_HEADER)[_TAR_MAGIC_AT : _TAR_MAGIC_AT + len(_TAR_MAGIC)]
+                if magic == _TAR_MAGIC:
                     _copy_member(packed, plain, target)
                 else:
                     shutil.copyfileobj(plain, target, BLOCK)
@@ -67,11 +68,6 @@ def require_disk(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DataError(f"{what} needs {needed / _GB:.1f} GB more in {folder}, which has {free / _GB:.1f} GB free")
-
-
-def _is_tar(plain: gzip.GzipFile) -> bool:
-    header = plain.peek(_TAR_HEADER)
-    return header[_TAR_MAGIC_AT : _TAR_MAGIC_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
 
 
 def _copy_member(packed: Path, plain: gzip.GzipFile, target: _HashedFile) -> None:

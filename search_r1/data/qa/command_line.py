@@ -1,15 +1,16 @@
-"""What the scripts in scripts/data_process share: their arguments, and the files they write."""
+"""What the scripts in scripts/data_process share: their arguments, and the files they write, here and on HDFS."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from search_r1.data.qa.build import PromptBuilder
-from search_r1.data.qa.hdfs import copy_to_hdfs, hdfs_client
 from search_r1.data.qa.reading import BadRows
 from search_r1.data.qa.retrieved import Contexts
 from search_r1.data.qa.source_files import sources
@@ -19,7 +20,7 @@ from verl.errors import ConfigError, VerlError
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PromptScript:
     """What a script writes: `base` is the template of `--template_type base`, `splits` are the files."""
 
     local_dir: str
@@ -29,35 +30,36 @@ class Recipe:
     with_context: bool = False
 
 
-def main(description: str | None, recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after printing an error."""
-    args = _parser(description, recipe).parse_args(arguments)
+def main(description: str | None, script: PromptScript, arguments: Sequence[str] | None = None) -> int:
+    """Run a script. Returns the exit status: 0, or 1 after printing an error."""
+    args = _parser(description, script).parse_args(arguments)
     try:
-        run(args, recipe)
+        run(args, script)
     except (VerlError, SearchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(args: argparse.Namespace, recipe: Recipe) -> None:
+def run(args: argparse.Namespace, script: PromptScript) -> None:
     """Write the files that `args` specify. Raises `VerlError` or `SearchError`."""
     client = hdfs_client() if args.hdfs_dir else None
-    template = load_template(recipe.base if args.template_type == "base" else args.template_type)
-    if template.needs_context != recipe.with_context:
+    template = load_template(script.base if args.template_type == "base" else args.template_type)
+    if template.needs_context != script.with_context:
         what = "has a place for" if template.needs_context else "has no place for"
         raise ConfigError(f"--template_type {args.template_type} {what} retrieved passages, which only nq_rag.py gives")
-    # all files are found before the first one is read
-    found = {split: sources(args.data_sources, split, args.input_dir) for split in _splits(args, recipe)}
+    # Find all files before the first one is read.
+    found = {split: sources(args.data_sources, split, args.input_dir) for split in _splits(args, script)}
     builder = PromptBuilder(template, args.limit, BadRows(args.skip_bad_rows))
     written = []
     for split, of_split in found.items():
         path = args.local_dir / f"{split}.parquet"
-        counts = builder.write(path, of_split, split, _contexts(args, split, recipe))
+        counts = builder.write(path, of_split, split, _contexts(args, split, script))
         written.append(path)
         pairs = zip(of_split, counts, strict=True)
         parts = (f"{count} of {source.data_source} from {source.path.name}" for source, count in pairs)
         print(f"{path}: {sum(counts)} prompts ({', '.join(parts)})")
+    # Say what was left out, and copy what was written.
     for message in builder.bad_rows.listed:
         print(f"left out: {message}", file=sys.stderr)
     if args.skip_bad_rows:
@@ -66,37 +68,37 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
         copy_to_hdfs(client, written, args.hdfs_dir)
 
 
-def _splits(args: argparse.Namespace, recipe: Recipe) -> list[str]:
+def _splits(args: argparse.Namespace, script: PromptScript) -> list[str]:
     chosen = [word.strip() for word in args.splits.split(",")]
-    if not set(chosen) <= set(recipe.splits) or len(set(chosen)) != len(chosen):
-        raise ConfigError(f"--splits {args.splits!r} has to be some of {','.join(recipe.splits)}")
+    if not set(chosen) <= set(script.splits) or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"--splits {args.splits!r} has to be some of {','.join(script.splits)}")
     return chosen
 
 
-def _contexts(args: argparse.Namespace, split: str, recipe: Recipe) -> Contexts | None:
-    if not recipe.with_context:
+def _contexts(args: argparse.Namespace, split: str, script: PromptScript) -> Contexts | None:
+    if not script.with_context:
         return None
     cache = args.train_retrieval_cache if split == "train" else args.test_retrieval_cache
     return Contexts(cache, args.corpus_path, args.retriever_url, args.topk)
 
 
-def _parser(description: str | None, recipe: Recipe) -> argparse.ArgumentParser:
+def _parser(description: str | None, script: PromptScript) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--local_dir", type=Path, default=Path(recipe.local_dir), help="output folder (default: %(default)s)")
+    add("--local_dir", type=Path, default=Path(script.local_dir), help="output folder (default: %(default)s)")
     add("--hdfs_dir", help="folder on HDFS to copy the files to")
     templates = ", ".join(shipped_templates())
-    add("--template_type", default="base", help=f"base ({recipe.base}), or a file, or one of {templates}")
+    add("--template_type", default="base", help=f"base ({script.base}), or a file, or one of {templates}")
     add("--input_dir", type=Path, help="folder with <set>/<split>.jsonl or the original files (default: the hub)")
     add("--skip_bad_rows", action="store_true", help="list and skip rows that cannot be used")
     add("--limit", type=_positive, help="maximum number of questions from each set")
-    if recipe.several_sets:
+    if script.several_sets:
         add("--data_sources", default="nq", help="sets, or NAME=FILE, separated by commas")
-        parser.set_defaults(splits=",".join(recipe.splits))
+        parser.set_defaults(splits=",".join(script.splits))
     else:
-        add("--splits", default=",".join(recipe.splits), help="splits to write (default: %(default)s)")
+        add("--splits", default=",".join(script.splits), help="splits to write (default: %(default)s)")
         parser.set_defaults(data_sources="nq")
-    if recipe.with_context:
+    if script.with_context:
         _add_context_arguments(parser)
     return parser
 
@@ -115,3 +117,22 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+# Copy the written files to HDFS with Hadoop's command-line client.
+
+
+def hdfs_client() -> str:
+    """The path of the client. Raises `ConfigError` if there is none."""
+    client = shutil.which("hdfs")
+    if client is None:
+        raise ConfigError("--hdfs_dir needs the program hdfs of Hadoop on the PATH; without it leave --hdfs_dir out")
+    return client
+
+
+def copy_to_hdfs(client: str, files: Sequence[Path], folder: str) -> None:
+    """Copy `files` to `folder`, replacing files of the same names. Raises `ConfigError` with the client's message."""
+    for words in (["-mkdir", "-p", folder], ["-put", "-f", *map(str, files), folder]):
+        done = subprocess.run([client, "dfs", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"hdfs dfs {words[0]} to {folder} failed: {done.stderr.strip()}")

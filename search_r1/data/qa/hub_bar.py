@@ -9,7 +9,7 @@ from long_task import BYTES, Progress
 
 
 class HubBar:
-    """To be passed as `tqdm_class`; it has those of tqdm's methods that the hub's client calls."""
+    """A bar to pass as `tqdm_class`; it has those of tqdm's methods that the hub's client calls."""
 
     def __init__(self, *_: Any, desc: str = "", total: int | None = None, initial: int = 0, **__: Any) -> None:
         self._progress = Progress(f"fetch {desc}", total, initial, BYTES)
@@ -27,7 +27,7 @@ class HubBar:
         self._progress.close()
 
     def __getattr__(self, name: str) -> Any:
-        """What a bar of tqdm can also be told: names, suffixes."""
+        """A method of tqdm's bar that sets a name or a suffix, which this bar does not show."""
         if name.startswith("set_") or name == "refresh":
             return lambda *_, **__: None
         raise AttributeError(name)

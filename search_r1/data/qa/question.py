@@ -14,8 +14,8 @@ _OF_PROMPT_FILES = ("data_source", "prompt", "ability", "reward_model", "extra_i
 
 
 @dataclass(frozen=True)
-class Fields:
-    """What a format reads from a row, not validated yet. `id` None: the format has no ids."""
+class RawQuestion:
+    """A question as a format reads it from a row, not validated yet. `id` None: the format has no ids."""
 
     question: Any
     answers: Any
@@ -80,7 +80,7 @@ def _parsed_list(text: str) -> Any:
         return text
 
 
-def checked(fields: Fields, split: str, index: int) -> QaRow:
+def checked(fields: RawQuestion, split: str, index: int) -> QaRow:
     """The validated row. Raises `ValueError` with the reason. In a format without ids, a row gets `split_index`."""
     if not isinstance(fields.question, str) or not fields.question.strip():
         raise ValueError(f"the question is {_shown(fields.question)}, not a text")

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from types import ModuleType
 
-from search_r1.data.qa.formats import format_of, known_formats
+from search_r1.data.qa.formats import Format, format_of, known_formats
 from search_r1.data.qa.question import QaRow, checked
-from search_r1.data.qa.records import Record, place, read_records
+from search_r1.data.qa.records import FileRow, place, read_records
 from verl.errors import DataError
 
 _LOOKED_AT = 100  # rows that may be broken before one that shows the format
@@ -18,7 +17,7 @@ _LOOKED_AT = 100  # rows that may be broken before one that shows the format
 
 @dataclass
 class BadRows:
-    """What to do with invalid rows: raise an error at the first, or list all of them and skip them."""
+    """The policy for invalid rows: raise an error at the first, or list all of them and skip them."""
 
     skip: bool = False
     listed: list[str] = field(default_factory=list)
@@ -44,7 +43,8 @@ def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]
         try:
             row = _question(record, found, split, index)
             if row.id in line_of_id:
-                raise ValueError(f"the id {row.id!r} stands already in {_row(path, line_of_id[row.id])}")
+                unit = "row" if path.suffix == ".parquet" else "line"
+                raise ValueError(f"the id {row.id!r} stands already in {unit} {line_of_id[row.id]}")
         except ValueError as error:
             bad_rows.found(place(path, record.line), str(error))
             continue
@@ -52,11 +52,7 @@ def read_questions(path: Path, split: str, bad_rows: BadRows) -> Iterator[QaRow]
         yield row
 
 
-def _row(path: Path, line: int) -> str:
-    return f"row {line}" if path.suffix == ".parquet" else f"line {line}"
-
-
-def _format(path: Path, first: list[Record]) -> ModuleType:
+def _format(path: Path, first: list[FileRow]) -> Format:
     if not first:
         raise DataError(f"{path} has no rows")
     found = format_of(record.value for record in first)
@@ -70,11 +66,11 @@ def _format(path: Path, first: list[Record]) -> ModuleType:
     return found
 
 
-def _question(record: Record, found: ModuleType, split: str, index: int) -> QaRow:
-    """Raises `ValueError` with the reason."""
+def _question(record: FileRow, found: Format, split: str, index: int) -> QaRow:
+    """The question in a row of the format `found`. Raises `ValueError` with the reason if there is none."""
     if record.fault:
         raise ValueError(record.fault)
-    missing = sorted(found.KEYS - record.value.keys())
+    missing = sorted(found.keys - record.value.keys())
     if missing:
         raise ValueError(f"it has no {' and no '.join(missing)}")
-    return checked(found.fields(record.value), split, index)
+    return checked(found.read(record.value), split, index)

@@ -29,7 +29,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRow:
     """One row: its `value`, or the reason why it has none. `line` counts from 1; in Parquet, rows from 0."""
 
     line: int
@@ -37,7 +37,7 @@ class Record:
     fault: str = ""
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[FileRow]:
     """The rows in order. Raises `DataError` if the file cannot be read any further (a broken row is a `fault`)."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in _READERS:
@@ -52,7 +52,7 @@ def place(path: Path, line: int) -> str:
     return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def _json_lines(path: Path) -> Iterator[FileRow]:
     try:
         for number, line in read_lines(path):
             yield _json_line(number, line)
@@ -60,21 +60,21 @@ def _json_lines(path: Path) -> Iterator[Record]:
         raise DataError(str(error)) from error
 
 
-def _json_line(number: int, line: bytes) -> Record:
+def _json_line(number: int, line: bytes) -> FileRow:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Record(number, fault=f"no JSON: {error}" if line.strip() else "a blank line")
+        return FileRow(number, fault=f"no JSON: {error}" if line.strip() else "a blank line")
     return _object(number, value)
 
 
-def _object(number: int, value: Any) -> Record:
+def _object(number: int, value: Any) -> FileRow:
     if not isinstance(value, dict):
-        return Record(number, fault=f"a JSON {type(value).__name__}, not an object")
-    return Record(number, value)
+        return FileRow(number, fault=f"a JSON {type(value).__name__}, not an object")
+    return FileRow(number, value)
 
 
-def _json_array(path: Path) -> Iterator[Record]:
+def _json_array(path: Path) -> Iterator[FileRow]:
     with _text(path) as file:
         try:
             for line, value in array_items(file):
@@ -88,30 +88,27 @@ def _json_array(path: Path) -> Iterator[Record]:
             raise DataError(f"{path} cannot be read as UTF-8 text: {error}; fetch the file again") from error
 
 
-def _table(path: Path, delimiter: str) -> Iterator[Record]:
+def _table(path: Path, delimiter: str) -> Iterator[FileRow]:
     with _text(path) as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         try:
             for row in reader:
-                yield _table_row(reader.line_num, row)
+                if None in row or None in row.values():
+                    yield FileRow(reader.line_num, fault="it has not as many columns as the first line")
+                else:
+                    yield FileRow(reader.line_num, row)
         except UnicodeDecodeError as error:
             raise DataError(f"{path}, after line {reader.line_num}: not UTF-8: {error}; convert it by iconv") from error
         except (csv.Error, EOFError, zlib.error, OSError) as error:
             raise DataError(f"{path}, after line {reader.line_num}: cannot be read: {error}") from error
 
 
-def _table_row(line: int, row: dict[str | Any, Any]) -> Record:
-    if None in row or None in row.values():
-        return Record(line, fault="it has not as many columns as the first line")
-    return Record(line, row)
-
-
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path) -> Iterator[FileRow]:
     try:
         file = pq.ParquetFile(path)
         rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
         told = track(rows, f"read {path.name}", file.metadata.num_rows, "rows")
-        yield from itertools.starmap(Record, enumerate(told))
+        yield from itertools.starmap(FileRow, enumerate(told))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
@@ -122,7 +119,7 @@ def _text(path: Path) -> Iterator[TextIO]:
         yield io.TextIOWrapper(cast(io.BufferedReader, plain), encoding="utf-8-sig", newline="")
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[FileRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json_array,
     ".csv": lambda path: _table(path, ","),

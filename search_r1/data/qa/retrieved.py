@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,14 @@ class Contexts:
         return str(self._corpus[self._row(str(document["id"]))]["contents"])
 
     def _row(self, identifier: str) -> int:
-        """In wiki-18 an id is the number of its row; another corpus is read through once."""
+        """The row of a passage. In wiki-18 an id is the number of its row; another corpus is read through once."""
         assert self._corpus is not None
         if self._row_of is None:
             row = int(identifier) if identifier.isdecimal() else len(self._corpus)
             if row < len(self._corpus) and self._corpus[row]["id"] == identifier:
                 return row
-            self._row_of = _rows_of(self._corpus, {str(d["id"]) for found in self._cache.values() for d in found})
+            wanted = {str(document["id"]) for documents in self._cache.values() for document in documents}
+            self._row_of = {passage["id"]: n for n, passage in enumerate(self._corpus) if passage["id"] in wanted}
         if identifier not in self._row_of:
             raise DataError(f"{self._corpus.path} has no passage with the id {identifier!r} of {self._cache_path}")
         return self._row_of[identifier]
@@ -91,11 +92,6 @@ def _read_cache(path: Path) -> dict[str, Documents]:
         if not isinstance(documents, list) or not all(isinstance(d, dict) and "id" in d for d in documents):
             raise DataError(f'{path}: what is cached for {question!r} is not a list of {{"id": ..}}')
     return {normalize_question(question): documents for question, documents in cache.items()}
-
-
-def _rows_of(corpus: Corpus, wanted: Iterable[str]) -> dict[str, int]:
-    left = set(wanted)
-    return {passage["id"]: row for row, passage in enumerate(corpus) if passage["id"] in left}
 
 
 async def _ask(url: str, questions: Sequence[str], topk: int) -> list[Documents]:

@@ -64,7 +64,7 @@ SETS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class QuestionFile:
     """A file of questions. `split` is the name of its split, and goes into the ids of rows that have none."""
 
     data_source: str
@@ -72,7 +72,7 @@ class Source:
     path: Path
 
 
-def named_file(item: str) -> Source | None:
+def named_file(item: str) -> QuestionFile | None:
     """The source given as `NAME=FILE`; None for a text without `=`. Raises `DataError` for a bad name."""
     name, separator, path = item.partition("=")
     if not separator:
@@ -80,10 +80,10 @@ def named_file(item: str) -> Source | None:
     if not _NAME.fullmatch(name):
         raise DataError(f"{name!r} cannot be the name of a set (in {item}): give NAME=FILE, NAME of letters and digits")
     file = Path(path).expanduser()
-    return Source(name, file.name.partition(".")[0], file)
+    return QuestionFile(name, file.name.partition(".")[0], file)
 
 
-def sources(names: str, wanted: str, folder: Path | None) -> list[Source]:
+def sources(names: str, wanted: str, folder: Path | None) -> list[QuestionFile]:
     """The sources in a comma-separated list of set names or `NAME=FILE`, in order. Without a folder, files on the hub.
 
     `wanted` is train or test. Raises `DataError`, which says which file to put where.
@@ -95,17 +95,25 @@ def sources(names: str, wanted: str, folder: Path | None) -> list[Source]:
             f"--data_sources {names!r} has to name some of {', '.join(SETS)}, other sets of FlashRAG, or files of your "
             f"own (NAME=FILE), each once, with commas between"
         )
-    return [named_file(word) or _source(word, wanted, folder) for word in words]
+
+    def of_set(name: str) -> QuestionFile:
+        return _from_hub(name, wanted) if folder is None else _from_folder(name, wanted, folder)
+
+    return [named_file(word) or of_set(word) for word in words]
 
 
-def sources_in(folder: Path, wanted: str) -> list[Source]:
+def sources_in(folder: Path, wanted: str) -> list[QuestionFile]:
     """One source for each set with questions in `folder`: first the known sets in their order, then the others by name.
 
     Raises `DataError` if there is none, or if a known set lacks the wanted file.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; it has to hold <set>/<split>.jsonl")
-    names = {path.name for path in folder.iterdir() if path.is_dir() and any(_files_of(path))}
+    names = {
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() and any(_file_of(path.name, split, path) for split in ("test", "dev", "train"))
+    }
     ordered = [*(name for name in SETS if name in names), *sorted(names - SETS.keys())]
     if not ordered:
         raise DataError(
@@ -114,11 +122,7 @@ def sources_in(folder: Path, wanted: str) -> list[Source]:
     return [_from_folder(name, wanted, folder) for name in ordered]
 
 
-def _source(name: str, wanted: str, folder: Path | None) -> Source:
-    return _from_hub(name, wanted) if folder is None else _from_folder(name, wanted, folder)
-
-
-def _from_folder(name: str, wanted: str, folder: Path) -> Source:
+def _from_folder(name: str, wanted: str, folder: Path) -> QuestionFile:
     """`<folder>/<name>/<split>.jsonl` or the original file beside it, each also as .gz."""
     if name not in SETS and not (folder / name).is_dir():
         there = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
@@ -126,21 +130,18 @@ def _from_folder(name: str, wanted: str, folder: Path) -> Source:
     for split in _SPLITS[wanted]:
         path = _file_of(name, split, folder / name)
         if path is not None:
-            return Source(name, split, path)
+            return QuestionFile(name, split, path)
         if split in _published(name):
             raise _missing(name, split, folder / name)
-    raise _without(name, wanted, folder / name)
+    files = ", ".join(f"{split}.jsonl" for split in _SPLITS[wanted])
+    published = f", only {', '.join(_published(name))}" if _published(name) else ""
+    raise DataError(f"{name} has no {wanted} split{published}: {folder / name} has none of {files}")
 
 
 def _file_of(name: str, split: str, folder: Path) -> Path | None:
     patterns = (*(f"{split}{suffix}" for suffix in _SUFFIXES), *_originals(name, split))
     found = (path for pattern in patterns for end in ("", ".gz") for path in sorted(folder.glob(f"{pattern}{end}")))
     return next(found, None)
-
-
-def _files_of(folder: Path) -> Iterable[Path]:
-    """Those of any split."""
-    return (path for split in _SPLITS["test"] if (path := _file_of(folder.name, split, folder)) is not None)
 
 
 def _published(name: str) -> Sequence[str]:
@@ -160,13 +161,7 @@ def _missing(name: str, split: str, folder: Path) -> DataError:
     )
 
 
-def _without(name: str, wanted: str, folder: Path) -> DataError:
-    files = ", ".join(f"{split}.jsonl" for split in _SPLITS[wanted])
-    published = f", only {', '.join(_published(name))}" if _published(name) else ""
-    return DataError(f"{name} has no {wanted} split{published}: {folder} has none of {files}")
-
-
-def _from_hub(name: str, wanted: str) -> Source:
+def _from_hub(name: str, wanted: str) -> QuestionFile:
     # slow to import, and not needed with a folder
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
@@ -174,12 +169,13 @@ def _from_hub(name: str, wanted: str) -> Source:
 
     from search_r1.data.qa.hub_bar import HubBar
 
+    # A set that we do not know may have any split: all are tried.
     splits = [split for split in _SPLITS[wanted] if split in _published(name)] or _SPLITS[wanted]
     for split in splits:
         file = f"{name}/{split}.jsonl"
         try:
             fetched = hf_hub_download(FLASHRAG_REPO, file, repo_type="dataset", tqdm_class=cast(Any, HubBar))
-            return Source(name, split, Path(fetched))
+            return QuestionFile(name, split, Path(fetched))
         except RemoteEntryNotFoundError:
             continue
         except (OSError, HTTPError) as error:
@@ -188,6 +184,8 @@ def _from_hub(name: str, wanted: str) -> Source:
                 f"{file} of {FLASHRAG_REPO} could not be fetched ({reason}); without a network, fetch "
                 f"{_url(name, split)} elsewhere, place it as DIR/{file} and pass --input_dir DIR"
             ) from error
+
+    # The hub answered, and has none of them: the name is probably wrong.
     raise DataError(
         f"{FLASHRAG_REPO} has no {' or '.join(f'{name}/{split}.jsonl' for split in splits)}{_meant(name, SETS)}; "
         f"{_own(name)}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Build the folder; return 0, or 1 after printing what was wrong."""
     parser = argparse.ArgumentParser(prog="python -m search_r1.data.tinywiki", description="Write a TinyWiki folder.")
+    # the folder, and how large it is
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of worlds, questions, trajectories and weights")
     parser.add_argument("--num_passages", type=int, default=2000, help="number of passages in the corpus")
@@ -32,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=None,
         help="number of warm-start rows; the shares of the phases stay the same",
     )
+    # how hard the questions are, and how good the demonstrations
     parser.add_argument("--long", action="store_true", help="questions of 1, 2 and 3 hops instead of 1 and 2")
     parser.add_argument("--stop", type=probability, help="demonstrator: probability of answering after a passage")
     parser.add_argument("--next_hop", type=probability, help="demonstrator: probability of noting the next hop")

@@ -40,7 +40,7 @@ SFT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to write.
+    """The contents of a TinyWiki folder: how large it is, and how hard.
 
     Attributes:
         seed: seed of worlds, questions, trajectories and initial weights.

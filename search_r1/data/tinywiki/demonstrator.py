@@ -9,7 +9,7 @@ questions correctly and rarely longer ones; the rest is left to reinforcement le
 import random
 from dataclasses import dataclass
 
-from search_r1.data.tinywiki.passages import Passage, PassageIndex, observation
+from search_r1.data.tinywiki.passages import PassageIndex, WorldPassage, observation
 from search_r1.data.tinywiki.questions import ChainQuestion
 from search_r1.llm_agent.templates import Template
 
@@ -19,7 +19,7 @@ Segment = tuple[str, str]
 
 @dataclass(frozen=True)
 class Habits:
-    """How the demonstrator errs.
+    """The probabilities with which the demonstrator errs.
 
     Attributes:
         start: probability of looking up the entity that the question names; else it looks up half of its name.
@@ -57,7 +57,7 @@ class Demonstrator:
         segments = [("prompt", self.template.messages(question.text)[0]["content"])]
         for num_searches in range(1, self.habits.max_searches + 1):
             [[found]] = self.index.search([query], topk=1)
-            passage = Passage(world.name, found.entity, world.contents(found.entity))
+            passage = WorldPassage(world.name, found.entity, world.contents(found.entity))
             segments += [("policy", search_turn(thought, query)), ("environment", observation([passage]))]
             relation, query = self._note(question, found.entity, rng)
             thought = f"{relation} {query}"

@@ -14,7 +14,7 @@ from search_r1.llm_agent.observations import format_passage
 
 
 @dataclass(frozen=True)
-class Passage:
+class WorldPassage:
     """One passage: the entity it is about (world name and number) and its text."""
 
     world: str
@@ -36,15 +36,15 @@ class PassageIndex:
 
     def __init__(self, worlds: Sequence[World]) -> None:
         self.passages = [
-            Passage(world.name, entity, world.contents(entity))
+            WorldPassage(world.name, entity, world.contents(entity))
             for world in worlds
             for entity in range(world.num_entities)
         ]
         self._retriever = bm25s.BM25()
         self._retriever.index(_tokenize([passage.contents for passage in self.passages]), show_progress=False)
-        self._cache: dict[tuple[str, int], list[Passage]] = {}
+        self._cache: dict[tuple[str, int], list[WorldPassage]] = {}
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
+    def search(self, queries: Sequence[str], topk: int) -> list[list[WorldPassage]]:
         """Return up to `topk` passages per query, best first."""
         missing = sorted({query for query in queries if (query, topk) not in self._cache})
         if missing:
@@ -60,6 +60,6 @@ def _tokenize(texts: list[str]) -> list[list[str]]:
     return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
 
 
-def observation(passages: Sequence[Passage]) -> str:
+def observation(passages: Sequence[WorldPassage]) -> str:
     """Return the text the environment shows for a search, the same bytes as in training."""
     return SEARCH_R1.wrap_information("".join(format_passage(i, p.contents) for i, p in enumerate(passages, start=1)))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from search_r1.evaluation.questions import Question
 from search_r1.llm_agent.agent import SearchAgent
 from verl.data.prompts import encode_prompt
 from verl.errors import DataError, EnvironmentUnavailable
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
+
+if TYPE_CHECKING:
+    from search_r1.llm_agent.observations import ObservationWriter
+    from search_r1.llm_agent.search_engine import Searcher
 
 CONTEXT = "context"
 """In a prompt's row: the passages that were looked up before the model was asked."""
@@ -30,7 +34,9 @@ class Method:
         try:
             prompt = await self.prompt(question)
         except EnvironmentUnavailable as error:
-            return self._not_asked(question, str(error))
+            not_asked = Prompt((), question.set_name, row_of(question))
+            segments = [Segment(Source.PROMPT, ())]
+            return Trajectory(question.key, not_asked, segments, status=Status.FAILED, failure=str(error))
         return await self.agent_of(prompt).play(prompt, seed, question.key)
 
     async def prompt(self, question: Question) -> Prompt:
@@ -42,11 +48,6 @@ class Method:
     def agent_of(self, prompt: Prompt) -> SearchAgent:
         """The agent that plays this prompt's episode."""
         return self.agent
-
-    def _not_asked(self, question: Question, failure: str) -> Trajectory:
-        prompt = Prompt((), question.set_name, row_of(question))
-        segments = [Segment(Source.PROMPT, ())]
-        return Trajectory(question.key, prompt, segments, status=Status.FAILED, failure=failure)
 
 
 def row_of(question: Question) -> dict[str, Any]:
@@ -67,3 +68,21 @@ def text_of(question: Question) -> str:
             f"prompt needs; give the set as JSON lines"
         )
     return question.text
+
+
+# Single-shot RAG: the prompt contains the passages found for the question.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rag(Method):
+    """The passages are formatted, cleaned and truncated as in an observation of the search agent."""
+
+    searcher: Searcher
+    writer: ObservationWriter
+
+    async def prompt(self, question: Question) -> Prompt:
+        text = text_of(question)
+        observation = self.writer.write(await self.searcher.search(text))
+        context = self.agent.template.grammar.unwrap_information(observation.text)
+        row = row_of(question) | {CONTEXT: context}
+        return self.agent.prompt(text, context, question.set_name, row)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from search_r1.evaluation.methods.rag import Rag
+from search_r1.evaluation.methods.base import Rag
 from search_r1.llm_agent.agent import SearchAgent
 from search_r1.llm_agent.grammar import Grammar
 from search_r1.llm_agent.observations import ObservationWriter

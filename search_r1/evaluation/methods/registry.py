@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MethodTraits:
     """`template` None: that of the agent's settings. `retrieves`: it uses a retriever; `loops`: more than one turn."""
 
     template: str | None
@@ -26,20 +26,20 @@ class Recipe:
 
 
 METHODS = {
-    "search": Recipe(None, retrieves=True, loops=True),
-    "direct": Recipe("direct", retrieves=False, loops=False),
-    "cot": Recipe("r1", retrieves=False, loops=False),
-    "rag": Recipe("rag", retrieves=True, loops=False, needs_context=True),
-    "ircot": Recipe("ircot", retrieves=True, loops=True, needs_context=True),
+    "search": MethodTraits(None, retrieves=True, loops=True),
+    "direct": MethodTraits("direct", retrieves=False, loops=False),
+    "cot": MethodTraits("r1", retrieves=False, loops=False),
+    "rag": MethodTraits("rag", retrieves=True, loops=False, needs_context=True),
+    "ircot": MethodTraits("ircot", retrieves=True, loops=True, needs_context=True),
 }
 
 
 def overrides_of(method: str, own_template: bool) -> tuple[str, ...]:
     """Config overrides of a method; with `own_template` the user chose the template."""
-    recipe, overrides = METHODS[method], []
-    if recipe.template is not None and not own_template:
-        overrides.append(f"agent.template={recipe.template}")
-    if not recipe.loops:
+    traits, overrides = METHODS[method], []
+    if traits.template is not None and not own_template:
+        overrides.append(f"agent.template={traits.template}")
+    if not traits.loops:
         overrides.append("do_search=false")
     return tuple(overrides)
 
@@ -57,9 +57,8 @@ def make_method(
 ) -> Method:
     """`own_prompts`: `search` uses a prompt file's prompts unchanged. `searcher` is for methods with a context."""
     # Here, because they import torch, which the command line need not wait for.
-    from search_r1.evaluation.methods.base import Method
+    from search_r1.evaluation.methods.base import Method, Rag
     from search_r1.evaluation.methods.ircot import Ircot
-    from search_r1.evaluation.methods.rag import Rag
     from search_r1.llm_agent.observations import ObservationWriter, wrap_feedback
 
     if searcher is None:

@@ -1,18 +1,22 @@
-"""The reward of AutoRefine (Shi et al. 2025, arXiv 2505.11277)."""
+"""The reward of AutoRefine (Shi et al. 2025, arXiv 2505.11277), and the components for its notes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.grammar import Grammar, pairs
 from search_r1.rewards.answer_components import HasAnswer
 from search_r1.rewards.coefficients import check_shares
-from search_r1.rewards.component import ComponentReward, make_component
-from search_r1.rewards.refine_components import RefineCorrect, RefineFormat
+from search_r1.rewards.component import ComponentReward, component, make_component
+from search_r1.rewards.metrics import contains_gold
+from search_r1.rewards.normalize import normalizer
+from search_r1.rewards.reading import Reading
+from search_r1.rewards.text_counts import num_pairs
 
 AUTOREFINE = Grammar(information="documents")
 """The grammar of the template `autorefine`."""
 METRICS = ("f1", "exact_match", "cover_match")
+REFINE = "refine"
 
 
 class AutoRefineReward(ComponentReward):
@@ -54,3 +58,30 @@ class AutoRefineReward(ComponentReward):
             return a
         partial = self.format_score * values["refine_format"] + self.refine_score * values["refine_correct"]
         return max(a, partial)
+
+
+# The components on a policy's notes about what it read, in `<refine>` tags. The tag means nothing to the environment.
+# It is read here, only from the policy's own text.
+
+
+@component("refine_correct")
+class RefineCorrect:
+    """1 when the policy's `<refine>` tags contain a gold answer, both after normalisation."""
+
+    def __init__(self, unicode: bool = False) -> None:
+        self.normalize = normalizer(unicode)
+
+    def __call__(self, reading: Reading) -> float:
+        texts = [(turn.text, reading.grammar.acting(turn.text, REFINE)) for turn in reading.turns]
+        notes = [text[note.inner : note.inner_end] for text, acting in texts for note in pairs(acting, REFINE)]
+        return float(contains_gold([" ".join(notes)], reading.targets, self.normalize))
+
+
+@component("refine_format")
+class RefineFormat:
+    """1 when the policy wrote each of think, search, refine and answer at least once, and closed each as often."""
+
+    def __call__(self, reading: Reading) -> float:
+        grammar = reading.grammar
+        tags = (grammar.think, grammar.search, REFINE, grammar.answer)
+        return float(all(num_pairs(reading.turns, tag) for tag in tags))

@@ -1,14 +1,17 @@
-"""The reward of ReSearch (Chen et al. 2025, arXiv 2503.19470)."""
+"""The reward of ReSearch (Chen et al. 2025, arXiv 2503.19470), and the component for its format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from search_r1.llm_agent.grammar import Grammar
+from search_r1.llm_agent.transcript import Reply, Turn
 from search_r1.rewards.answer_components import TokenF1
 from search_r1.rewards.coefficients import check_shares
-from search_r1.rewards.component import ComponentReward
-from search_r1.rewards.research_format import ResearchFormat
+from search_r1.rewards.component import ComponentReward, component
+from search_r1.rewards.reading import Reading
+from search_r1.rewards.text_counts import count, num_pairs
+from verl.protocol import Status
 
 RESEARCH = Grammar(information="result", boxed=True)
 """The grammar of the template `research`."""
@@ -33,3 +36,36 @@ class ResearchReward(ComponentReward):
             return 0.0
         f1 = values["f1"]
         return max(f1, self.format_score) if self.monotone or f1 == 0 else f1
+
+
+# The component that the reward is made of besides F1.
+
+
+@component("research_format")
+class ResearchFormat:
+    """1 when all of this holds:
+
+    - thoughts are opened as often as closed, and there is at least one;
+    - there is exactly one answer, in `\\boxed{}` if the grammar asks for a box;
+    - every search was in a turn of its own and was followed by its results; the policy got no feedback on an error;
+    - the trajectory ended with the policy's answer, not at a limit.
+
+    Only the policy's own text is read. Search results that it made up break the format.
+    """
+
+    def __call__(self, reading: Reading) -> float:
+        turns, grammar = reading.turns, reading.grammar
+        return float(
+            bool(num_pairs(turns, grammar.think))
+            and num_pairs(turns, grammar.answer) == 1
+            and reading.answer is not None
+            and count(turns, f"<{grammar.information}>") == count(turns, f"</{grammar.information}>") == 0
+            and all(_searches_in_order(turn, grammar.search) for turn in turns)
+            and reading.status is Status.ANSWERED
+        )
+
+
+def _searches_in_order(turn: Turn, search: str | None) -> bool:
+    if turn.reply is Reply.FEEDBACK:
+        return False
+    return num_pairs([turn], search) == (1 if turn.reply is Reply.OBSERVATION else 0)

@@ -31,7 +31,7 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _term(word: str) -> str | None:
-    """The term of a lower-case word, None for a stop word; the term of "s" is "".
+    """The index term of a lower-case word, None for a stop word; the term of "s" is "".
 
     The cache is most of the speed: text repeats its words.
     """

@@ -81,17 +81,20 @@ def _fill_columns(
 
     `idf` is float32 [columns], `norms` float64 [rows]; a weight is computed in float64 and rounded once.
     """
+    # Count: `data` holds how often a row has a term, in the order of the rows; `ends[c]` is where column c ends so far.
     ends = indptr[:-1].copy()
     start = 0
     for row in range(len(lengths)):
         for column in tokens[start : start + lengths[row]]:
             end = ends[column]
             if end > indptr[column] and indices[end - 1] == row:
-                data[end - 1] += 1  # a count, until all rows are read
+                data[end - 1] += 1
             else:
                 data[end], indices[end] = 1, row
                 ends[column] = end + 1
         start += lengths[row]
+
+    # Weigh: replace the counts, which are complete now.
     for column in range(len(idf)):
         for p in range(indptr[column], indptr[column + 1]):
             data[p] = idf[column] * (data[p] / (norms[indices[p]] + data[p]))

@@ -58,6 +58,7 @@ class Bm25Retriever:
                 f"{folder} is not a BM25 index of this service (no {_MANIFEST}); build one: "
                 "python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path ... --save_dir ..."
             )
+        # The manifest must fit the corpus, and the arrays must fit the manifest: either may have been copied alone.
         check_manifest(folder / _MANIFEST, found, _expected(corpus.digest))
         try:
             index = bm25s.BM25.load(folder, mmap=True, show_progress=False)

@@ -67,14 +67,6 @@ def _sift_up(scores: np.ndarray, rows: np.ndarray, at: int) -> None:
 
 
 @compiled
-def _best_first(scores: np.ndarray, rows: np.ndarray, size: int) -> None:
-    """Turn the heap into a list, best first: the worst of what is left goes to the end."""
-    for end in range(size - 1, 0, -1):
-        _swap(scores, rows, 0, end)
-        _sift_down(scores, rows, end)
-
-
-@compiled
 def _keep_best(scores: np.ndarray, rows: np.ndarray, size: int, score: float, row: int) -> int:
     """Put a hit into the heap of the best `len(scores)`; returns its new size."""
     if size < len(scores):
@@ -166,6 +158,7 @@ def search_columns(
         best, best_rows, size = scores[query], rows[query], 0
         starts, ends = indptr[asked], indptr[asked]
         for first in range(0, num_rows, len(sums)):
+            # Add up the weights of the block's rows, column after column; each column goes on where it stopped.
             stop, added = min(first + len(sums), num_rows), 0
             for i in range(len(asked)):
                 starts[i] = ends[i]
@@ -173,15 +166,21 @@ def search_columns(
                 for p in range(starts[i], ends[i]):
                     sums[indices[p] - first] += data[p]
                 added += ends[i] - starts[i]
+            # Many weights: look through all sums, which is fast as they lie in a row.
             if added * _SPARSE > stop - first:
                 size = _through_all(sums[: stop - first], run_rows, first, best, best_rows, size)
                 sums[: stop - first] = 0.0
                 continue
+
+            # Few weights: look only at the sums of rows that have one.
             for i in range(len(asked)):
                 for p in range(starts[i], ends[i]):
                     place = indices[p] - first
                     if sums[place] > 0.0:
                         size = _keep_best(best, best_rows, size, sums[place], indices[p])
                     sums[place] = 0.0  # also keeps a row of several columns from being a hit twice
-        _best_first(best, best_rows, size)
+        # Turn the heap into a list, best first: the worst of what is left goes to the end.
+        for end in range(size - 1, 0, -1):
+            _swap(best, best_rows, 0, end)
+            _sift_down(best, best_rows, end)
         counts[query] = size

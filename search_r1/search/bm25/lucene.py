@@ -71,11 +71,11 @@ class LuceneRetriever:
             return [[] for _ in queries]
         names = [str(number) for number in range(len(queries))]
         found = self._searcher.batch_search(queries, names, k=min(k, len(self)), threads=self._num_threads)
-        return [self._hits(found.get(name, [])) for name in names]
-
-    def _hits(self, documents: list[Any]) -> list[Hit]:
-        hits = (Hit(self._rows[document.docid], float(document.score)) for document in documents)
-        return sorted(hits, key=lambda hit: (-hit.score, hit.row))
+        results = []
+        for name in names:
+            hits = [Hit(self._rows[document.docid], float(document.score)) for document in found.get(name, [])]
+            results.append(sorted(hits, key=lambda hit: (-hit.score, hit.row)))
+        return results
 
 
 class RowsById:

@@ -36,6 +36,7 @@ class Postings:
         k = min(k, self.num_rows)
         if k < 1 or not queries:
             return [[] for _ in queries]
+        # The queries in one array, and arrays for their results.
         bounds = np.cumsum([0, *map(len, queries)])
         columns = np.fromiter(chain.from_iterable(queries), dtype=np.int64, count=bounds[-1])
         scores, rows = np.empty((len(queries), k), dtype=np.float32), np.empty((len(queries), k), dtype=np.int64)
@@ -46,6 +47,7 @@ class Postings:
             matrix = (self.data, self.indices, self.indptr, self.num_rows)
             search_columns(*matrix, columns, part_bounds, sums, RUN_ROWS, scores[part], rows[part], counts[part])
 
+        # Several threads only where each has enough to do: the compiled code releases the GIL.
         cuts = self._cuts(columns, bounds) if self._pool else [0, len(queries)]
         if self._pool and len(cuts) > 2:
             list(self._pool.map(run, self._sums, cuts[:-1], cuts[1:]))
@@ -61,7 +63,7 @@ class Postings:
         return place < len(rows) and int(rows[place]) == row
 
     def _cuts(self, columns: np.ndarray, bounds: np.ndarray) -> list[int]:
-        """Where to cut the queries into parts of about equal work, one a thread: from 0 to their number."""
+        """Where to cut the list of queries into parts of about equal work, one a thread: from 0 to their number."""
         work = np.concatenate([[0], np.cumsum(self.indptr[columns + 1] - self.indptr[columns])])[bounds]
         parts = max(1, min(len(self._sums), int(work[-1]) // _WEIGHTS_A_THREAD))
         inner = np.searchsorted(work, np.arange(1, parts) * (work[-1] / parts))
@@ -81,7 +83,7 @@ class Postings:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """A plain view; built and memory-mapped arrays are then the same type to the compiler."""
+    """A plain, read-only view: built and memory-mapped arrays are then the same type to the compiler."""
     view = np.asarray(array).view()
     view.flags.writeable = False
     return view

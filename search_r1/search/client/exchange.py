@@ -27,7 +27,7 @@ class TemporaryFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class ServerReply:
     """The outcome of each query, in order, and what the server reports about itself, if it does."""
 
     outcomes: list[Passages | QueryFailure]
@@ -42,11 +42,13 @@ async def post(
     topk: int,
     timeout_s: float,
     headers: Mapping[str, str],
-) -> Reply:
+) -> ServerReply:
     """One POST request. Raises `TemporaryFailure` if a retry may help, else a `RetrieverError`."""
+    # The published request, and two headers of our own server, which others ignore.
     body = {"queries": list(queries), "topk": topk, "return_scores": True}
     # the server may drop a request that nobody waits for any more, and tell the errors of single queries apart
     own = {"X-Deadline-Ms": str(max(1, round(1000 * timeout_s))), "X-Query-Errors": "each"}
+    # What the connection did: nothing but a wrong address is final.
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.post(server.url, json=body, headers={**headers, **own}, timeout=timeout) as response:
@@ -59,10 +61,13 @@ async def post(
         raise TemporaryFailure(server, f"{type(error).__name__}: {error}") from error
     except ValueError as error:  # a token beside a user and password
         raise RetrieverUnavailable(f"retriever.url: {server.name}: {error}") from error
+    # What the server said.
     if response.status != 200:
         raise _refusal(server, response, payload)
     outcomes = parse_reply(payload, len(queries), server.name)
-    return Reply(outcomes, response.headers.get("X-Index-Version"), _number(response.headers.get("X-Batch-Size")))
+    size = response.headers.get("X-Batch-Size", "")
+    batch_size = int(size) if size.isdecimal() and int(size) > 0 else None
+    return ServerReply(outcomes, response.headers.get("X-Index-Version"), batch_size)
 
 
 def _refusal(server: Replica, response: aiohttp.ClientResponse, payload: bytes) -> TemporaryFailure | RetrieverRejected:
@@ -73,7 +78,3 @@ def _refusal(server: Replica, response: aiohttp.ClientResponse, payload: bytes) 
     rejected = RetrieverRejected(f"retriever {server.name} refused the request with HTTP {status}: {message}")
     rejected.status = status
     return rejected
-
-
-def _number(header: str | None) -> int | None:
-    return int(header) if header and header.isdecimal() and int(header) > 0 else None

@@ -6,8 +6,7 @@ import asyncio
 import time
 
 from search_r1.errors import RetrieverQueryFailed, RetrieverRejected, RetrieverReplyError, RetrieverUnavailable
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary, may_blame_query
+from search_r1.http.error_replies import backoff_s, is_temporary, may_blame_query
 from search_r1.search.client.reply import Passages, QueryFailure
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0

@@ -44,7 +44,7 @@ class Replica:
         return max(0.0, self._rests_until - self._clock())
 
     def wait_s(self) -> float:
-        """Seconds until it may get a request, as far as known; 0: now."""
+        """Seconds until the replica may get a request, as far as known; 0: now."""
         if not self.is_open:
             return self.rest_s()
         return _PROBE_PENDING_S if self._probed else max(self.rest_s(), self._half_open_at - self._clock())
@@ -63,13 +63,16 @@ class Replica:
             self._probed = False
 
     def record_success(self) -> None:
-        """It answered: close the circuit."""
+        """The replica answered: close the circuit."""
         if self.is_open:
             _LOG.info("retrieval server %s answers again", self.name)
         self._failures, self._pause_s = 0, _FIRST_PAUSE_S
 
     def record_failure(self, is_probe: bool) -> None:
-        """It did not answer, or with an error of its own. Requests sent before the circuit opened change nothing."""
+        """The replica did not answer, or answered with an error of its own: count it; the third opens the circuit.
+
+        Requests sent before the circuit opened change nothing.
+        """
         if self.is_open and not is_probe:
             return
         self._failures += 1
@@ -82,7 +85,7 @@ class Replica:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def pause(self, seconds: float) -> None:
-        """It works, but asked for a pause (Retry-After)."""
+        """The replica works, but asked for a pause (Retry-After)."""
         self.record_success()
         # jitter, so that many clients do not come back in step
         self._rests_until = max(self._rests_until, self._clock() + seconds * random.uniform(1.0, 1.1))

@@ -34,10 +34,16 @@ def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | Q
         result, errors = reply["result"], reply.get("errors") or {}
         if len(result) != num_queries:
             raise ValueError(f"{len(result)} results for {num_queries} queries")
-        return [
-            _failure(errors[str(number)]) if str(number) in errors else [_passage(item) for item in _listed(items)]
-            for number, items in enumerate(result)
-        ]
+        # Our own server reports a query that failed beside the results of the others.
+        outcomes: list[Passages | QueryFailure] = []
+        for number, items in enumerate(result):
+            if str(number) in errors:
+                outcomes.append(_failure(errors[str(number)]))
+                continue
+            if not isinstance(items, list):
+                raise TypeError(f"the result of a query is a {type(items).__name__}, not a list")
+            outcomes.append([_passage(item) for item in items])
+        return outcomes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         shown = payload[:SHOWN_CHARS].decode("utf-8", "replace")
         raise RetrieverReplyError(
@@ -49,12 +55,6 @@ def parse_reply(payload: bytes, num_queries: int, url: str) -> list[Passages | Q
 def _failure(error: Any) -> QueryFailure:
     detail = without_credentials(str(error["detail"])[:SHOWN_CHARS])
     return QueryFailure(int(error["status"]), detail, max(0.0, float(error.get("retry_after_s", 0.0))))
-
-
-def _listed(items: Any) -> list[Any]:
-    if not isinstance(items, list):
-        raise TypeError(f"the result of a query is a {type(items).__name__}, not a list")
-    return items
 
 
 def _passage(item: Any) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from search_r1.errors import (
     RetrieverUnavailable,
 )
 from search_r1.http.address import addresses_of, check_addresses, without_credentials
-from search_r1.http.backoff import backoff_s
+from search_r1.http.error_replies import backoff_s
 from search_r1.http.event_loop import entered_loop
-from search_r1.search.client.exchange import Reply, TemporaryFailure, post
+from search_r1.search.client.exchange import ServerReply, TemporaryFailure, post
 from search_r1.search.client.pending_query import FIRST_PAUSE_S, LONGEST_PAUSE_S, PendingQuery, may_be_one_query
 from search_r1.search.client.replicas import Replica, ReplicaPool
 from search_r1.search.client.reply import Passages, QueryFailure
@@ -59,6 +59,7 @@ class RetrievalClient:
         sent as a bearer token, else the environment variable RETRIEVAL_AUTH_TOKEN. `http://user:password@host/` uses
         basic authentication instead; messages and logs omit it. Raises `RetrieverAddressError` for an invalid address.
         """
+        # The servers, and what every request to them carries.
         self.urls = tuple(addresses_of(url))
         if not self.urls:
             raise RetrieverAddressError("a RetrievalClient needs the address of at least one server")
@@ -67,6 +68,7 @@ class RetrievalClient:
         self.topk = topk
         token = (token or os.environ.get(_TOKEN_VARIABLE, "")).strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # The limits of a search.
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
         self._max_batch = self._list_size = max_batch
@@ -138,7 +140,7 @@ class RetrievalClient:
         self._replicas = ReplicaPool(self.urls)
 
     def _attach(self) -> None:
-        """Belong to the running loop."""
+        """Take the running event loop as the one this client belongs to."""
         loop = entered_loop(self._loop, "RetrievalClient")
         if loop is None:
             return
@@ -215,6 +217,7 @@ class RetrievalClient:
         start, attempts, rounds = time.monotonic(), 0, 0
         failures: dict[Replica, TemporaryFailure] = {}
         while True:
+            # Ask one server after the other, each once.
             left_s = max(pending.left_s() for pending in batch)
             server = self._replicas.choose(avoid=failures) if not attempts or left_s > 0 else None
             if server is not None:
@@ -225,10 +228,13 @@ class RetrievalClient:
                     self._last_failure = str(failure)
                     failures[server] = failure
                     continue
-            if any(failure.failed for failure in failures.values()):  # HTTP 500
+
+            # All have failed. A server that answered HTTP 500 may have failed on one of the queries only.
+            if any(failure.failed for failure in failures.values()):
                 if len(batch) > 1:
                     raise RetrieverQueryFailed(self._last_failure)  # the list is halved, to find the query at fault
                 batch[0].failed_alone(self._num_answered, self._last_failure)
+            # Ask all of them again after a pause, if time is left for it.
             rest_s = self._replicas.rest_s()
             if left_s <= max(rest_s, _LAST_PAUSE_S):
                 elapsed = f"{attempts} attempts in {time.monotonic() - start:.1f} s"
@@ -242,6 +248,7 @@ class RetrievalClient:
         self, server: Replica, batch: list[PendingQuery], left_s: float
     ) -> list[Passages | QueryFailure]:
         """One request to one server, and what it says about the server's health."""
+        # A failure counts against the server only if it was the server's: see each case.
         timeout_s = min(self._timeout_s, max(left_s, 0.001))
         is_probe = server.begin()
         try:
@@ -261,12 +268,14 @@ class RetrievalClient:
             raise
         finally:
             server.end(is_probe)
+
+        # It answered: its circuit closes, and its headers are read.
         server.record_success()
         self._learn(server, reply)
         return reply.outcomes
 
-    def _learn(self, server: Replica, reply: Reply) -> None:
-        """What the server says of itself: what index it has, and how long lists should be."""
+    def _learn(self, server: Replica, reply: ServerReply) -> None:
+        """Note what the server says of itself: which index it has, and how long lists should be."""
         self._list_size = min(self._max_batch, reply.batch_size or self._max_batch)
         version = reply.index_version
         if version is None or version in self.index_versions:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import faiss
+import numpy as np
 
+from long_task import Progress
 from search_r1.errors import EncoderError, ServerError
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.embeddings import EmbeddingJob, discard, encode_corpus
 from search_r1.search.dense.encoder_check import encoder_fields
 from search_r1.search.dense.encoding.encoder import Encoder, EncoderOptions
-from search_r1.search.dense.faiss_build import build_index
+from search_r1.search.dense.faiss_index import to_gpus
 from search_r1.search.dense.vectors import VectorFile
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest, write_manifest
 from search_r1.search.replaceable import check_file
@@ -22,6 +28,9 @@ from search_r1.search.replaceable import check_file
 _LOG = logging.getLogger(__name__)
 _DEFAULT_LENGTH = 180  # tokens of a passage
 _EARLIER_LIMIT = 256
+_ROWS_A_CENTROID = 64  # k-means wants at least 39
+_LEAST_TRAIN_ROWS = 65_536  # 256 for each of the 256 centroids of a product quantizer
+_COUNT_OFFSET = 8  # of the row count in the file of a Flat index, after its kind and its dimension
 
 
 def build_dense(arguments: argparse.Namespace, corpus: Corpus, folder: Path) -> str:
@@ -86,11 +95,14 @@ def _encoder_options(arguments: argparse.Namespace, model: str) -> EncoderOption
 
 
 def _fields(arguments: argparse.Namespace, encoder: Encoder, corpus: Corpus) -> dict[str, Any]:
-    """What the vectors depend on."""
+    """The fields of the manifest: everything that the vectors depend on."""
     if encoder.side == "query":
         raise EncoderError(f"{arguments.model_path} is a question encoder; pass it with --query_model_path")
     made = {"corpus": corpus.digest, "precision": encoder.precision, "max_length": arguments.max_length}
-    return encoder_fields(encoder) | made | _cut(arguments.max_length) | _question_encoder(arguments)
+    if arguments.max_length > _EARLIER_LIMIT:
+        # vectors of earlier versions lack this: they cut passages at 256 tokens whatever their manifest says
+        made["cut_at"] = arguments.max_length
+    return encoder_fields(encoder) | made | _question_encoder(arguments)
 
 
 def _max_length(wanted: int | None, encoder: Encoder) -> int:
@@ -101,11 +113,6 @@ def _max_length(wanted: int | None, encoder: Encoder) -> int:
             *(wanted, encoder.longest),
         )
     return min(_DEFAULT_LENGTH if wanted is None else wanted, encoder.longest)
-
-
-def _cut(max_length: int) -> dict[str, Any]:
-    """A field that vectors of earlier versions lack, which cut passages at 256 tokens whatever their manifest says."""
-    return {"cut_at": max_length} if max_length > _EARLIER_LIMIT else {}
 
 
 def _question_encoder(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +141,10 @@ def _vectors(
 
 
 def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]) -> tuple[VectorFile, dict[str, Any]]:
-    """A file with a manifest must be complete and of this corpus and encoder; precision and length are its own."""
+    """The vectors of an earlier run, and the fields of their manifest; precision and length are its own.
+
+    A file with a manifest must be complete and of this corpus and encoder.
+    """
     vectors = VectorFile(path, len(corpus), encoder.dim)
     found = read_manifest(manifest_path(path))
     own = {name: "unknown" if found is None else found.get(name) for name in ("precision", "max_length")}
@@ -143,3 +153,71 @@ def _reused(path: Path, encoder: Encoder, corpus: Corpus, fields: dict[str, Any]
         own |= {"cut_at": found["cut_at"]} if "cut_at" in found else {}
         check_manifest(manifest_path(path), found, fields | own | {"rows_done": len(corpus)})
     return vectors, fields | own
+
+
+# Build a FAISS index file from vectors on disk. Only what the index itself keeps must fit into memory.
+
+
+def build_index(
+    vectors: VectorFile, faiss_type: str, target: Path, gpu: bool = False, train_rows: int | None = None
+) -> None:
+    """Write an inner-product index of `faiss_type` (any `faiss.index_factory` string) over all vectors.
+
+    `train_rows`: the number of random rows (always the same) to train on; by default 64 per inverted list, at least
+    65,536. Raises `ServerError` if FAISS cannot build it.
+    """
+    with _staged(target) as staging:
+        if faiss_type == "Flat":
+            _write_flat(vectors, staging)
+            return
+        try:
+            faiss.write_index(_fill(vectors, faiss_type, gpu, train_rows), str(staging))
+        except RuntimeError as error:
+            raise ServerError(f"FAISS cannot build {faiss_type!r} over {len(vectors)} rows: {error}") from error
+
+
+def _write_flat(vectors: VectorFile, target: Path) -> None:
+    """The file of an empty Flat index with the row count and the number of values put in, then the vectors."""
+    header = bytearray(faiss.serialize_index(faiss.IndexFlatIP(vectors.dim)).tobytes())
+    struct.pack_into("<q", header, _COUNT_OFFSET, len(vectors))
+    struct.pack_into("<q", header, len(header) - 8, len(vectors) * vectors.dim)
+    with target.open("wb") as file:
+        file.write(header)
+        for _, block in _progress(vectors):
+            file.write(block.data)
+
+
+def _fill(vectors: VectorFile, faiss_type: str, gpu: bool, train_rows: int | None) -> faiss.Index:
+    index = faiss.index_factory(vectors.dim, faiss_type, faiss.METRIC_INNER_PRODUCT)
+    inverted = faiss.try_extract_index_ivf(index)
+    num_lists = 0 if inverted is None else inverted.nlist
+    wanted = train_rows or max(_LEAST_TRAIN_ROWS, _ROWS_A_CENTROID * num_lists)
+    index = to_gpus(index) if gpu else index
+    if not index.is_trained:
+        index.train(vectors.take(sample_rows(len(vectors), wanted)))
+    for _, block in _progress(vectors):
+        index.add(block)
+    return faiss.index_gpu_to_cpu(index) if gpu else index
+
+
+def sample_rows(num_rows: int, wanted: int) -> np.ndarray:
+    """`wanted` different rows (all if there are fewer), ascending, the same every time."""
+    return np.sort(np.random.default_rng(0).choice(num_rows, min(wanted, num_rows), replace=False, shuffle=False))
+
+
+def _progress(vectors: VectorFile) -> Iterator[tuple[int, np.ndarray]]:
+    with Progress("index", len(vectors), unit="vectors") as progress:
+        for start, block in vectors.blocks():
+            yield start, block
+            progress.update(len(block))
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """A temporary file beside `target`, renamed to it at the end: no reader ever sees half a file."""
+    staging = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield staging
+        staging.replace(target)
+    finally:
+        staging.unlink(missing_ok=True)

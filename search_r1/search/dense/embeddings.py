@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from long_task import Progress
 from search_r1.errors import EncoderError
 from search_r1.search.corpus import Corpus
@@ -80,7 +78,7 @@ def discard(path: Path) -> None:
 
 
 def _reserve(job: EmbeddingJob, num_bytes: int, done: int) -> None:
-    """A file of the final size; its manifest is there before it, so that the two never disagree."""
+    """Make the file as large as it will be; its manifest is there before it, so that the two never disagree."""
     if done == 0:
         write_manifest(manifest_path(job.path), job.fields | {"rows_done": 0})
         job.path.unlink(missing_ok=True)
@@ -95,26 +93,25 @@ class _Writer:
         self._job, self._encoder, self._corpus = job, encoder, corpus
 
     def write(self, block: Block) -> int:
-        """Returns the row after the last once the block is on disk."""
+        """Encode and write a block; returns the row after the last once it is on disk."""
         start, stop = block
         with self._job.path.open("r+b") as file:
             file.seek(start * self._encoder.dim * 4)
             for first in range(start, stop, self._job.batch_size):
-                file.write(self._vectors(first, min(first + self._job.batch_size, stop)).data)
+                rows = range(first, min(first + self._job.batch_size, stop))
+                texts = [self._corpus[row]["contents"] for row in rows]
+                file.write(self._encoder.encode_passages(texts, self._job.max_tokens).data)
             file.flush()
             os.fsync(file.fileno())
         return stop
-
-    def _vectors(self, start: int, stop: int) -> np.ndarray:
-        texts = [self._corpus[row]["contents"] for row in range(start, stop)]
-        return self._encoder.encode_passages(texts, self._job.max_tokens)
 
 
 _writer: _Writer  # of a worker process
 
 
 def _in_processes(job: EmbeddingJob, blocks: list[Block]) -> Iterator[int]:
-    """Ends of blocks in order, so that `rows_done` never counts a row that is not there."""
+    """Encode in several processes; yields the ends of blocks in order, so that `rows_done` counts no row that is not
+    there."""
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
     arguments = (job, context.Value("i", 0))
     with ProcessPoolExecutor(job.num_processes, context, _start_worker, arguments) as pool:

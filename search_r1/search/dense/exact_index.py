@@ -27,8 +27,8 @@ from torch.nn.functional import pad
 
 from long_task import track
 from search_r1.errors import ServerError
+from search_r1.search.dense.encoding.batches import WorkerThreads
 from search_r1.search.dense.encoding.precision import cpu_has_bf16
-from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 from search_r1.search.dense.rescoring import BestRows
 from search_r1.search.dense.vectors import BLOCK_ROWS, VectorFile
 from search_r1.search.retriever import Hit
@@ -42,7 +42,7 @@ _SAMPLED_BLOCKS, _SAMPLED_ROWS = 16, 4096  # for the mean
 
 
 @dataclass(frozen=True)
-class Part:
+class DeviceRows:
     """The rows from `start` on that one device holds."""
 
     start: int
@@ -75,6 +75,7 @@ class ExactIndex:
         device, on a CPU per thread. Raises `IndexMismatchError` for a vector with NaN or Inf, and `ServerError` if a
         device cannot hold its rows.
         """
+        # What depends on the devices: the number format and its rounding, and how much fits at once.
         self.dim = vectors.dim
         self._vectors = vectors
         places = [torch.device(device) for device in devices]
@@ -88,6 +89,7 @@ class ExactIndex:
         self._scores = [
             [torch.empty(num_scores, dtype=self._dtype) for _ in places] for _ in range(self._threads.number)
         ]
+        # The vectors less their mean, and the largest norms, from which the bound follows.
         self._center_D = _sample_mean(vectors)
         self._max_norm = self._max_offset = self._max_error = 0.0  # of x, y and y - y~
         self._parts = self._load(places)
@@ -110,13 +112,15 @@ class ExactIndex:
                 hits += found
         return hits
 
-    def _load(self, places: Sequence[torch.device]) -> list[Part]:
+    def _load(self, places: Sequence[torch.device]) -> list[DeviceRows]:
+        # Memory for all parts first, so that a device that is too small is known before the vectors are read.
         size = max(1, -(-len(self) // len(places)))
         starts = range(0, max(1, len(self)), size)
         parts = [
-            Part(start, self._room(min(size, len(self) - start), place))
+            DeviceRows(start, self._room(min(size, len(self) - start), place))
             for start, place in zip(starts, places, strict=False)  # there may be fewer rows than devices
         ]
+        # One pass over the file: the norms of the bound, and the rounded rows to the devices that hold them.
         blocks = self._vectors.blocks()
         for start, block in track(blocks, "matrix", -(-len(self) // BLOCK_ROWS), "blocks"):
             norms_R = torch.linalg.vector_norm(torch.from_numpy(block), dim=1)
@@ -145,11 +149,13 @@ class ExactIndex:
 
     def _search(self, queries_BD: np.ndarray, scores: list[torch.Tensor], k: int) -> list[list[Hit]]:
         """`scores` is memory for the coarse scores of each device on a CPU."""
+        # The queries exact and rounded, and by how much a coarse score may be wrong for each.
         exact_BD = torch.from_numpy(np.array(queries_BD, dtype=np.float32, order="C"))
         rounded_BD = exact_BD.to(self._dtype)
         slack_B = self._slack(exact_BD, rounded_BD).numpy()
         queries = [rounded_BD.to(part.device).T for part in self._parts]
         common_B = exact_BD.double().numpy() @ self._center_D.astype(np.float64)
+        # Slice by slice: coarse scores on all devices, then exact scores of the rows that may be among the best.
         best = BestRows(exact_BD.numpy(), k, self._vectors, self._max_norm)
         size = max(_GROUP, self._max_scores // len(exact_BD) // _GROUP * _GROUP)
         for start in range(0, len(self._parts[0].matrix_RD), size):
@@ -193,10 +199,12 @@ class ExactIndex:
 
         `floor_B`: the exact score of the k-th best so far, less q.m; -inf when there are fewer.
         """
+        # The least score that the k-th best row can have, from the best so far and from the groups' maxima.
         maxima_GB = groups_GJB.amax(1).float()
         if len(maxima_GB) >= k:  # k groups have a row at least as good as the k-th best maximum
             kth_B = maxima_GB.T.contiguous().topk(k, dim=1).values[:, -1].cpu().numpy()
             floor_B = np.maximum(floor_B, kth_B - self._output_error * np.abs(kth_B) - slack_B)
+        # All rows whose coarse score allows that much: first the groups that have one, then the rows in them.
         lowest_B = floor_B - slack_B
         threshold_B = torch.from_numpy(lowest_B - self._output_error * np.abs(lowest_B)).to(groups_GJB.device)
         group_M, query_M = torch.nonzero(maxima_GB >= threshold_B, as_tuple=True)

@@ -49,13 +49,12 @@ class FaissIndex:
         if k < 1:
             return [[] for _ in queries_BD]
         scores, rows = self._index.search(np.ascontiguousarray(queries_BD, dtype=np.float32), k)
-        return [_hits(*pair) for pair in zip(scores, rows, strict=True)]
-
-
-def _hits(scores: np.ndarray, rows: np.ndarray) -> list[Hit]:
-    """FAISS pads with row -1 when it finds fewer than k rows; they are dropped."""
-    found = [Hit(int(row), float(score)) for score, row in zip(scores, rows, strict=True) if row >= 0]
-    return sorted(found, key=lambda hit: (-hit.score, hit.row))
+        results = []
+        for of_query in zip(rows, scores, strict=True):
+            # FAISS pads with row -1 when it finds fewer than k rows
+            hits = [Hit(int(row), float(score)) for row, score in zip(*of_query, strict=True) if row >= 0]
+            results.append(sorted(hits, key=lambda hit: (-hit.score, hit.row)))
+        return results
 
 
 def _set_parameters(index: faiss.Index, parameters: str) -> None:
@@ -79,7 +78,10 @@ def read_index(path: Path) -> faiss.Index:
         reason = str(error).splitlines()[0]
         raise IndexMismatchError(f"{path} is not a readable FAISS index ({reason}); build it again") from error
     if inverted:
-        _without_prefetch(index)
+        # Mapped lists are read ahead by 32 threads a search, which costs more than it saves once they are in memory.
+        lists = faiss.extract_index_ivf(index).invlists
+        if lists is not None and isinstance(lists := faiss.downcast_InvertedLists(lists), faiss.OnDiskInvertedLists):
+            lists.prefetch_nthread = 0
     check_ids(index, path)
     return index
 
@@ -147,13 +149,6 @@ def _refuse_ids(index: faiss.Index, path: Path, found: str) -> NoReturn:
         f"{path}: an index of {index.ntotal} rows must have the ids 0 to {index.ntotal - 1}, each once, because an id "
         f"is the number of a row of the corpus; this {type(index).__name__} has {found}; build it with index_builder"
     )
-
-
-def _without_prefetch(index: faiss.Index) -> None:
-    """Mapped lists are read ahead by 32 threads a search, which costs more than it saves once they are in memory."""
-    lists = faiss.extract_index_ivf(index).invlists
-    if lists is not None and isinstance(lists := faiss.downcast_InvertedLists(lists), faiss.OnDiskInvertedLists):
-        lists.prefetch_nthread = 0
 
 
 def flat_vectors(path: Path) -> VectorFile | None:

@@ -44,6 +44,7 @@ class BestRows:
 
     def add(self, rows_N: np.ndarray, queries_N: np.ndarray) -> None:
         """Score these pairs, each of which must be added only once. Every row is read once."""
+        # Pairs of one row next to each other, so that it is read once.
         order = np.argsort(rows_N, kind="stable")
         rows_N, queries_N = rows_N[order], queries_N[order]
         unique, first_of = np.unique(rows_N, return_index=True)
@@ -70,7 +71,7 @@ class BestRows:
             self._merge(queries, rows_R[places], products.sum(axis=1).astype(np.float32))
 
     def _screen(self, block_RD: np.ndarray, places_P: np.ndarray, queries_P: np.ndarray) -> np.ndarray:
-        """Which pairs may be among the best k, bool [P]: k rows of the block are at least as good as its k-th is.
+        """Whether a pair may be among the best k, bool [P]: k rows of the block are at least as good as its k-th best.
 
         The product may be wrong about the block's k-th row and about the row itself, each by the bound. No sum is seen
         to come near it: one of the two would do, and only the worst case asks for both.
@@ -85,6 +86,7 @@ class BestRows:
         queries = np.concatenate([self._queries_F, queries_P])
         rows = np.concatenate([self._rows_F, rows_P])
         scores = np.concatenate([self._scores_F, scores_P])
+        # Sort by query, then best first, and keep the first k of each query.
         order = np.lexsort((rows, -scores, queries))
         first_B = np.searchsorted(queries[order], np.arange(len(self._exact_BD)))
         rank = np.arange(len(order)) - first_B[queries[order]]

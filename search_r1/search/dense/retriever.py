@@ -56,12 +56,15 @@ class DenseRetriever:
         If there is a manifest, it gives the pooling, and corpus, encoder, rows and size are checked against it. Raises
         `IndexMismatchError`, `EncoderError`, or `ServerError` if a GPU is requested and there is none.
         """
+        # The manifest, if there is one, says how the passages were encoded; the queries must be encoded alike.
         found = read_manifest(manifest_path(path))
         encoder = query_encoder(options, None if found is None else found.get("pooling"))
         if found is not None:
-            check_fit(manifest_path(path), found, encoder, corpus, _sizes(path, corpus))
+            sizes = {"num_rows": len(corpus), "rows_done": len(corpus), "bytes": path.stat().st_size}  # if complete
+            check_fit(manifest_path(path), found, encoder, corpus, sizes)
         index = _open(path, len(corpus), encoder.dim, options)
         _LOG.info("%s: %d vectors by %s", path, len(index), type(index).__name__)
+        # The fingerprint: a cached answer is used again only if all of this is the same.
         parts = {
             "index": _sample_digest(path),
             "engine": type(index).__name__,
@@ -82,11 +85,6 @@ class DenseRetriever:
         if not queries:
             return []
         return self._index.search(self._encoder.encode_queries(queries), k)
-
-
-def _sizes(path: Path, corpus: Corpus) -> dict[str, int]:
-    """Row counts and bytes of a complete index; a manifest may lack them."""
-    return {"num_rows": len(corpus), "rows_done": len(corpus), "bytes": path.stat().st_size}
 
 
 def _open(path: Path, num_rows: int, dim: int, options: RetrieverOptions) -> VectorIndex:

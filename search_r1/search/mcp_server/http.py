@@ -46,21 +46,18 @@ def mcp_router(source: Source, options: SearchOptions, metrics: Metrics) -> APIR
 
     @router.post(MCP_PATH, include_in_schema=False)
     async def mcp(http: Request) -> Response:
-        _refuse_foreign_page(http.headers.get("origin"))
+        # Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine.
+        origin = http.headers.get("origin")
+        if origin is not None and urlsplit(origin).hostname not in _OWN_PAGES:
+            raise HTTPException(403, "a web page of another site may not use this tool")
         # the tool keeps `options.timeout_s`, so that a late answer is a tool error
         return await answer_in_time(http, math.inf, lambda body: _exchange(manager.handle_request, http.scope, body))
 
     return router
 
 
-def _refuse_foreign_page(origin: str | None) -> None:
-    """Browsers send the page's origin: DNS rebinding may let a page of another site reach this machine."""
-    if origin is not None and urlsplit(origin).hostname not in _OWN_PAGES:
-        raise HTTPException(403, "a web page of another site may not use this tool")
-
-
 async def _exchange(app: App, scope: Scope, body: bytes) -> Response:
-    """What `app` answers to `body`."""
+    """The reply of the ASGI app to a request with this body."""
     sent: list[Any] = []
     request = iter([{"type": "http.request", "body": body, "more_body": False}])
 

@@ -22,8 +22,9 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from search_r1.errors import SearchError, SearchFailed, ServerError, ServiceUnavailable
+from search_r1.http.address import addresses_of, check_addresses, without_credentials
 from search_r1.http.metrics import Metrics
-from search_r1.search.mcp_server.remote_server import HttpSource
+from search_r1.search.client import RetrievalClient
 from search_r1.search.server.routes import SearchOptions
 from search_r1.search.server.source_interface import ScoredPassage, Source
 from search_r1.search.server.wire import MAX_TOPK, Queries, explain
@@ -68,6 +69,7 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
 
     Raises `ServerError` without the package `mcp`.
     """
+    # What a client reads about the tool.
     types = sdk_module("mcp_types")
     tool = types.Tool(
         name="search",
@@ -80,6 +82,7 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
     async def list_tools(_context: Any, _params: Any) -> Any:
         return types.ListToolsResult(tools=[tool])
 
+    # An error of the search is for the model to read; only a wrong name is an error of the protocol.
     async def call_tool(_context: Any, params: Any) -> Any:
         if params.name != tool.name:
             raise sdk_module("mcp").MCPError(types.INVALID_PARAMS, f"no tool {params.name!r}; use {tool.name!r}")
@@ -95,11 +98,13 @@ def search_server(source: Source, options: SearchOptions, metrics: Metrics) -> A
 
 
 async def _search(source: Source, options: SearchOptions, metrics: Metrics, arguments: dict[str, Any]) -> SearchResult:
-    """Counts failures as the routes do. Raises `SearchError`."""
+    """Check the arguments and search; counts failures as the routes do. Raises `SearchError`."""
+    # Arguments that the schema forbids are told to the model without quoting them.
     try:
         checked = SearchArguments.model_validate(arguments)
     except ValidationError as error:
         raise SearchFailed(explain(error)) from error
+    # The search, within the time of one request.
     try:
         async with asyncio.timeout(options.timeout_s):
             found = await source.search(checked.query_list, checked.topk or options.topk)
@@ -113,24 +118,27 @@ async def _search(source: Source, options: SearchOptions, metrics: Metrics, argu
         metrics.errors.inc()
         _LOG.error("search failed: %s", error)
         raise
-    pairs = zip(checked.query_list, found, strict=True)
-    return SearchResult(results=[QueryResult(query=query, passages=list(map(_passage, hits))) for query, hits in pairs])
-
-
-def _passage(found: ScoredPassage) -> FoundPassage:
-    row, score = found
-    title = row["contents"].partition("\n")[0].strip().strip('"')
-    return FoundPassage(id=row["id"], title=title, contents=row["contents"], score=score)
+    # The structured content, from which the text is made as well.
+    results = []
+    for query, hits in zip(checked.query_list, found, strict=True):
+        passages = []
+        for row, score in hits:
+            title = row["contents"].partition("\n")[0].strip().strip('"')
+            passages.append(FoundPassage(id=row["id"], title=title, contents=row["contents"], score=score))
+        results.append(QueryResult(query=query, passages=passages))
+    return SearchResult(results=results)
 
 
 def format_result(result: SearchResult) -> str:
     """The result as text: documents as this project's search agent sees them, a line `---` between queries."""
-    return "\n---\n".join(_format(found.passages) or _NOTHING for found in result.results)
-
-
-def _format(passages: list[FoundPassage]) -> str:
-    documents = (passage.contents.partition("\n") for passage in passages)
-    return "\n".join(f"Doc {i}(Title: {title}) {text}" for i, (title, _, text) in enumerate(documents, 1))
+    texts = []
+    for found in result.results:
+        documents = []
+        for number, passage in enumerate(found.passages, start=1):
+            title, _, text = passage.contents.partition("\n")
+            documents.append(f"Doc {number}(Title: {title}) {text}")
+        texts.append("\n".join(documents) or _NOTHING)
+    return "\n---\n".join(texts)
 
 
 def sdk_module(name: str) -> Any:
@@ -180,3 +188,29 @@ async def _serve_stdio(arguments: argparse.Namespace) -> None:
             await server.run(incoming, outgoing, server.create_initialization_options())
     finally:
         await source.close()
+
+
+class HttpSource:
+    """A running server as a `Source`. Score and id are None if it sends none."""
+
+    num_passages: int | None = None
+    version = ""  # that of the server, which may change
+    batch_size: int | None = None
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s` bounds a search with its retries. Raises `ValueError` if `url` is not an address."""
+        check_addresses(addresses_of(url))
+        self.name, self._url, self._timeout_s = without_credentials(url), url, timeout_s
+        self._clients: dict[int, RetrievalClient] = {}  # by topk, which a client has one of
+
+    async def search(self, queries: list[str], k: int) -> list[list[ScoredPassage]]:
+        """See `Source.search`. Raises `RetrieverError`."""
+        if k not in self._clients:
+            self._clients[k] = RetrievalClient(self._url, topk=k, deadline_s=self._timeout_s)
+        answers = await asyncio.gather(*map(self._clients[k].search, queries))
+        return [[(passage, passage["score"]) for passage in passages] for passages in answers]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            await client.close()

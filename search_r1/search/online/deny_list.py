@@ -76,7 +76,7 @@ def _plain(entry: str) -> str:
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Matches what any of the patterns matches, and without patterns nothing."""
+    """A pattern that matches what any of the patterns matches, and without patterns nothing."""
     texts = [".*".join(map(re.escape, pattern.split("*"))) for pattern in patterns]
     return re.compile("|".join(texts) or r"(?!)", re.DOTALL)
 

@@ -10,11 +10,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from search_r1.errors import (
     OnlineBusy,
@@ -28,15 +28,13 @@ from search_r1.http.address import without_credentials
 from search_r1.http.api_key import ApiKey
 from search_r1.http.error_replies import may_blame_query
 from search_r1.http.event_loop import entered_loop
-from search_r1.http.response_cache import RequestKey, ResponseCache, request_key
+from search_r1.http.response_cache import MemoryCache, RequestKey, ResponseCache, request_key
 from search_r1.search.online.deny_list import DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
-from search_r1.search.online.memory_cache import MemoryCache
 from search_r1.search.online.options import OnlineOptions
-from search_r1.search.online.providers import Fields, Provider, Result
+from search_r1.search.online.providers import Fields, Provider, WebResult
 from search_r1.search.online.rate_limit import RateLimit
-from search_r1.search.online.transport import RequestState, Transport, shown
-from search_r1.search.online.usage import Usage
+from search_r1.search.online.transport import RequestState, Transport, Usage, shown
 from search_r1.search.sanitize import whole_characters
 from search_r1.search.server.source_interface import (
     EncodedHits,
@@ -74,7 +72,10 @@ class OnlineSource:
     num_passages: int | None = None
 
     def __init__(self, provider: Provider, options: OnlineOptions, key: ApiKey | None) -> None:
-        """Without a `key`, only stored answers are replayed. Raises `OnlineError` for an unusable file."""
+        """Make a source that sends nothing yet; without a `key`, only stored answers are replayed.
+
+        Raises `OnlineError` for an unusable file.
+        """
         self.name = provider.name
         self.usage = Usage(price_per_1000=options.price_per_1000)
         self._provider = provider
@@ -117,7 +118,9 @@ class OnlineSource:
             [query for query in dict.fromkeys(plain) if query], num_results, wait_s
         ) as requests:
             if requests:
-                await asyncio.wait(_awaited(requests.values()), timeout=None if wait_s == math.inf else wait_s)
+                # A list of queries waits for first attempts only; a single query waits for its retries as well.
+                waiting = [one.state.settled if len(requests) > 1 else one.task for one in requests.values()]
+                await asyncio.wait(waiting, timeout=None if wait_s == math.inf else wait_s)
             outcomes: dict[str, Outcome] = {query: self._outcome(request) for query, request in requests.items()}
         found = [outcomes.get(query, ()) for query in plain]
         return [outcome if isinstance(outcome, SearchError) else outcome[:k] for outcome in found]
@@ -140,7 +143,7 @@ class OnlineSource:
         _LOG.info("%s: %s", self.name, self.usage)
 
     def _attach(self) -> None:
-        """Belong to the running loop."""
+        """Take the running event loop as the one this source belongs to."""
         loop = entered_loop(self._loop, "OnlineSource")
         if loop is None:
             return
@@ -191,20 +194,17 @@ class OnlineSource:
             self.usage.failed += 1
 
     def _outcome(self, request: _PendingRequest) -> Outcome:
-        """The outcome so far. Raises every exception that is no `SearchError`."""
+        """The outcome of a request so far. Raises every exception that is no `SearchError`."""
         if not request.task.done():
-            return self._unfinished(request.state)
+            if self._transport is not None and not request.state.sent:
+                return self._transport.busy(request.state)
+            return OnlineUnavailable(f"{self.name} has not answered yet; its answer will be cached, so ask again")
         if request.task.cancelled():
             return OnlineUnavailable(f"the online engine {self.name} was closed")
         error = request.task.exception()
         if error is None or isinstance(error, SearchError):
             return error or request.task.result()
         raise error
-
-    def _unfinished(self, state: RequestState) -> OnlineUnavailable:
-        if state.sent or self._transport is None:
-            return OnlineUnavailable(f"{self.name} has not answered yet; its answer will be cached, so ask again")
-        return self._transport.busy(state)
 
     async def _find(self, request: _PendingRequest) -> EncodedHits:
         results = await self._stored(request.key)
@@ -214,13 +214,13 @@ class OnlineSource:
             self.usage.cache_hits += 1
         return encode_hits(to_documents(results, self.name, self._deny))
 
-    async def _stored(self, key: RequestKey) -> list[Result] | None:
+    async def _stored(self, key: RequestKey) -> list[WebResult] | None:
         if self._cache is None:
             return None
         body = await asyncio.get_running_loop().run_in_executor(self._cache_thread, self._cache.get, key)
         return None if body is None else self._read(body)
 
-    async def _ask(self, request: _PendingRequest) -> list[Result]:
+    async def _ask(self, request: _PendingRequest) -> list[WebResult]:
         key = request.key
         if self._transport is None:
             raise ReplayMissError(
@@ -261,7 +261,7 @@ class OnlineSource:
             return False
         return True
 
-    def _read(self, body: str) -> list[Result]:
+    def _read(self, body: str) -> list[WebResult]:
         """The results in an answer. Raises `OnlineReplyError` for everything that is none."""
         try:
             answer = json.loads(body, parse_constant=_refuse)
@@ -270,11 +270,6 @@ class OnlineSource:
             raise OnlineReplyError(
                 f"{self.name} answered, but not with search results ({error}): {shown(body)!r}"
             ) from error
-
-
-def _awaited(requests: Collection[_PendingRequest]) -> list[asyncio.Future[Any]]:
-    """What a list of queries waits for: first attempts only. A single query waits for its retries as well."""
-    return [request.state.settled if len(requests) > 1 else request.task for request in requests]
 
 
 def _open_cache(options: OnlineOptions) -> ResponseCache | MemoryCache | None:

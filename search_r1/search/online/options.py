@@ -16,7 +16,7 @@ _POSITIVE = ("timeout_s", "deadline_s", "max_attempts", "keep_s", "keep_empty_s"
 
 @dataclass(frozen=True)
 class OnlineOptions:
-    """Every setting has a default; only Google needs one (`fields={"cx": ...}`)."""
+    """The settings of an online engine. All have defaults; only Google needs one (`fields={"cx": ...}`)."""
 
     endpoint: str | None = None
     """The address to use instead of the engine's own, for example that of a proxy."""

@@ -12,7 +12,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Result:
+class WebResult:
     """One web result. `score` is the engine's own (higher is better), None if it gives only a ranking."""
 
     title: str
@@ -35,7 +35,7 @@ class Provider:
     endpoint: str
     method: Literal["GET", "POST"]
     build: Callable[[str, int], Fields]
-    parse: Callable[[Any], list[Result]]
+    parse: Callable[[Any], list[WebResult]]
     max_results: int
     key_variable: str
     key_place: Literal["header", "parameter"]
@@ -59,7 +59,7 @@ class Provider:
         return (at_word or start).rstrip()
 
 
-def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[Result]:
+def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str | None = None) -> list[WebResult]:
     """The results in a list of objects; `url` and `score` name their keys. Results without an address are skipped.
 
     Raises `ValueError` for anything but a list of objects with text in their fields.
@@ -67,7 +67,7 @@ def read_results(items: Any, url: str, text: Callable[[Fields], str], score: str
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ValueError("the results are not a list of objects")
     return [
-        Result(text_of(item, "title"), text_of(item, url), text(item), _number(item.get(score)))
+        WebResult(text_of(item, "title"), text_of(item, url), text(item), _number(item.get(score)))
         for item in items
         if text_of(item, url)
     ]
@@ -94,14 +94,18 @@ def _number(value: Any) -> float | None:
 
 
 def list_reader(
-    name: str, url: str, text: str, score: str | None = None, found_nothing: Callable[[Fields], bool] = lambda _: False
-) -> Callable[[Any], list[Result]]:
+    name: str,
+    url: str,
+    text: str,
+    score: str | None = None,
+    found_nothing: Callable[[Fields], bool] = lambda _: False,
+) -> Callable[[Any], list[WebResult]]:
     """A function that reads the list `name` of a reply; `url`, `text` and `score` are the keys of its items.
 
     A reply without the list is empty if `found_nothing` holds, else the function raises `ValueError`.
     """
 
-    def parse(answer: Any) -> list[Result]:
+    def parse(answer: Any) -> list[WebResult]:
         answer = object_of(answer)
         if name in answer:
             return read_results(answer[name], url, lambda item: text_of(item, text), score)
@@ -113,18 +117,18 @@ def list_reader(
     return parse
 
 
-def _read_brave(answer: Any) -> list[Result]:
+def _read_brave(answer: Any) -> list[WebResult]:
     """The web results; an answer of the type "search" without any found nothing. Raises `ValueError`."""
     answer = object_of(answer)
     web = answer.get("web")
     if web is None and answer.get("type") == "search":
         return []
     found = read_results(object_of(web).get("results"), "url", _brave_text)
-    return [Result(html.unescape(result.title), result.url, html.unescape(result.text)) for result in found]
+    return [WebResult(html.unescape(result.title), result.url, html.unescape(result.text)) for result in found]
 
 
 def _brave_text(item: Fields) -> str:
-    """With the field `extra_snippets`, which not every plan has, a result has up to five more passages."""
+    """The text of a result of Brave: its description, and up to five more passages in `extra_snippets`, by plan."""
     more = item.get("extra_snippets") or []
     if not isinstance(more, list) or not all(isinstance(snippet, str) for snippet in more):
         raise ValueError("'extra_snippets' of a result is not a list of strings")
@@ -132,7 +136,7 @@ def _brave_text(item: Fields) -> str:
 
 
 def _succeeded(answer: Fields) -> bool:
-    """SerpAPI: a search that found nothing has this status, an `error` that says so, and no results."""
+    """Whether a search by SerpAPI succeeded. One that found nothing has an `error` that says so, and no results."""
     metadata = answer.get("search_metadata")
     return isinstance(metadata, dict) and metadata.get("status") == "Success"
 

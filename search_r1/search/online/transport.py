@@ -1,4 +1,4 @@
-"""Requests to an online engine: rate-limited, with retries, and only while a client waits."""
+"""Requests to an online engine: rate-limited, with retries, only while a client waits, and counted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import aiohttp
 
 from search_r1.errors import OnlineBusy, OnlineError, OnlineRejected, OnlineReplyError, OnlineUnavailable
 from search_r1.http.api_key import ApiKey
-from search_r1.http.backoff import backoff_s
-from search_r1.http.error_replies import is_temporary, retry_after_s
+from search_r1.http.error_replies import backoff_s, is_temporary, retry_after_s
 from search_r1.search.online.options import OnlineOptions
 from search_r1.search.online.providers import Fields, Provider
 from search_r1.search.online.rate_limit import RateLimit, RequestQueue
-from search_r1.search.online.usage import Usage
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _MAX_BODY_BYTES = 16 << 20
@@ -102,7 +100,7 @@ class Transport:
         return OnlineBusy(message, retry_after_s=max(_SOON_S, wait_s - left_s / 2))
 
     def _check_turn(self, state: RequestState, deadline: float) -> None:
-        """Raises `OnlineUnavailable` for one whose turn would come too late."""
+        """Raise `OnlineUnavailable` for a request whose turn would come too late."""
         now, wait_s = time.monotonic(), self._queue.expected_s()
         if now + self._queue.paused_s() >= min(deadline, now + self._options.deadline_s):
             raise self._unavailable("its rate limit leaves no room before the deadline")
@@ -178,10 +176,42 @@ class Transport:
 
 def _parameters(fields: Fields) -> list[tuple[str, str]]:
     """The fields as the query of a URL has them: a list is a parameter that is repeated."""
-    pairs = [(name, one) for name, value in fields.items() for one in (value if isinstance(value, list) else [value])]
-    return [(name, one if isinstance(one, str) else "" if one is None else json.dumps(one)) for name, one in pairs]
+    pairs = []
+    for name, value in fields.items():
+        for one in value if isinstance(value, list) else [value]:
+            text = "" if one is None else json.dumps(one)
+            pairs.append((name, one if isinstance(one, str) else text))
+    return pairs
 
 
 def shown(text: str) -> str:
     """The start of `text`, on one line, for an error message."""
     return " ".join(text[:_SHOWN_CHARS].split()) or "no message"
+
+
+@dataclass
+class Usage:
+    """The number of requests since the start, and what they cost.
+
+    The engine charges for `answered`, its HTTP 200 replies. `refused` counts the queries that it did not take for their
+    length or content.
+    """
+
+    queries: int = 0
+    cache_hits: int = 0
+    attempts: int = 0
+    answered: int = 0
+    failed: int = 0
+    refused: int = 0
+    price_per_1000: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Money spent, in the currency of the price."""
+        return self.answered * self.price_per_1000 / 1000
+
+    def __str__(self) -> str:
+        return (
+            f"{self.queries} queries, {self.cache_hits} from the cache, {self.attempts} attempts, "
+            f"{self.answered} answered, {self.failed} failed, {self.refused} refused, cost {self.cost:.4f}"
+        )

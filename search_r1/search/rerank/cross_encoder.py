@@ -12,11 +12,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from search_r1.errors import EncoderError
-from search_r1.search.dense.encoding.length_batches import batch_cost, length_batches
+from search_r1.search.dense.encoding.batches import WorkerThreads, batch_cost, length_batches
 from search_r1.search.dense.encoding.model import json_reader, load_cross_encoder, load_tokenizer, weights_digest
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
 from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
-from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("classifier", "score")  # names of the last layers in transformers
@@ -54,6 +53,7 @@ class CrossEncoder:
 
     def __init__(self, options: CrossEncoderOptions) -> None:
         """Load tokenizer and weights. Raises `EncoderError`."""
+        # The model, and a number format that is fast on its device.
         torch.set_num_threads(options.num_threads)
         self.name = options.model
         self.device = resolve_device(options.device)
@@ -68,11 +68,13 @@ class CrossEncoder:
                 f"{options.model} gives {config.num_labels} scores per pair; pass a cross-encoder that gives one"
             )
         self._activation = _activation(config, json_reader(options.model)("config_sentence_transformers.json") or {})
+        # The room for a query and its passage, between the special tokens.
         longest = min(self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", options.max_length))
         self.max_length = min(options.max_length, longest)
         self._room = self.max_length - self._tokenizer.num_special_tokens_to_add(pair=True)
         if self._room < _PASSAGE_SHARE:
             raise EncoderError(f"{self.max_length} tokens do not hold a query and a passage; raise the maximum length")
+        # On a CPU every thread scores batches of its own.
         self._batch_size = options.batch_size
         self._model = _with_exact_head(model.to(self.device, dtype).eval())
         pack_linear_layers(self._model)
@@ -109,7 +111,7 @@ class CrossEncoder:
         return dict(tokens)
 
     def _cut(self, texts: set[str], max_tokens: int) -> dict[str, str]:
-        """Each text, cut where its token number `max_tokens` ends."""
+        """The texts, by themselves, each cut where its token number `max_tokens` ends."""
         ordered = sorted(texts)
         spans = self._tokenizer(
             ordered, add_special_tokens=False, return_offsets_mapping=True, max_length=max_tokens, truncation=True
@@ -133,7 +135,10 @@ class CrossEncoder:
 
 
 def _activation(config: Any, own: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the files of sentence-transformers ask for: `own` is the newest of the three places. None: the logit."""
+    """The function of a logit that the files of sentence-transformers ask for; by default the logit itself.
+
+    `own` is the newest of the three places where they may say so.
+    """
     nested = getattr(config, "sentence_transformers", None) or {}
     old = getattr(config, "sbert_ce_default_activation_function", None)
     name = own.get("activation_fn") or nested.get("activation_fn") or old or "Identity"

@@ -41,6 +41,7 @@ def load_reranker(
 
     Raises `ServerError` or `EncoderError`.
     """
+    # Check all values before torch is loaded.
     for name, value in (
         ("max_length", max_length),
         ("batch_size", batch_size),
@@ -50,6 +51,7 @@ def load_reranker(
             raise ServerError(f"the argument {name} is {value}; it must be at least 1")
     if not 0 <= arguments.reranker_cache_size < float("inf"):
         raise ServerError(f"--reranker_cache_size is {arguments.reranker_cache_size}; it must be 0 or more")
+    # The threads of the libraries must be set before they are imported.
     prepare_libraries(arguments.num_threads)
     from search_r1.search.rerank.cross_encoder import CrossEncoder, CrossEncoderOptions  # loads torch
     from search_r1.search.rerank.reranker import Reranker, RerankLimits

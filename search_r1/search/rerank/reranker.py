@@ -12,9 +12,8 @@ from functools import partial
 from search_r1.errors import SearchError, SearchFailed
 from search_r1.http.metrics import Metrics
 from search_r1.search.rerank.cross_encoder import CrossEncoder, Pair
-from search_r1.search.server.batching import Batcher, BatchLimits
+from search_r1.search.server.batching import Batcher, BatchLimits, attempt_each
 from search_r1.search.server.cache import ScoreCache
-from search_r1.search.server.failure_isolation import attempt_each
 from search_r1.search.server.source_interface import (
     EncodedHit,
     EncodedSearch,
@@ -39,7 +38,7 @@ class RerankLimits(BatchLimits):
 
 
 class Reranker:
-    """Call it from one event loop; a separate thread runs the model."""
+    """A cross-encoder behind a queue. Call it from one event loop; a separate thread runs the model."""
 
     num_passages: int | None = None
     batch_size: int | None = None
@@ -54,7 +53,9 @@ class Reranker:
         self._counts = self.metrics.rerank
         self._cache = ScoreCache(int(limits.cache_mib * 2**20))
         self._counts.cache_bytes.set_function(lambda: self._cache.num_bytes)
-        self._batcher: Batcher[Pair, float] = Batcher(self._run, self._keep, limits, self._counts)
+        self._batcher: Batcher[Pair, float] = Batcher(
+            self._run, lambda pair, _, score: self._cache.put(*pair, score), limits, self._counts
+        )
 
     async def rerank(self, queries: Sequence[str], documents: Sequence[Sequence[bytes]], k: int) -> list[Outcome]:
         """The best `k` documents of each query among its own, best first; ties keep the given order.
@@ -94,18 +95,14 @@ class Reranker:
             scores.update(zip(missing, await self._batcher.ask(missing, _SCORES_A_PAIR), strict=True))
         return scores
 
-    def _keep(self, pair: Pair, _: int, score: float) -> None:
-        self._cache.put(*pair, score)
-
     def _run(self, pairs: list[Pair], _: int) -> list[float | SearchError]:
         """The score or the error of each pair; one that fails does not affect the others."""
-        found = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, f"the reranker {self.name}")
-        return [self._checked(score) for score in found]
-
-    def _checked(self, score: float | SearchError) -> float | SearchError:
-        if isinstance(score, float) and not math.isfinite(score):
-            return SearchFailed(f"the reranker {self.name} scored a passage with {score}")
-        return score
+        who = f"the reranker {self.name}"
+        scores = attempt_each(lambda pairs: self._model.score(pairs).tolist(), pairs, who)
+        for place, score in enumerate(scores):
+            if isinstance(score, float) and not math.isfinite(score):
+                scores[place] = SearchFailed(f"{who} scored a passage with {score}")
+        return scores
 
 
 def passage_text(contents: str) -> str:

@@ -35,7 +35,7 @@ from search_r1.search.server.wire import (
 MAX_PAIRS = 65_536  # of a request; the published trainer's largest has 2560 queries
 MAX_CONTENTS_CHARS = 131_072
 
-Choice = Annotated[int | None, Field(ge=0, le=MAX_TOPK, description="null or 0: the server's default")]
+OptionalTopk = Annotated[int | None, Field(ge=0, le=MAX_TOPK, description="null or 0: the server's default")]
 
 
 def _encoded(value: Any) -> bytes:
@@ -50,14 +50,14 @@ def _encoded(value: Any) -> bytes:
 
 
 _SCHEMA = {"type": "object", "properties": {"contents": {"type": "string"}}, "additionalProperties": True}
-Document = Annotated[bytes, BeforeValidator(_encoded), WithJsonSchema(_SCHEMA)]
+EncodedDocument = Annotated[bytes, BeforeValidator(_encoded), WithJsonSchema(_SCHEMA)]
 
 
 class RerankRequest(KnownFields):
     """`POST /rerank`: each query with its own documents."""
 
     queries: Queries
-    documents: list[Annotated[list[Document], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
+    documents: list[Annotated[list[EncodedDocument], Field(max_length=MAX_DOCUMENTS)]] = Field(max_length=MAX_QUERIES)
     rerank_topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="null or 0: the server's default")
     topk: int | None = Field(default=None, ge=0, le=MAX_DOCUMENTS, description="used if rerank_topk is absent")
     return_scores: bool = False
@@ -83,9 +83,9 @@ class RerankRequest(KnownFields):
 
 
 class Reranking(KnownFields):
-    """What a request may say about the reranker."""
+    """The field `rerank` of a request: its wishes about the reranker."""
 
-    candidates: Choice = None
+    candidates: OptionalTopk = None
     model: str | None = Field(default=None, description="not available: the model is fixed by the server")
 
     @field_validator("model")
@@ -98,8 +98,8 @@ class Reranking(KnownFields):
 class RerankedRetrieveRequest(RetrieveRequest):
     """`POST /retrieve` with a reranker: also accepts the published fields `topk_retrieval` and `topk_rerank`."""
 
-    topk_retrieval: Choice = None
-    topk_rerank: Choice = Field(default=None, description="takes precedence over topk")
+    topk_retrieval: OptionalTopk = None
+    topk_rerank: OptionalTopk = Field(default=None, description="takes precedence over topk")
     # the schema in place: OpenAPI finds no reference inside a schema
     rerank: Annotated[Reranking | None, WithJsonSchema(Reranking.model_json_schema())] = None
 

@@ -79,6 +79,7 @@ async def _warm_up(served: Served, state: ServerState) -> None:
 def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> None:
     state: ServerState = app.state.server
 
+    # What is served, and what its answers depend on.
     what = {"retriever": served.name, "corpus_size": served.num_passages, "index_version": served.version}
 
     @app.get("/healthz")
@@ -91,6 +92,7 @@ def _add_probes(app: FastAPI, served: Served, topk: int, metrics: Metrics) -> No
         """What the answers depend on: equal for servers that answer alike. And what a request may hold."""
         return what | {"topk": topk, "batch_size": served.batch_size, "limits": LIMITS}
 
+    # Whether it can be used, for an orchestrator and for FlashRAG's clients.
     @app.get("/readyz", responses={503: {"description": "Not ready yet, or stopping."}})
     async def readyz() -> JSONResponse:
         """Whether traffic should come."""

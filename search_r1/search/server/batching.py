@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, cast
+from functools import partial
+from typing import Generic, TypeVar, cast
 
-from search_r1.errors import SearchError, ServiceUnavailable
+from search_r1.errors import SearchError, SearchFailed, ServiceUnavailable
 from search_r1.http.metrics import StageMetrics
 from search_r1.search.server.fair_queue import FairQueue, Query, Request, Result, Ticket
 
 _LONGEST_RETRY_S = 30
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class Batcher(Generic[Query, Result]):
         try:
             await request.done
         finally:
-            self._leave(request)
+            with self._changed:
+                for ticket in self._queue.drop(request):
+                    del self._open[ticket.query, ticket.k]
         return [cast(Result | SearchError, ticket.outcome) for ticket in request.tickets]
 
     def close(self) -> None:
@@ -78,8 +85,10 @@ class Batcher(Generic[Query, Result]):
         self._post(self._fail_open)  # after the last batch, whose answers may be on their way
 
     def _admit(self, request: Request[Query, Result], queries: list[Query]) -> None:
+        # Only queries that nobody has asked yet take a place in the queue.
         fresh = [query for query in queries if (query, request.k) not in self._open]
         self._check_room(len(fresh))
+        # Join the tickets of the others. One that is already in a batch needs no turn any more.
         was_empty = not self._queue
         for query in queries:
             ticket = self._open.setdefault((query, request.k), Ticket(query, request.k))
@@ -88,6 +97,7 @@ class Batcher(Generic[Query, Result]):
                 self._queue.put(request, ticket)
             else:
                 ticket.requests[request] = None
+        # Wake the owner thread if it waits for a first query, or for a full batch.
         request.missing = len(queries)
         self._metrics.shared.inc(len(queries) - len(fresh))
         if was_empty or len(self._queue) >= self._limits.max_batch:
@@ -107,11 +117,6 @@ class Batcher(Generic[Query, Result]):
             f"try again in {retry_after_s} s",
             retry_after_s,
         )
-
-    def _leave(self, request: Request[Query, Result]) -> None:
-        with self._changed:
-            for ticket in self._queue.drop(request):
-                del self._open[ticket.query, ticket.k]
 
     def _own(self) -> None:
         while batch := self._next_batch():
@@ -158,3 +163,35 @@ class Batcher(Generic[Query, Result]):
 
 def _stopping() -> ServiceUnavailable:
     return ServiceUnavailable("the server is stopping", retry_after_s=1)
+
+
+# Work for `run` in which one bad item of a batch does not fail the others.
+
+
+def attempt(work: Callable[[], T], who: str) -> T | SearchError:
+    """The result or the error of `work`; exceptions are caught, so that they do not end the thread."""
+    try:
+        return work()
+    except SearchError as error:
+        return error
+    except Exception as error:
+        _LOG.exception("%s failed", who)
+        return SearchFailed(f"{who} failed: {type(error).__name__}: {error}")
+
+
+def attempt_each(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
+    """The result or the error of each item. A failing batch is halved until the failing items are isolated."""
+    found = attempt(partial(_complete, work, items, who), who)
+    if isinstance(found, list):
+        return found
+    if len(items) == 1:
+        return [found]
+    half = len(items) // 2
+    return attempt_each(work, items[:half], who) + attempt_each(work, items[half:], who)
+
+
+def _complete(work: Callable[[list[Item]], Sequence[T]], items: list[Item], who: str) -> list[T | SearchError]:
+    found = work(items)
+    if len(found) != len(items):
+        raise SearchFailed(f"{who} returned {len(found)} results for {len(items)} items")
+    return list(found)

@@ -20,7 +20,9 @@ _FINAL = (OnlineRejected, OnlineReplyError, ReplayMissError)
 
 
 def status_of(error: SearchError) -> int:
-    """503: temporary. 424: a service behind this server failed, and a retry would cost the same. 500: all else."""
+    """The HTTP status of an error. 503: temporary. 424: a service behind this server failed, and a retry would
+    cost the same. 500: all else.
+    """
     if isinstance(error, _PASSING):
         return 503
     return 424 if isinstance(error, _FINAL) else 500
@@ -32,7 +34,7 @@ def retry_after_s(error: SearchError) -> float | None:
 
 
 def retry_header(error: SearchError) -> dict[str, str]:
-    """The same in whole seconds, for the HTTP header."""
+    """The header Retry-After of an error, in whole seconds; no header if it is unknown when a retry may help."""
     seconds = retry_after_s(error)
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 

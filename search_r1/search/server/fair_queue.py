@@ -88,6 +88,7 @@ class FairQueue(Generic[Query, Result]):
         """The next batch: at most `limit` tickets of the k whose turn it is."""
         if not self._turns:
             return []
+        # One query of every request in turn.
         k = next(iter(self._turns)).k
         batch: list[Ticket[Query, Result]] = []
         for request in [request for request in self._turns if request.k == k]:
@@ -95,6 +96,7 @@ class FairQueue(Generic[Query, Result]):
                 batch.append(self._take_from(request))
                 if request.waiting:
                     self._turns.move_to_end(request)
+        # The remaining places go to those that have waited longest.
         for request in [request for request in self._arrivals if request.k == k]:
             while len(batch) < limit and request.waiting:
                 batch.append(self._take_from(request))

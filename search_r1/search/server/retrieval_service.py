@@ -10,9 +10,8 @@ from search_r1.errors import IndexMismatchError, SearchError, SearchFailed
 from search_r1.http.metrics import Metrics
 from search_r1.search.corpus import Corpus
 from search_r1.search.retriever import Hit, Retriever
-from search_r1.search.server.batching import Batcher, BatchLimits
+from search_r1.search.server.batching import Batcher, BatchLimits, attempt, attempt_each
 from search_r1.search.server.cache import HitsCache
-from search_r1.search.server.failure_isolation import attempt, attempt_each
 from search_r1.search.server.source_interface import (
     EncodedHit,
     EncodedHits,

@@ -73,6 +73,7 @@ def search_routes(
     """
     router = APIRouter(route_class=RawRoute)
 
+    # Parse, search and reply within the deadline. A search that cannot end before it should know how much time is left.
     async def answer(http: Request, parse: Callable[[bytes], SearchRequest]) -> Response:
         clock = asyncio.get_running_loop().time
         end = clock() + allowed_s(http, options.timeout_s)
@@ -85,6 +86,7 @@ def search_routes(
 
         return json_response(await answer_in_time(http, options.timeout_s, work), headers)
 
+    # The routes differ only in how they parse a request, and in the reply that it asks for.
     @router.post("/retrieve", openapi_extra=schema_of(retrieve_model), responses=RESPONSES)
     async def retrieve(http: Request) -> Response:
         """Passages for a list of queries (Search-R1, verl) or for one query (SkyRL)."""
@@ -117,17 +119,14 @@ def parse(model: type[Model], body: bytes) -> Model:
 
 def _reply(http: Request, request: SearchRequest, outcomes: Sequence[Outcome]) -> bytes:
     """The reply, with the errors of single queries if the client asked for them. Otherwise raises the first one."""
-    if not (_wants_each(http) and isinstance(request, RetrieveRequest)):
+    wants_each = any(name == EACH_HEADER and value == b"each" for name, value in http.scope["headers"])
+    if not (wants_each and isinstance(request, RetrieveRequest)):
         return request.reply(hits_or_raise(outcomes))
     failed = [outcome for outcome in outcomes if isinstance(outcome, SearchError)]
     http.scope[FAILED_QUERIES] = len(failed)
     if failed:
         _LOG.warning("%d of %d queries failed; the first: %s", len(failed), len(outcomes), failed[0])
     return request.reply(outcomes)
-
-
-def _wants_each(http: Request) -> bool:
-    return any(name == EACH_HEADER and value == b"each" for name, value in http.scope["headers"])
 
 
 def _parse_not_empty(body: bytes) -> FlashRagRequest:

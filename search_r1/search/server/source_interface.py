@@ -45,7 +45,7 @@ class EncodedSearch(Protocol):
 
 
 class Served(Protocol):
-    """What a server serves. It is called from one event loop."""
+    """Anything that a server serves. It is called from one event loop."""
 
     name: str
     num_passages: int | None  # None: not known (an online engine)

@@ -20,12 +20,12 @@ MAX_TOPK = 100
 _SHOWN_CHARS = 100
 LIMITS = {"queries": MAX_QUERIES, "query_chars": MAX_QUERY_CHARS, "topk": MAX_TOPK, "body_bytes": MAX_BODY_BYTES}
 
-Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
-Queries = Annotated[list[Query], Field(max_length=MAX_QUERIES)]
+QueryText = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+Queries = Annotated[list[QueryText], Field(max_length=MAX_QUERIES)]
 
 
 class SearchRequest(Protocol):
-    """What the three search routes have in common."""
+    """The interface of the requests of the three search routes."""
 
     def texts(self) -> list[str]:
         """The queries as one list."""
@@ -50,7 +50,7 @@ class RetrieveRequest(KnownFields):
     """`queries` is the published field; SkyRL sends `query`, a string or a list."""
 
     queries: Queries | None = None
-    query: Query | Queries | None = None
+    query: QueryText | Queries | None = None
     topk: int | None = Field(default=None, ge=0, le=MAX_TOPK, description="null or 0: the server's default")
     return_scores: bool = False
 
@@ -75,7 +75,7 @@ class RetrieveRequest(KnownFields):
 class FlashRagRequest(KnownFields):
     """`POST /search` of FlashRAG, ReSearch and ReCall: one query."""
 
-    query: Query
+    query: QueryText
     top_n: int = Field(default=10, ge=1, le=MAX_TOPK)
     return_score: bool = False
 
@@ -113,8 +113,11 @@ def result(outcomes: Sequence[Outcome], return_scores: bool) -> bytes:
 
     A query that failed has null, and its `failure` under its index in `"errors"`, which is present only then.
     """
-    shown = _scored if return_scores else _documents
-    lists = _array(b"null" if isinstance(outcome, SearchError) else shown(outcome) for outcome in outcomes)
+
+    def shown(hit: EncodedHit) -> bytes:
+        return b'{"document": %b, "score": %b}' % (hit.document, _number(hit)) if return_scores else hit.document
+
+    lists = _array(b"null" if isinstance(outcome, SearchError) else _array(map(shown, outcome)) for outcome in outcomes)
     errors = {number: failure(error) for number, error in enumerate(outcomes) if isinstance(error, SearchError)}
     error_field = b', "errors": %b' % json.dumps(errors).encode() if errors else b""
     return b'{"result": %b%b}' % (lists, error_field)
@@ -144,10 +147,6 @@ def _documents(answer: EncodedHits) -> bytes:
 
 def _scores(answer: EncodedHits) -> bytes:
     return _array(_number(hit) for hit in answer)
-
-
-def _scored(answer: EncodedHits) -> bytes:
-    return _array(b'{"document": %b, "score": %b}' % (hit.document, _number(hit)) for hit in answer)
 
 
 def _number(hit: EncodedHit) -> bytes:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from search_r1.data.qa.build import PromptBuilder
-from search_r1.data.qa.source_files import Source
+from search_r1.data.qa.source_files import QuestionFile
 from search_r1.evaluation.questions import Question, load_questions, shares, stratified_subset
 from search_r1.llm_agent.templates import load_template
 from verl.errors import ConfigError, DataError
@@ -107,7 +107,7 @@ def test_a_prompt_file_has_the_strata_of_the_file_it_was_made_of(tmp_path: Path)
     rows = [row(f"q{i}", metadata=kinds[min(i % 7, 3)] if i % 5 else {}) for i in range(200)]
     path = write(tmp_path / "hotpotqa/dev.jsonl", *rows)
     builder = PromptBuilder(load_template("search_r1"))
-    builder.write(tmp_path / "test.parquet", [Source("hotpotqa", "dev", path)], "test")
+    builder.write(tmp_path / "test.parquet", [QuestionFile("hotpotqa", "dev", path)], "test")
     lines, prompts = load_questions([f"hotpotqa={path}"], None), load_questions([str(tmp_path / "test.parquet")], None)
     assert [question.stratum for question in prompts] == [question.stratum for question in lines]
     assert {question.stratum for question in prompts} == {"bridge/easy", "bridge/hard", "comparison", "hops 4", ""}

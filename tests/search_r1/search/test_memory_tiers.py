@@ -14,7 +14,7 @@ import pytest
 from search_corpora import corpus_of
 
 from search_r1.search.bm25.index import Bm25Retriever
-from search_r1.search.dense.faiss_build import build_index
+from search_r1.search.dense.build import build_index
 from search_r1.search.dense.vectors import VectorFile
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from search_r1.errors import EncoderError
 from search_r1.search.corpus import title_and_text
-from search_r1.search.dense.encoding.length_batches import batch_cost, length_batches
+from search_r1.search.dense.encoding.batches import WorkerThreads, batch_cost, length_batches
 from search_r1.search.dense.encoding.model import json_reader, load_tokenizer, load_weights, side, weights_digest
 from search_r1.search.dense.encoding.packed_linear import pack_linear_layers
-from search_r1.search.dense.encoding.pooling import pool
 from search_r1.search.dense.encoding.precision import precision_name, resolve_device, resolve_precision
 from search_r1.search.dense.encoding.specification import EncoderSpec, resolve_spec
-from search_r1.search.dense.encoding.worker_threads import WorkerThreads
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,11 +48,13 @@ class Encoder:
 
     def __init__(self, options: EncoderOptions) -> None:
         """Load tokenizer and weights. Raises `EncoderError`."""
+        # How to compute, and how the model's files say that a text becomes a vector.
         torch.set_num_threads(options.num_threads)
         self.device = resolve_device(options.device)
         dtype = resolve_precision(options.precision, self.device)
         self.precision = precision_name(dtype)
         self.spec: EncoderSpec = resolve_spec(options.family, json_reader(options.model), options.pooling)
+        # The model, its identity, and its limits.
         self._tokenizer = load_tokenizer(options.model)
         model: Any = load_weights(options.model, self.spec.pooling)
         self.side = side(model)
@@ -63,7 +63,10 @@ class Encoder:
         self.dim = int(getattr(config, "projection_dim", 0) or config.hidden_size)
         longest = (self.spec.longest, self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
         self.longest = min(limit for limit in longest if limit is not None)
-        self._end = _token_id(self._tokenizer, self.spec.end_token)
+        self._end: int | None = None
+        if self.spec.end_token:  # or the tokenizer's own end of text, where its vocabulary lacks that token
+            self._end = self._tokenizer.get_vocab().get(self.spec.end_token, self._tokenizer.eos_token_id)
+        # On a CPU every thread encodes batches of its own, with packed weights if they are bfloat16.
         self._model = model.to(self.device, dtype).eval()
         self._threads = WorkerThreads(options.num_threads if self.device.type == "cpu" else 1)
         if pack_linear_layers(self._model):
@@ -110,7 +113,7 @@ class Encoder:
         return [row or [self._tokenizer.pad_token_id] for row in ids]
 
     def _encode(self, ids: list[list[int]]) -> np.ndarray:
-        """Texts of similar length share a batch, for little padding."""
+        """The vectors of tokenized texts, float32 [B, D]. Texts of similar length share a batch, for little padding."""
         vectors_BD = np.empty((len(ids), self.dim), dtype=np.float32)
         batches = length_batches([len(row) for row in ids], *batch_cost(self.device))[::-1]
         encoded = self._threads.map(self._encode_batch, [[ids[i] for i in batch] for batch in batches])
@@ -132,8 +135,32 @@ class Encoder:
         return vectors_BD.cpu().numpy()
 
 
-def _token_id(tokenizer: object, token: str) -> int | None:
-    """The id of `token`, or of the tokenizer's own end of text where its vocabulary lacks it; None for no token."""
-    if not token:
-        return None
-    return tokenizer.get_vocab().get(token, tokenizer.eos_token_id)  # type: ignore[attr-defined]
+# Pooling: one vector per text from the hidden states of its tokens.
+
+
+def pool(output: Any, mask_BL: torch.Tensor, pooling: str) -> torch.Tensor:
+    """float32 [B, D] from a model's output; padding is on the right and is ignored."""
+    if pooling == "pooler":
+        return output.pooler_output.float()
+    return _POOLERS[pooling](output.last_hidden_state.float(), mask_BL)
+
+
+def _mean(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    weight_BL1 = mask_BL.unsqueeze(-1).to(hidden_BLD.dtype)
+    return (hidden_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
+
+
+def _max(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, float("-inf")).amax(1)
+
+
+def _last(hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return hidden_BLD[torch.arange(len(hidden_BLD), device=hidden_BLD.device), mask_BL.sum(1) - 1]
+
+
+_POOLERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": _mean,
+    "max": _max,
+    "lasttoken": _last,
+    "cls": lambda hidden_BLD, mask_BL: hidden_BLD[:, 0],
+}

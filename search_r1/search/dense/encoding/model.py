@@ -34,7 +34,13 @@ def load_tokenizer(model: str) -> Any:
 
 def load_weights(model: str, pooling: str) -> torch.nn.Module:
     """The float32 encoder; the checkpoint must have all its weights. Raises `EncoderError`."""
-    loaded, missing = _load(model, _architecture)
+
+    def architecture(config: Any) -> Any:
+        # The automatic choice takes the question encoder for every DPR checkpoint and leaves its weights random.
+        named = (config.architectures or [""])[0]
+        return getattr(transformers, named) if named in _SIDES else AutoModel
+
+    loaded, missing = _load(model, architecture)
     if pooling != "pooler":
         missing = [name for name in missing if not name.startswith("pooler.")]
     _refuse_missing(model, loaded, missing, "pass a complete checkpoint, or another pooling")
@@ -105,14 +111,8 @@ def _refuse_missing(model: str, loaded: torch.nn.Module, missing: list[str], adv
         )
 
 
-def _architecture(config: Any) -> Any:
-    """The automatic choice takes the question encoder for every DPR checkpoint and leaves its weights random."""
-    named = (config.architectures or [""])[0]
-    return getattr(transformers, named) if named in _SIDES else AutoModel
-
-
 def _from_pretrained(architecture: Any, model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Safetensors, or with a warning a PyTorch file, of which only tensors are read."""
+    """The model from its safetensors file, or with a warning from a PyTorch file, of which only tensors are read."""
     options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     try:
         return architecture.from_pretrained(model, use_safetensors=True, **options)

@@ -61,6 +61,7 @@ FAMILIES = {
 
 def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -> EncoderSpec:
     """The model's own files override the table of families; `pooling` overrides both. Raises `EncoderError`."""
+    # The table's entry, and over it what the model's modules say.
     modules = read_json("modules.json")
     known = FAMILIES.get(family.lower())
     if known is None and modules is None:
@@ -71,7 +72,12 @@ def resolve_spec(family: str, read_json: ReadJson, pooling: str | None = None) -
     spec = known or EncoderSpec()
     if modules is not None:
         spec = _from_modules(spec, modules, read_json)
-    spec = _with_prompts(spec, (read_json("config_sentence_transformers.json") or {}).get("prompts") or {})
+    # Non-empty prompts of the model win over the table; an empty one says nothing.
+    prompts = (read_json("config_sentence_transformers.json") or {}).get("prompts") or {}
+    query = next((prompts[key] for key in _QUERY_PROMPTS if prompts.get(key)), spec.query_prefix)
+    passage = next((prompts[key] for key in _PASSAGE_PROMPTS if prompts.get(key)), spec.passage_prefix)
+    spec = replace(spec, query_prefix=query, passage_prefix=passage)
+
     if pooling is not None:
         spec = replace(spec, pooling=pooling)
     if spec.pooling not in POOLINGS:
@@ -112,10 +118,3 @@ def _pooling(config: dict[str, Any]) -> str:
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise EncoderError(f"the Pooling module asks for {modes or 'nothing'}; exactly one of {POOLINGS} is supported")
     return str(modes[0])
-
-
-def _with_prompts(spec: EncoderSpec, prompts: dict[str, str]) -> EncoderSpec:
-    """Non-empty prompts of the model win over the table; an empty one says nothing."""
-    query = next((prompts[key] for key in _QUERY_PROMPTS if prompts.get(key)), spec.query_prefix)
-    passage = next((prompts[key] for key in _PASSAGE_PROMPTS if prompts.get(key)), spec.passage_prefix)
-    return replace(spec, query_prefix=query, passage_prefix=passage)

@@ -22,7 +22,7 @@ from search_r1.errors import RetrieverError, RetrieverRejected, RetrieverReplyEr
 from search_r1.search.client import RetrievalClient
 from search_r1.search.client import replicas as routing
 from search_r1.search.client.replicas import ReplicaPool
-from search_r1.search.mcp_server.remote_server import HttpSource
+from search_r1.search.mcp_server.tool import HttpSource
 
 
 class Server(Peer):

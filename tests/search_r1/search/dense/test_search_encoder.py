@@ -16,7 +16,7 @@ from search_encoders import MEAN_POOLING, WORDS, add_files, encoder, ids, save_d
 from transformers import AutoModel, BertConfig, BertModel, DPRContextEncoder, DPRQuestionEncoder, Qwen3Model
 
 from search_r1.errors import EncoderError
-from search_r1.search.dense.encoding.length_batches import length_batches
+from search_r1.search.dense.encoding.batches import length_batches
 from search_r1.search.dense.encoding.model import load_weights, weights_digest
 from search_r1.search.dense.encoding.packed_linear import PackedLinear, pack_linear_layers
 from search_r1.search.dense.encoding.precision import cpu_has_bf16, resolve_precision

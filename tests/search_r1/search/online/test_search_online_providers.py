@@ -11,7 +11,7 @@ from search_r1.errors import OnlineError
 from search_r1.search.online import PROVIDERS
 from search_r1.search.online.deny_list import BENCHMARK_PAGES, DenyList, read_deny_file
 from search_r1.search.online.documents import to_documents
-from search_r1.search.online.providers import Result
+from search_r1.search.online.providers import WebResult
 from search_r1.search.online.rate_limit import RateLimit
 
 NOTHING_DENIED = DenyList(())
@@ -140,7 +140,7 @@ def test_the_results_must_be_a_list_of_objects() -> None:
 def test_brave_decodes_entities_and_adds_its_extra_snippets() -> None:
     result = {"title": "Q&amp;A", "url": "https://a.org", "description": "1 &lt; 2", "extra_snippets": ["more", "text"]}
     assert PROVIDERS["brave"].parse({"web": {"results": [result]}}) == [
-        Result("Q&A", "https://a.org", "1 < 2\nmore\ntext")
+        WebResult("Q&A", "https://a.org", "1 < 2\nmore\ntext")
     ]
     with pytest.raises(ValueError, match="extra_snippets"):
         PROVIDERS["brave"].parse({"web": {"results": [result | {"extra_snippets": "text"}]}})
@@ -159,13 +159,13 @@ def test_tags_of_the_agent_are_stripped_even_when_they_were_encoded() -> None:
 
 
 def test_a_title_is_one_line() -> None:
-    [(document, _)] = to_documents([Result(" The\n Lune ", "https://a.org", " text\n ")], "serper", NOTHING_DENIED)
+    [(document, _)] = to_documents([WebResult(" The\n Lune ", "https://a.org", " text\n ")], "serper", NOTHING_DENIED)
     assert document["contents"] == '"The Lune"\ntext'
 
 
 def test_the_rank_of_the_engine_stays_when_pages_are_left_out() -> None:
     results = [
-        Result(str(rank), f"https://{host}", "") for rank, host in enumerate(["a.org", "b.org", "a.org", "c.org"])
+        WebResult(str(rank), f"https://{host}", "") for rank, host in enumerate(["a.org", "b.org", "a.org", "c.org"])
     ]
     found = to_documents(results, "serper", DenyList(["b.org"]))
     assert [(document["url"], score) for document, score in found] == [("https://a.org", 1.0), ("https://c.org", 0.25)]
