@@ -127,7 +127,7 @@ def test_the_retriever_is_reached_by_the_name_that_is_documented() -> None:
     url = f"retriever.url=http://{service['metadata']['name']}:{port['port']}/retrieve"
     assert (
         url in (FOLDER / "retrieval_server.yaml").read_text()
-        and url in Path(ROOT / "docs/cluster_kubernetes.md").read_text()
+        and url in Path(ROOT / "docs/multinode.md").read_text()
     )
 
 
