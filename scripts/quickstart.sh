@@ -55,6 +55,7 @@ run_dir="${run_dir:-runs/tinywiki_${mode}_seed${seed}}"
 [[ $mode == long ]] && suffix=_long || suffix=""
 started=$SECONDS
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - started))" "$*"; }
+quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for a setting that may be a list of files: a comma separates nothing
 
 say "set-up"
 bash scripts/setup.sh "${setup[@]}"
@@ -71,7 +72,7 @@ say "TinyWiki: a fictional encyclopedia and questions about it -> $run_dir/data"
 $python -m search_r1.data.tinywiki --output_dir "$run_dir/data" --seed "$seed" ${suffix:+--long} "${data_size[@]}"
 
 say "warm start: language modelling, then imitation of an imperfect demonstrator -> $run_dir/sft"
-$python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$run_dir/data/sft.parquet" \
+$python "${sft[@]}" --config-name "tinywiki_sft$suffix" data.train_files="$(quoted "$run_dir/data/sft.parquet")" \
   model.path="$run_dir/data/policy_init" trainer.default_local_dir="$run_dir/sft" trainer.overwrite=archive trainer.seed="$seed" \
   "${sft_size[@]}" "${on_device[@]}"
 policy=$($python -m verl.run.last_checkpoint "$run_dir/sft")
@@ -90,8 +91,8 @@ done
 
 say "reinforcement learning (metrics and trajectories in $run_dir/rl)"
 rl_started=$SECONDS
-$python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_files="$run_dir/data/train.parquet" \
-  data.val_files="$run_dir/data/validation.parquet" data.test_files="$run_dir/data/test.parquet" \
+$python -m verl.trainer.main_ppo --config-name "tinywiki$suffix" data.train_files="$(quoted "$run_dir/data/train.parquet")" \
+  data.val_files="$(quoted "$run_dir/data/validation.parquet")" data.test_files="$(quoted "$run_dir/data/test.parquet")" \
   actor_rollout_ref.model.path="$policy" retriever.url="$url" trainer.seed="$seed" \
   trainer.default_local_dir="$run_dir/rl" trainer.experiment_name="tinywiki_${mode}_seed${seed}" \
   "${rl_size[@]}" "${rl_on_device[@]}" "$@"

@@ -24,6 +24,9 @@ export PYTHONPATH=$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # A relative path means the caller's folder first, then the repository.
 locate() { if [[ ! -e $1 && -e $ROOT/$1 ]]; then echo "$ROOT/$1"; else echo "$1"; fi; }
 
+# For settings that may be a list of files: a comma in a path separates nothing.
+quoted() { printf "'%s'" "${1//\'/\\\'}"; }
+
 DATA_DIR=$(locate "${DATA_DIR:-$DATA_DIR_DEFAULT}")
 TRAIN_DATA_DIR=$(locate "${TRAIN_DATA_DIR:-$DATA_DIR}")
 TEST_DATA_DIR=$(locate "${TEST_DATA_DIR:-$DATA_DIR}")
@@ -36,8 +39,8 @@ TRAINER=${TRAINER:-verl.trainer.main_ppo}
 
 # What the train scripts have in common. A script's own settings come behind these, and the user's behind those.
 SHARED=(
-  data.train_files="$TRAIN_DATA_DIR/train.parquet"
-  data.val_files="$TEST_DATA_DIR/test.parquet"
+  data.train_files="$(quoted "$TRAIN_DATA_DIR/train.parquet")"
+  data.val_files="$(quoted "$TEST_DATA_DIR/test.parquet")"
   data.train_data_num=null
   data.val_data_num=null
   data.train_batch_size=512

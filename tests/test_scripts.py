@@ -138,6 +138,15 @@ def test_evaluate_validates_greedily_and_trains_nothing(prompts: Path, composed:
     assert missing.returncode == 2 and "/no/such/folder/test.parquet does not exist" in missing.stderr
 
 
+@pytest.mark.parametrize("name", ["a,b=(c)", "d'\u00e9 #1 & {x}", "2024_01_01", "[y]"])
+def test_names_and_folders_are_taken_as_they_are_written(name: str) -> None:
+    printed = run("train_grpo.sh", "--cfg", "job", DATA_DIR=f"/d/{name}", BASE_MODEL=f"/m/{name}", WAND_PROJECT=name)
+    assert printed.returncode == 0, printed.stderr
+    tree = yaml.safe_load(printed.stdout)
+    assert tree["data"]["train_files"] == f"/d/{name}/train.parquet"
+    assert (tree["actor_rollout_ref"]["model"]["path"], tree["trainer"]["project_name"]) == (f"/m/{name}", name)
+
+
 def test_settings_reach_the_configuration(prompts: Path) -> None:
     """As the trainer itself prints it."""
     settings = {"BASE_MODEL": "org/model", "EXPERIMENT_NAME": "mine", "WANDB_PROJECT": "ours"}

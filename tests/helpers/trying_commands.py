@@ -38,7 +38,7 @@ from search_r1.llm_agent.command_line import agent_config
 from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
-from verl.config import check_supported, load_config, load_config_from_argv
+from verl.config import Config, check_supported, load_config, load_config_from_argv
 from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.command_line import parse_arguments as training_arguments
 from verl.config.loading.run import load_sft_config
@@ -184,7 +184,7 @@ def make_run(folder: Path) -> None:
 
 def composes_training(arguments: list[str]) -> None:
     if is_sweep(arguments, "ppo_trainer"):
-        for run in combinations(training_arguments(arguments, "ppo_trainer").overrides):
+        for run in combinations(Config, training_arguments(arguments, "ppo_trainer").overrides):
             composes_training(list(run.overrides))
         return
     config = load_config_from_argv(arguments)

@@ -64,6 +64,7 @@ def main(
 
 def run_sweep(program: str, arguments: list[str], adapt: Callable[[Config], Config]) -> None:
     """Run `program` for every combination of the values that `-m` asks for."""
+    from verl.config import Config
     from verl.trainer.sweep import sweep
 
     def load(name: str, overrides: list[str], config_dir: str | None) -> Config:
@@ -71,7 +72,7 @@ def run_sweep(program: str, arguments: list[str], adapt: Callable[[Config], Conf
         check_supported(config)
         return config
 
-    print(f"table: {sweep(program, arguments, CONFIG_NAME, load)}")
+    print(f"table: {sweep(program, Config, arguments, CONFIG_NAME, load)}")
 
 
 def run(config: Config) -> None:

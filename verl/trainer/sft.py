@@ -68,7 +68,7 @@ def run_sweep(arguments: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("-m starts processes of its own, so it does not go with torchrun: start each run by itself")
     heed_interrupts()
-    print(f"table: {sweep('verl.trainer.sft', arguments, CONFIG_NAME, load_sft_config)}")
+    print(f"table: {sweep('verl.trainer.sft', SftConfig, arguments, CONFIG_NAME, load_sft_config)}")
 
 
 def run(config: SftConfig) -> Path:

@@ -70,15 +70,15 @@ class SweptRun:
     digest: str
 
 
-def sweep(module: str, argv: Sequence[str], default_name: str, load: Load) -> Path:
+def sweep(module: str, schema: type, argv: Sequence[str], default_name: str, load: Load) -> Path:
     """Run `python -m module` for every combination of values; returns the file with the table, which is printed, too.
 
-    `load(config_name, overrides, config_dir)` composes and checks one configuration: that of every run is checked
-    before the first one starts. Raises ConfigError, and SweepIncomplete at the end if a run has not finished: it does
-    not keep later ones from running. An interrupt is passed on to the run in hand, and ends the sweep.
+    `load(config_name, overrides, config_dir)` composes and checks one configuration, a `schema`: that of every run is
+    checked before the first one starts. Raises ConfigError, and SweepIncomplete at the end if a run has not finished:
+    it does not keep later ones from running. An interrupt is passed on to the run in hand, and ends the sweep.
     """
     arguments = parse_arguments(argv, default_name)
-    found = combinations(of_hydra(arguments.overrides))
+    found = combinations(schema, of_hydra(arguments.overrides))
     runs = _with_folders(found, arguments.config_name, arguments.config_dir, load)
     home = Path(os.path.commonpath([run.folder.parent for run in runs]))
     done = _finished(home / FINISHED)
@@ -116,7 +116,7 @@ def _with_folders(found: Sequence[Combination], name: str, config_dir: str | Non
     runs = []
     for one, config, folder in zip(found, configs, folders, strict=True):
         own = [f"trainer.default_local_dir={in_quotes(str(folder))}"]
-        given = {parsed(text).key_or_group for text in one.overrides}
+        given = {parsed(type(config), text).key_or_group for text in one.overrides}
         if isinstance(config, SftConfig):  # a warm start cannot be resumed, so it begins again
             own += [] if "trainer.overwrite" in given else ["trainer.overwrite=archive"]
         else:

@@ -141,12 +141,12 @@ def test_values_take_the_type_of_their_key() -> None:
         ("reward_model.retrieval_score=1.1", "reward_model.retrieval_score: must be at most 1"),
         ("trainer.logger=[nothing]", "trainer.logger: expected list of one of console, wandb"),
         ("trainer.device=tpu", "trainer.device: expected one of auto, cpu, cuda, got 'tpu'"),
-        ("trainer.experiment_name=true", "trainer.experiment_name: expected str, got True"),
         ("actor_rollout_ref.actor=5", "'actor_rollout_ref.actor' is a section"),
         ("reward.kwargs=5", "reward.kwargs: expected mapping"),
         ("data.tokenizer=${nowhere}", "nowhere"),
         ("max_turns", "override 'max_turns' cannot be read (missing EQUAL"),
-        ("data.prompt_key=a<b", "quote a value with special characters"),
+        ("max_turns=a<b", "quote a value with special characters"),
+        ("trainer.experiment_name=null", "trainer.experiment_name: expected str, got None"),
         ("max_turns=1,2", "has several values"),
         ("data/max_turns=1", "unknown key 'data/max_turns'"),
     ],
@@ -173,6 +173,32 @@ def test_folders_have_names_in_any_script(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config("small", paths, str(recipes))
     assert config.max_turns == 3 and config.actor_rollout_ref.model.path == str(clone)
     assert config.trainer.default_local_dir == f"{recipes}/3"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("2024_01_01", "1e-6", "0x10", "true", "007", "+5", "inf", "a,b", "x=y", "a(b)", "a<b>", "#1 & co; {x}"),
+        *("d'\u00e9 \u6cb3", 'say "yes"', "it's", "ends in \\", "a\\'b", "~nobody/x", "a b ", "*", "$HOME", "50%", ":"),
+    ],
+)
+def test_text_is_taken_as_it_is_written(text: str) -> None:
+    overrides = [f"trainer.experiment_name={text}", f"actor_rollout_ref.model.path=/m/{text}"]
+    if "," not in text:  # several files need the brackets of a list, which may have been forgotten
+        overrides.append(f"data.test_files=/d/{text}/x.parquet")
+    config = load_config(overrides=overrides)
+    assert config.trainer.experiment_name == text
+    assert config.actor_rollout_ref.model.path == f"/m/{text}"
+    assert config.data.test_files in (f"/d/{text}/x.parquet", load_config().data.test_files)
+
+
+def test_quotation_marks_null_and_lists_keep_their_meaning() -> None:
+    names = ["trainer.experiment_name='a b'", "trainer.project_name=${trainer.experiment_name}!", "data.tokenizer=null"]
+    config = load_config(overrides=[*names, "data.train_files=['a,b',c]", 'data.test_files="x"'])
+    assert (config.trainer.experiment_name, config.trainer.project_name, config.data.tokenizer) == ("a b", "a b!", None)
+    assert (config.data.train_files, config.data.test_files) == (["a,b", "c"], "x")
+    with pytest.raises(ConfigError, match="several values"):
+        load_config(overrides=["data.train_files=a,b"])
 
 
 def test_an_unknown_key_in_a_recipe_is_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_config import run_config
 
-from verl.config import load_config, load_config_from_argv
+from verl.config import Config, load_config, load_config_from_argv
 from verl.config.loading.sweep import combinations
 from verl.errors import ConfigError
 
@@ -16,7 +16,7 @@ LR = "actor_rollout_ref.actor.optim.lr"
 
 
 def test_every_combination_the_last_key_changes_fastest() -> None:
-    found = combinations(["max_turns=3", "trainer.seed=0,1", f"{LR}=1e-6,5e-7"])
+    found = combinations(Config, ["max_turns=3", "trainer.seed=0,1", f"{LR}=1e-6,5e-7"])
     assert [one.name for one in found] == ["seed=0,lr=1e-06", "seed=0,lr=5e-07", "seed=1,lr=1e-06", "seed=1,lr=5e-07"]
     assert found[1].values == {"trainer.seed": "0", LR: "5e-07"}
     assert found[1].overrides == ("max_turns=3", "trainer.seed=0", f"{LR}=5e-07")
@@ -40,7 +40,7 @@ def test_every_combination_the_last_key_changes_fastest() -> None:
     ],
 )
 def test_values_and_the_names_of_their_folders(overrides: list[str], names: list[str]) -> None:
-    assert [one.name for one in combinations(overrides)] == names
+    assert [one.name for one in combinations(Config, overrides)] == names
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_values_and_the_names_of_their_folders(overrides: list[str], names: list
 )
 def test_what_is_no_sweep(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        combinations(overrides)
+        combinations(Config, overrides)
 
 
 @pytest.mark.parametrize("folder", ["hydra.run.dir", "+hydra.run.dir", "hydra.sweep.dir"])

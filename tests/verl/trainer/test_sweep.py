@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import load_config
+from verl.config import Config, load_config
 from verl.errors import ConfigError, SweepIncomplete
 from verl.trainer.sweep import mean_and_interval, sweep
 
@@ -27,7 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*overrides: str) -> str:
-    path = sweep("swept_program", ["-m", "trainer.default_local_dir=runs/é", *overrides], "ppo_trainer", load_config)
+    path = sweep(
+        "swept_program", Config, ["-m", "trainer.default_local_dir=runs/é", *overrides], "ppo_trainer", load_config
+    )
     return path.read_text(encoding="utf-8")
 
 
@@ -84,7 +86,13 @@ def test_all_settings_are_checked_before_the_first_run(folder: Path) -> None:
 
 
 def test_folders_that_follow_from_a_swept_value_are_kept(folder: Path) -> None:
-    sweep("swept_program", ["-m", "trainer.seed=3,4", "hydra.sweep.dir=at/${trainer.seed}"], "ppo_trainer", load_config)
+    sweep(
+        "swept_program",
+        Config,
+        ["-m", "trainer.seed=3,4", "hydra.sweep.dir=at/${trainer.seed}"],
+        "ppo_trainer",
+        load_config,
+    )
     assert (folder / "at/3/metrics.jsonl").exists() and (folder / "at/sweep.md").exists()
 
 
@@ -92,9 +100,9 @@ def test_folders_that_follow_from_a_swept_value_are_kept(folder: Path) -> None:
 def test_a_signal_ends_the_run_in_hand_and_the_sweep(folder: Path, number: signal.Signals) -> None:
     (folder / "orders").write_text("1 wait\n")
     program = (
-        "import sys; from verl.config import load_config; from verl.process.interrupts import heed_interrupts; "
+        "import sys; from verl.config import Config, load_config; from verl.process.interrupts import heed_interrupts; "
         "from verl.run.exit_status import exit_status; from verl.trainer.sweep import sweep; heed_interrupts(); "
-        "arguments = 'swept_program', ['-m', 'trainer.seed=0,1,2'], 'ppo_trainer', load_config; "
+        "arguments = 'swept_program', Config, ['-m', 'trainer.seed=0,1,2'], 'ppo_trainer', load_config; "
         "sys.exit(exit_status(lambda: sweep(*arguments), 'the same command resumes'))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -20,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.loading.convert import build
 from verl.config.loading.foreign import of_hydra, unknown_key
-from verl.config.sections.keys import is_known, leaves, sections
+from verl.config.sections.keys import alternatives, is_known, leaves, sections
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
 
@@ -53,7 +54,7 @@ def overridden(schema: type, tree: DictConfig, overrides: Iterable[str]) -> Dict
     """A copy of a tree with `overrides`, as `load` understands them. Raises ConfigError naming the key."""
     tree = tree.copy()
     for text in normalise_overrides(schema, overrides):
-        override = parsed(text)
+        override = parsed(schema, text)
         if not override.is_delete():
             OmegaConf.update(tree, override.key_or_group, override.value())
             continue
@@ -106,14 +107,15 @@ def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
     `~key` is `++key=DEFAULT`, and stays as it is for an entry of a mapping.
     """
     by_key: dict[str, str] = {}
-    for text in map(_grammatical, of_hydra(overrides)):
-        override = parsed(text)
+    for text in of_hydra(overrides):
+        override = parsed(schema, text)
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"override '{text}' has several values: a run for each needs -m; a list is key=[a,b]")
         _check_key(schema, override)
         by_key.pop(key, None)
-        by_key[key] = _deletion(schema, override) if override.is_delete() else f"++{text.lstrip('+')}"
+        line = override.input_line or text
+        by_key[key] = _deletion(schema, override) if override.is_delete() else f"++{line.lstrip('+')}"
     return list(by_key.values())
 
 
@@ -158,27 +160,41 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _grammatical(text: str) -> str:
-    """With quotes where Hydra's grammar demands them and nobody expects it: around a path with an é, say."""
-    key, equals, value = text.partition("=")
-    return text if value.isascii() or value[0] in "'\"[{" else f"{key}{equals}{in_quotes(value)}"
-
-
 def in_quotes(value: str) -> str:
-    """A string as Hydra's grammar has it."""
-    escaped = value.replace("'", r"\'")
+    """A string as Hydra's grammar has it: backslashes count only in front of a quotation mark."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + (r"\'" if found[2] else ""), value)
     return f"'{escaped}'"
 
 
-def parsed(text: str) -> Override:
-    """An override, which may have several values. Raises ConfigError if it cannot be read."""
+def parsed(schema: type, text: str, sweeps: bool = False) -> Override:
+    """An override, which may have several values. Raises ConfigError if it cannot be read.
+
+    Hydra's grammar knows few characters outside quotation marks, and makes numbers of what looks like one. So the value
+    of a setting that is text (a name, a path) is taken as it is written, unless it is in quotation marks, is `null`, or
+    has a backslash; with `sweeps` unless it has several values.
+    """
+    key, _, value = text.partition("=")
+    setting = leaves(schema).get(key.lstrip("+"))
+    kinds = alternatives(str if setting is None else setting.type)
+    may_be_list = setting is None or any(get_origin(kind) is list for kind in kinds)
+    may_be_text = value != "" and str in kinds and value[0] not in ("'\"[{" if may_be_list else "'\"")
+    parser = OverridesParser.create()
     try:
-        return OverridesParser.create().parse_override(_grammatical(text))
+        override = parser.parse_override(text)
     except HydraException as error:
+        if may_be_text:
+            return parser.parse_override(f"{key}={in_quotes(value)}")
         raise ConfigError(
             f"override '{text}' cannot be read ({_first_line(error)}): write key=value, "
             "and quote a value with special characters, as in \"key='a<b'\""
         ) from error
+
+    # An entry of a mapping may be anything, and several values may be those of a sweep, or a list without its brackets.
+    if setting is None or not may_be_text or "\\" in value or value == "null":
+        return override
+    if override.is_sweep_override() and (sweeps or may_be_list):
+        return override
+    return parser.parse_override(f"{key}={in_quotes(value)}")
 
 
 def _check_key(schema: type, override: Override) -> None:

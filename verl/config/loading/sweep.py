@@ -23,7 +23,7 @@ class Combination:
     overrides: tuple[str, ...]
 
 
-def combinations(overrides: Iterable[str]) -> list[Combination]:
+def combinations(schema: type, overrides: Iterable[str]) -> list[Combination]:
     """The last given key changes fastest, as in Hydra's own sweeps: `a=0,1 b=x,y` is 0 x, 0 y, 1 x, 1 y.
 
     Values are given as `key=a,b`, `key=choice(a,b)` or `key=range(1,4)`. Raises ConfigError if none has several, and
@@ -32,7 +32,7 @@ def combinations(overrides: Iterable[str]) -> list[Combination]:
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
     for text in overrides:
-        override = parsed(text)
+        override = parsed(schema, text, sweeps=True)
         key = override.key_or_group
         if not override.is_sweep_override():
             fixed.append(text)
@@ -40,7 +40,7 @@ def combinations(overrides: Iterable[str]) -> list[Combination]:
             continue
         if not override.is_discrete_sweep():
             raise ConfigError(f"override '{text}': a sweep needs its values one by one, as in {key}=0.1,0.2")
-        fixed = [other for other in fixed if parsed(other).key_or_group != key]
+        fixed = [other for other in fixed if parsed(schema, other, sweeps=True).key_or_group != key]
         swept[key] = list(override.sweep_string_iterator())
     if not swept:
         raise ConfigError("-m runs several configurations, so a key needs several values, as in trainer.seed=0,1,2")

@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ def _name(path: str) -> str:
 
 def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The types of a union; a type that is none by itself."""
+    return set(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else {annotation}
 
 
 def type_name(annotation: Any) -> str:
