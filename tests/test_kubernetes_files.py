@@ -125,10 +125,7 @@ def test_the_retriever_is_reached_by_the_name_that_is_documented() -> None:
     assert container["ports"] == [{"containerPort": port["port"]}]
     assert service["spec"]["selector"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
     url = f"retriever.url=http://{service['metadata']['name']}:{port['port']}/retrieve"
-    assert (
-        url in (FOLDER / "retrieval_server.yaml").read_text()
-        and url in Path(ROOT / "docs/cluster_kubernetes.md").read_text()
-    )
+    assert url in (FOLDER / "retrieval_server.yaml").read_text() and url in Path(ROOT / "docs/multinode.md").read_text()
 
 
 def test_the_values_are_those_of_the_chart() -> None:

@@ -192,7 +192,7 @@ def read_metadata(path: Path) -> Iterator[list[GoldPassage]]:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorpusError(
                 f"{path}, line {number}: the gold paragraphs in 'metadata' cannot be read ({error!r}); "
-                "docs/retrieval_corpus.md lists the forms that can"
+                "docs/retrieval.md lists the forms that can"
             ) from error
         yield [_gold(paragraph, question, path, number) for paragraph in paragraphs]
 

@@ -141,7 +141,7 @@ def test_the_page_shows_what_the_script_prints(gpu: list[str]) -> None:
     script = str(ROOT / "scripts/bench/memory_tiers.py")
     done = subprocess.run([sys.executable, script, *gpu], capture_output=True, text=True, check=True)
     table, _, rest = done.stdout.partition("\n\n")
-    assert table.count("\n") >= 3 and table in (ROOT / "docs/retrieval_memory.md").read_text()
+    assert table.count("\n") >= 3 and table in (ROOT / "docs/retrieval_speed.md").read_text()
     printed = json.loads(rest.splitlines()[-1])
     assert [one["memory"] for one in printed["tiers"]][-1] == (
         32_279_537_664 if gpu else pytest.approx(10.73e9, rel=1e-3)
