@@ -207,14 +207,8 @@ def environment_class(config: Config) -> type[Environment]:
     return kind
 
 
-# The sampling distribution of a config.
-
-
-if TYPE_CHECKING:
-    from verl.config import Config
-
 How = Literal["train", "val", "greedy"]
-"""Which distribution to sample from: training, validation, or greedy (always the most likely token)."""
+"""The distribution to sample from: that of training, that of validation, or greedy (always the most likely token)."""
 
 
 def sampling_of(config: Config, how: How) -> Sampling:

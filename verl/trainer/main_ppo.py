@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import check_supported, load_config_from_argv
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
 from verl.process.interrupts import heed_interrupts
 from verl.process.startup import log_to_stderr, phase, tell
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
         config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
         check_supported(config)
         tell("the config is valid")
-        for doubt in doubts(config):
+        for doubt in config_warnings(config):
             log.warning(doubt)
         run_dir = Path(config.trainer.default_local_dir)
         run(config)

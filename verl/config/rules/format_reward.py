@@ -13,7 +13,7 @@ COEFFICIENTS = ("structure_format_score", "final_format_score", "retrieval_score
 
 
 def asks_for_format_reward(config: Config) -> bool:
-    """Whether it has settings that main_ppo refuses."""
+    """Whether the config has coefficients of the format reward, which main_ppo refuses."""
     return any(getattr(config.reward_model, name) for name in COEFFICIENTS)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config
-from verl.config.rules.doubtful import doubts
+from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.predicates import num_training_steps
 from verl.data.files import check_files
 from verl.engine.files.model_shape import ModelShape
@@ -52,7 +52,7 @@ def findings(arguments: Arguments, models: Models) -> Iterator[Finding]:
     """All findings except memory."""
     config = arguments.config
     yield Finding("ok", "config", f"for {arguments.entry_point}")
-    yield from (Finding("warn", "config", doubt) for doubt in doubts(config))
+    yield from (Finding("warn", "config", warning) for warning in config_warnings(config))
     yield from _machine(arguments, models)
     yield from check_network(config, os.environ.get("RAY_ADDRESS"))
     try:
