@@ -60,7 +60,7 @@ class HfModel(ABC):
         return str(folder) if self.path.startswith("~") else self.path
 
     def config(self) -> PreTrainedConfig:
-        """A new one, without dropout. Raises ConfigError."""
+        """A new config of the model, without dropout. Raises ConfigError."""
         with self._named():
             config = load_model_config(self.source, self.trust_remote_code, self.override_config)
         switch_off_dropout(config)
@@ -94,7 +94,7 @@ class HfModel(ABC):
         return self._ready(model.eval())
 
     def _load_generation_config(self, model: PreTrainedModel) -> None:
-        """As `from_pretrained` of the model does: without a file of its own, it is part of config.json."""
+        """Load it as `from_pretrained` of the model does: without a file of its own, it is part of config.json."""
         for options in ({}, {"config_file_name": "config.json", "_from_model_config": True}):
             with contextlib.suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(self.source, **options)
@@ -118,7 +118,7 @@ class HfModel(ABC):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Whatever transformers raises for files that it does not like is a ConfigError."""
+        """Context that raises ConfigError for whatever transformers raises for files that it does not like."""
         try:
             yield
         except VerlError:
@@ -135,7 +135,7 @@ class HfModel(ABC):
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Move them from `meta` to the CPU, with the values that `from_pretrained` gives them."""
+    """Move the buffers from `meta` to the CPU, with the values that `from_pretrained` gives them."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
@@ -145,7 +145,9 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def switch_off_dropout(config: Any) -> None:
-    """Old and new log-probs (or values) of a token are compared, so the forward pass must not be random."""
+    """Set every dropout of the model to 0: old and new log-probs (or values) of a token are compared, so the forward
+    pass must not be random.
+    """
     for name, value in config.to_dict().items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)

@@ -22,7 +22,7 @@ class OneDnnLinear(nn.Linear):
     """Computes what `nn.Linear` does, by `linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out]."""
+        """[..., out]: the layer's output."""
         return linear(input, self.weight, self.bias)
 
 

@@ -39,6 +39,7 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
     Rank 0 writes, holding one shard of one weight at a time; the others send theirs and hold nothing. A failure (a full
     disk, say) removes what was written, leaves an older `path` as it was, and raises CheckpointError on every rank.
     """
+    # All ranks iterate `parts` to the end; only on the main rank it yields values.
     reshard(model)
     weights = dict(sorted(exported(model).items(), key=lambda item: -item[1].dtype.itemsize))  # so files are aligned
     adapters = adapter_tensors(model)
@@ -52,6 +53,8 @@ def save_model(model: Decoder, path: Path, tokenizer: Any, max_file_bytes: int =
             failure = error
     for _ in parts:
         pass
+
+    # No rank goes on as if there were a checkpoint.
     failed = torch.tensor(float(failure is not None))
     if dist.is_initialized():
         dist.all_reduce(failed)
@@ -109,7 +112,7 @@ def save_as_a_test(model: PreTrainedModel, tokenizer: Any, named: str) -> None:
 
 
 def plan_files(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, list[Entry]]:
-    """Entries by file name, in order, no file larger than the limit unless one weight is."""
+    """The entries of each file, in order; no file is larger than the limit unless one weight is."""
     groups: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -145,7 +148,7 @@ def _replace(temporary: Path, path: Path) -> None:
     shutil.rmtree(old)
 
 
-# Putting saved weights back into a model that is already sharded.
+# Saved weights go back into a model that is already sharded.
 
 
 def load_saved(model: Decoder, path: Path) -> None:

@@ -40,7 +40,7 @@ def unread_weights() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Where each weight of a model is in `files`: `stored` has its name there, or None for one that starts at zero."""
+    """The weights of a model in `files`: `stored` has each one's name there, or None for one that starts at zero."""
 
     files: WeightFiles
     stored: Mapping[str, str | None]
@@ -69,11 +69,11 @@ class Unread(Slices):
 
 
 class NotSliceableError(Exception):
-    """Why the weights of a model cannot be read by slices."""
+    """The weights of a model cannot be read by slices; the message says why."""
 
 
 def find_slices(model: PreTrainedModel, source: str, new_head: bool = False) -> Slices | None:
-    """Where the weights of a blank model are in the files of a folder or hub name.
+    """The weights of a blank model in the files of a folder or hub name.
 
     None, with the reason in the log, if the model must be loaded whole. `new_head`: an output layer that the files
     lack starts at zero. Raises CheckpointError when a file is damaged.
