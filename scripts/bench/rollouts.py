@@ -46,8 +46,8 @@ from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
 from verl.protocol import Trajectory
-from verl.rollout.draws import Draws
 from verl.rollout.engine_settings import engine_args, engine_variables
+from verl.rollout.episode_queue import EpisodeQueue
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.worker import EpisodeRequest, RolloutWorker, settings_of
 from verl.run.last_checkpoint import last_checkpoint
@@ -165,8 +165,8 @@ class Bench:
     def requests(self, step: int) -> list[EpisodeRequest]:
         n = self.config.actor_rollout_ref.rollout.n_agent
         groups = groups_of(self.prompts.next(self.options.trajectories // n), ["train"] * n, step)
-        draws = Draws(self.config, groups, step)
-        return draws.take(len(draws.waiting))
+        queue = EpisodeQueue(self.config, groups, step)
+        return queue.take(len(queue.waiting))
 
     def sides(self) -> dict[str, Play]:
         found: dict[str, Play] = {}
@@ -306,7 +306,7 @@ class OverSampled:
         due = [group for group in self._carried if step - group.step >= self._max_staleness]
         groups = self._carried + draw(most - len(self._carried))
         selection = Selection(wanted, most, draw, lambda new, wait: [True] * len(new), groups, due)
-        await self._play(Draws(self._config, groups, step, selection.feed))
+        await self._play(EpisodeQueue(self._config, groups, step, selection.next_groups))
         self._carried = selection.left
         self._ages += [step - group.step for group in selection.taken]
         return [trajectory for group in selection.taken for trajectory in group.trajectories("train")]
@@ -320,14 +320,14 @@ class OverSampled:
         self._step += 1
         return self._step
 
-    async def _play(self, draws: Draws) -> None:
-        draws.settle()
-        while not draws.is_enough:
-            for slot, trajectory in await self._worker.play(draws.take(len(draws.waiting))):
-                draws.record(slot, trajectory)
-            draws.settle()
+    async def _play(self, queue: EpisodeQueue) -> None:
+        queue.settle()
+        while not queue.is_enough:
+            for slot, trajectory in await self._worker.play(queue.take(len(queue.waiting))):
+                queue.record(slot, trajectory)
+            queue.settle()
         for slot, trajectory in await self._worker.interrupt():
-            draws.record(slot, trajectory)
+            queue.record(slot, trajectory)
 
 
 class Turns:

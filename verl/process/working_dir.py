@@ -8,11 +8,13 @@ VARIABLE = "VERL_WORKING_DIR"
 
 
 def working_dir_variable() -> dict[str, str]:
-    """Environment of a worker that calls `enter_working_dir`."""
+    """The environment variable for a worker that calls `enter_working_dir`."""
     return {VARIABLE: os.getcwd()}
 
 
 def enter_working_dir() -> None:
-    """For a worker: Ray starts it where its node's Ray was started. Raises FileNotFoundError."""
+    """Enter the folder that the run was started in: Ray starts a worker where its node's Ray was started. Raises
+    FileNotFoundError.
+    """
     if folder := os.environ.get(VARIABLE):
         os.chdir(folder)

@@ -13,7 +13,7 @@ from verl.protocol import Prompt, Trajectory
 
 @dataclass(eq=False)
 class Group:
-    """One trajectory of `prompt` for each of `hows`; `results` are those that have ended.
+    """A group of trajectories: one of `prompt` for each of `hows`; `results` are those that have ended.
 
     `begun` are those that were interrupted. They are resumed when the group is sampled again, maybe in a later step
     under newer weights; `step` is the one in which the group was begun.
@@ -49,7 +49,9 @@ class Group:
         return min((version for one in sampled for version, _ in one.weight_versions), default=None)
 
     def seed(self, config: Config, index: int) -> int | None:
-        """In [0, 2^63): depends on the run's seed and on what is sampled, not on which engine samples it or when."""
+        """A seed in [0, 2^63), by the run's seed and by what is sampled, not by which engine samples it or when; None
+        without `rollout.seed_per_request`.
+        """
         if not config.actor_rollout_ref.rollout.seed_per_request:
             return None
         how = self.hows[index]
@@ -59,5 +61,5 @@ class Group:
 
 
 def groups_of(prompts: Sequence[Prompt], hows: Sequence[How], step: int, first: int = 0) -> list[Group]:
-    """One group per prompt, numbered from `first`."""
+    """A group for each prompt, numbered from `first`."""
     return [Group(prompt, hows, step, first + number) for number, prompt in enumerate(prompts)]

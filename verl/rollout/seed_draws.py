@@ -22,7 +22,7 @@ class SeedDraws:
         self._ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
     def next(self, generator: torch.Generator) -> int:
-        """What `torch.randint(0, 2**31, (1,))` would give."""
+        """The number that `torch.randint(0, 2**31, (1,))` would give."""
         ahead = self._ahead.get(generator)
         if not ahead:
             drawn = torch.randint(0, HIGHEST, (BLOCK,), generator=generator, dtype=torch.long)

@@ -74,7 +74,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
 
 
 def typed(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
-    """What `wait_for` raises for an error of Ray. None: the worker's own code raised an error that is not typed."""
+    """The error that `wait_for` raises for one of Ray. None: the worker's own code raised one that is not typed."""
     if isinstance(error, GetTimeoutError):
         return _stalled(phase, timeout_s)
     if isinstance(error, RayTaskError):
@@ -112,14 +112,14 @@ def wait_for_start(workers: Sequence[Any], name: str, timeout_s: float) -> None:
             return
         seconds = time.monotonic() - since
         which = f"{len(coming)} of {len(workers)} processes of {name}"
-        told = f"{which} have not started after {seconds:.0f} s. {_last_words()}"
+        message = f"{which} have not started after {seconds:.0f} s. {_end_of_ray_log()}"
         if seconds >= timeout_s:
-            raise Stalled(told)
-        log.warning(told)
+            raise Stalled(message)
+        log.warning(message)
         note_progress()
 
 
-def _last_words() -> str:
+def _end_of_ray_log() -> str:
     """The end of the log of Ray's own process on this node that starts workers."""
     of_this_run = list(RAY_FOLDER.glob(f"session_*_{os.getpid()}"))  # a cluster that was joined has another name
     file = (of_this_run[-1] if of_this_run else RAY_FOLDER / "session_latest") / "logs" / "raylet.err"
@@ -153,7 +153,7 @@ def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: flo
 
 
 def _failure(reference: Any) -> RayError | None:
-    """Why a finished call failed, if it did."""
+    """The error of a finished call; None if it did not fail."""
     try:
         ray.get(reference)
     except RayError as error:

@@ -16,7 +16,7 @@ from mlflow.entities import Metric, Param
 
 from verl.errors import ConfigError
 from verl.process.secrets import MASK, URL_CREDENTIALS
-from verl.tracking.backend import Run
+from verl.tracking.backend import RunInfo
 from verl.tracking.changed_settings import leaves
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class MlflowBackend:
     Raises ConfigError when the run cannot be created.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         for name, value in IMPATIENT.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI")

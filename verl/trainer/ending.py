@@ -74,7 +74,7 @@ def _model(run_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def last_words(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
+def finish_writing_on_failure(run_dir: Path, checkpoints: Checkpoints, writer: BackgroundWriter) -> Iterator[None]:
     """When the block fails or is interrupted: wait for state and files being written, and name the newest state.
 
     The wait is short after an interrupt (the entry point then names the state in its last line), and if a worker

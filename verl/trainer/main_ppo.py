@@ -63,7 +63,7 @@ def run(config: Config) -> None:
     with phase("importing Ray and the trainer"):
         import ray
 
-        from verl.run.janitor import Janitor
+        from verl.run.process_cleanup import ProcessCleanup
         from verl.single_controller import device_of_cluster
         from verl.single_controller.cluster import connect, disconnect
         from verl.trainer.ending import ending  # its curves come with matplotlib
@@ -74,7 +74,7 @@ def run(config: Config) -> None:
     run_dir = Path(config.trainer.default_local_dir)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.enter_context(run_lock(run_dir))
-        janitor = Janitor(run_dir)
+        janitor = ProcessCleanup(run_dir)
         at_the_end.callback(janitor.stop)
         if not ray.is_initialized():
             with phase("starting Ray"):

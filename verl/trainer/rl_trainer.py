@@ -18,7 +18,7 @@ from verl.protocol import TrainBatch
 from verl.tracking.report import write_report
 from verl.tracking.samples import samples_to_show
 from verl.tracking.spans import Timer
-from verl.trainer.ending import last_words
+from verl.trainer.ending import finish_writing_on_failure
 from verl.trainer.estimates import for_losses
 from verl.trainer.evaluation import is_due
 from verl.trainer.metrics.batch import step_metrics
@@ -46,7 +46,7 @@ class RLTrainer:
         """Train to the last step. Returns the path of the report, which is also written for a run that collapsed."""
         run, trainer = self.run, self.config.trainer
         try:
-            with last_words(run.run_dir, run.checkpoints, run.writer):
+            with finish_writing_on_failure(run.run_dir, run.checkpoints, run.writer):
                 if trainer.val_only or (trainer.val_before_train and not run.steps_done):
                     self._log(self._evaluate_first(), run.steps_done)
                 with StopAfterStep(trainer.sigterm_grace_s) as self.stop:

@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"  # on one node it works whatever happens to the network
 
 
 class RankWorker:
-    """One rank of a role. The ranks of a role have a process group of their own.
+    """The worker of one rank of a role. The ranks of a role have a process group of their own.
 
     Every method but `rendezvous` is called on all ranks at once; `start` creates the `engine`, and loads the
     `tokenizer` that is saved with its models.
@@ -72,7 +72,7 @@ class RankWorker:
 
     @in_phase(Phase.UPDATE)
     def update(self, batch: SharedBatch) -> dict[str, float]:
-        """One RL step; every rank returns the same metrics."""
+        """Train for one RL step; every rank returns the same metrics."""
         return self.engine.update(batch.fetch())
 
     def note_memory(self, phase: Phase) -> None:
@@ -85,7 +85,7 @@ class RankWorker:
         return self.memory.metrics()
 
     def take_spans(self) -> list[Span]:
-        """What this rank did since the last call."""
+        """The spans of what this rank did since the last call."""
         return self.spans.take()
 
     def device_name(self) -> str:

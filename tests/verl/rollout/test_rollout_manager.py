@@ -149,11 +149,11 @@ def test_groups_that_are_too_slow_go_on_under_the_next_weights(
     groups = groups_of(prompts_of({}, slow, {}, slow), ["train"] * 2, 6)
     complete: list[Group] = []
 
-    def feed(more: Sequence[Group], wait: bool) -> list[Group] | None:
+    def next_groups(more: Sequence[Group], wait: bool) -> list[Group] | None:
         complete.extend(more)
         return None if len(complete) == 2 else []
 
-    manager.collect_groups(groups, 6, feed)
+    manager.collect_groups(groups, 6, next_groups)
     assert sorted(group.number for group in complete) == [0, 2]
     waiting = [one for group in (groups[1], groups[3]) for one in group.begun.values()]
     assert len(waiting) == 4 and not groups[1].results

@@ -14,7 +14,7 @@ from run_config import run_config
 from verl.config import Config
 from verl.errors import RolloutError
 from verl.protocol import Prompt, Segment, Source, Status, Trajectory
-from verl.rollout.draws import Feed
+from verl.rollout.episode_queue import NextGroups
 from verl.rollout.groups import Group
 from verl.trainer.sampling.collection import Collector
 from verl.trainer.sampling.scoring import Scorer as RealScorer
@@ -46,13 +46,13 @@ class Rollouts:
         self.rewards, self.greedy = rewards, greedy
         self.stats = {"env/failed_ratio": 0.0, "env/redraws": 0.0}
 
-    def collect_groups(self, groups: Sequence[Group], step: int, feed: Feed) -> None:
+    def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
         """One group after the other, the later ones first."""
         waiting = list(groups)
         while waiting:
             group = waiting.pop()
             group.results = {index: self.play(group, how, index) for index, how in enumerate(group.hows)}
-            waiting += feed([group], not waiting) or []
+            waiting += next_groups([group], not waiting) or []
 
     def play(self, group: Group, how: str, index: int) -> Trajectory:
         number = group.prompt.row["number"]

@@ -41,7 +41,7 @@ class Collected:
 
 
 class Collector:
-    """Draws from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
+    """EpisodeQueue from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
 
     With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
     once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
@@ -76,7 +76,7 @@ class Collector:
         selection = self._selection(step)
         num_carried = len(selection.groups)
         selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
-        self.rollouts.collect_groups(list(selection.groups), step, selection.feed)
+        self.rollouts.collect_groups(list(selection.groups), step, selection.next_groups)
         self.carried = selection.left
         done = work.on([*selection.taken, *selection.useless, *selection.left])
         taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]

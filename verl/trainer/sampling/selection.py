@@ -31,8 +31,8 @@ class Selection:
     useless: list[Group] = field(default_factory=list)
     _undecided: list[Group] = field(default_factory=list)
 
-    def feed(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
-        """See `verl.rollout.draws.Feed`."""
+    def next_groups(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
+        """See `verl.rollout.episode_queue.NextGroups`."""
         self._undecided += complete
         asked = self._leading() if self.in_order else list(self._undecided)
         answers = dict(zip(asked, self.are_useful(asked, wait) if asked else [], strict=True))
