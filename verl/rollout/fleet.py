@@ -106,7 +106,7 @@ class Fleet:
         self._require_engines()
 
     def renew(self) -> None:
-        """Add engines that have started and nodes that have joined. For the time between two versions of the weights."""
+        """Add engines that have started and nodes that have joined; to be called between two versions of weights."""
         self._leave_lost_nodes()
         for pool in self._nodes.join(self._most_nodes) if self._nodes else []:
             log.warning("node %s has joined; it samples as soon as its engines have started", pool.address)

@@ -88,7 +88,7 @@ class Role:
         return all(self.group.call_all("state_is_saved"))
 
     def begin_saved_state(self, timeout_s: float | None = None) -> Call:
-        """Ask for the files that each rank wrote, once they are written. Waiting raises CheckpointError if that failed."""
+        """Ask for the files that each rank wrote, once it has. The wait raises CheckpointError if that failed."""
         return self.group.begin_all("saved_state", timeout_s=timeout_s)
 
     def load_state(self, folder: Path) -> None:

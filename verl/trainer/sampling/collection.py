@@ -28,7 +28,7 @@ from verl.trainer.sampling.selection import Selection, in_order_of_beginning
 
 @dataclass
 class Collected:
-    """`sampled` is everything, failed trajectories too; `trained` are the rows of `batch`, in order.
+    """A step's trajectories. `sampled` is everything, failed ones too; `trained` are the rows of `batch`, in order.
 
     `work` is what was sampled meanwhile, also of groups that continue in the next step, and nothing of earlier steps.
     """
@@ -41,7 +41,7 @@ class Collected:
 
 
 class Collector:
-    """EpisodeQueue from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
+    """Draws from `prompts` until a step has `data.train_batch_size` groups that it can learn from.
 
     With `algorithm.filter_groups` a group whose rewards are all equal is left out, and a new prompt takes its place at
     once, up to `max_num_gen_batches` times the batch. With `rollout.over_sample` more groups are in progress than the
@@ -71,6 +71,7 @@ class Collector:
 
     def collect(self, step: int) -> Collected:
         """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
+        # Sample: groups that were carried over, and new ones up to what is to be in progress.
         self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
         work = WorkOfStep(self.carried)
         selection = self._selection(step)
@@ -79,11 +80,15 @@ class Collector:
         self.rollouts.collect_groups(list(selection.groups), step, selection.next_groups)
         self.carried = selection.left
         done = work.on([*selection.taken, *selection.useless, *selection.left])
+
+        # Score what the step uses; dynamic sampling has done so to select. Without a useful group it trains on others.
         taken = selection.taken or in_order_of_beginning(selection.useless)[-self._wanted :]
         sampled = _trajectories(in_order_of_beginning([*selection.taken, *selection.useless]))
         if not self._filtering:
             self.scorer.score_some(sampled)
         self.scorer.require_enough(sampled)
+
+        # Report.
         metrics = dict(self.rollouts.stats) | self.scorer.stats
         if self._filtering:
             judged = len(selection.useful) + len(selection.useless)
@@ -93,6 +98,8 @@ class Collector:
             }
         if self._num_extra(step) or num_carried:
             metrics |= self._carrying(taken, step)
+
+        # Train on what has a reward, and, where an estimator needs it, the reward of a greedy answer.
         trained = [trajectory for trajectory in _trajectories(taken) if trajectory.reward is not None]
         if not self._needs_greedy:
             return Collected(sampled, trained, TrainBatch.from_trajectories(trained), metrics, done)
@@ -115,7 +122,9 @@ class Collector:
         self.load_state_dict(self.state_dict())
 
     def _selection(self, step: int) -> Selection:
-        """Of the groups that were carried over, which are due when their oldest ids may not be a version older."""
+        """A selection that begins with the groups that were carried over. They are due when their oldest ids may not be
+        a version older.
+        """
         groups, self.carried = self.carried, []
         rounds = self.config.algorithm.filter_groups.max_num_gen_batches if self._filtering else 1
         numbers = count()
@@ -145,7 +154,9 @@ class Collector:
         return math.ceil(self.config.actor_rollout_ref.rollout.over_sample * self._wanted)
 
     def _are_useful(self, groups: Sequence[Group], wait: bool) -> list[bool | None]:
-        """See `Selection`. Without dynamic sampling all are, and their rewards are needed only when the step trains."""
+        """Whether each group is useful; see `Selection`. Without dynamic sampling all are, and their rewards are needed
+        only when the step trains.
+        """
         if not self._filtering:
             for how in sorted(set(self._hows)):
                 self.scorer.score_ahead(_trajectories(groups, how))
@@ -164,7 +175,7 @@ class Collector:
         }
 
     def _greedy_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
-        """By group: the reward of the greedy answer to its prompt. Groups whose greedy answer failed are not there."""
+        """The reward of the greedy answer to each group's prompt, by group; without those whose answer failed."""
         answers = {group.id: answer for group in groups for answer in group.trajectories("greedy")}
         self.scorer.score(list(answers.values()))
         return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
@@ -180,11 +191,12 @@ def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
     return bool(usable) and bool(informative_rows(rows["reward"], rows["group"]).any())
 
 
-# Staleness: how many versions older the weights that sampled a step are than those that are trained on it.
+# Staleness: by how many versions the weights that sampled a step are older than those that are trained on it.
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int, most: int) -> dict[str, float]:
-    """`rollout/staleness/{mean,max}` in versions, over tokens: step n trains version n - 1, so one of n - 2 has 1.
+    """The metrics `rollout/staleness/{mean,max}` in versions, over tokens. Step n trains version n - 1, so a token that
+    version n - 2 sampled has a staleness of 1.
 
     Where a trajectory was sampled by several versions, the mean is over its tokens, and the bound holds for each.
     Raises WeightSyncError where a staleness is below 0 or above `most`.

@@ -32,7 +32,7 @@ class Selection:
     _undecided: list[Group] = field(default_factory=list)
 
     def next_groups(self, complete: Sequence[Group], wait: bool) -> list[Group] | None:
-        """See `verl.rollout.episode_queue.NextGroups`."""
+        """The groups to begin now; see `verl.rollout.episode_queue.NextGroups`."""
         self._undecided += complete
         asked = self._leading() if self.in_order else list(self._undecided)
         answers = dict(zip(asked, self.are_useful(asked, wait) if asked else [], strict=True))
@@ -48,7 +48,7 @@ class Selection:
 
     @property
     def taken(self) -> list[Group]:
-        """At most `wanted` groups, in the order in which they were begun."""
+        """The groups that the step trains on, at most `wanted`, in the order in which they were begun."""
         first = sorted(self.useful, key=lambda group: group not in self.due)[: self.wanted]
         return in_order_of_beginning(first)
 

