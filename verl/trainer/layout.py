@@ -51,9 +51,9 @@ def reserve_pools(config: Config, device: str) -> Pools:
     place, timeout_s = placement_of(config, device), config.trainer.step_timeout_s
     whole = ResourcePool(place.nnodes, place.per_node, device)
     apart: SamplingNodes | None = None
-    if place.nnodes == 1 and device == "cpu":
-        if place.sampling_nodes or sum(node["Alive"] for node in ray.nodes()) > 1:
-            whole.only_on = ray.util.get_node_ip_address()  # else its processes would be wherever there is room
+    on_one_cpu_node = place.nnodes == 1 and device == "cpu"
+    if on_one_cpu_node and (place.sampling_nodes or sum(node["Alive"] for node in ray.nodes()) > 1):
+        whole.only_on = ray.util.get_node_ip_address()  # else its processes would be wherever there is room
     with ExitStack() as reserved:
         # The nodes of the trained roles, which must see the run's folder or get copies of it.
         reserved.callback(whole.release)
