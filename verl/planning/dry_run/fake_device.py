@@ -68,7 +68,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self, num_ranks: int) -> Iterator[None]:
-        """Inside, this process is rank 0 of `num_ranks` simulated ranks."""
+        """Context in which this process is rank 0 of `num_ranks` simulated ranks."""
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         gc.collect()  # so that the collector's counts, and with them the peaks, do not depend on what was before
         gc.freeze()
@@ -108,17 +108,17 @@ class FakeDevice(TorchDispatchMode):
         key: Any,
         inputs: Sequence[FakeTensor],
     ) -> Any:
-        """An operation whose inputs are all the device's."""
-        recipe = self.learned.look_up(key)
-        if recipe is None:
+        """Do an operation whose inputs are all the device's."""
+        learned = self.learned.look_up(key)
+        if learned is None:
             out, seen = self._dispatched(func, types, args, kwargs)
             if seen is not None:
                 self.learned.learn(key, func, inputs, out, seen)
             return out
-        seen = recipe.what
+        seen = learned.what
         self.memory.workspace(seen.workspace)
-        out = recipe.make(self.tensors, inputs)
-        for leaf in [out] if recipe.container is None else out:
+        out = learned.make(self.tensors, inputs)
+        for leaf in [out] if learned.container is None else out:
             self.memory.see(leaf.untyped_storage())
         if seen.operation is not None:
             self.work.operations.append(seen.operation)
@@ -127,9 +127,10 @@ class FakeDevice(TorchDispatchMode):
     def _dispatched(
         self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Seen | None]:
-        """What PyTorch says, and what was seen, where that is all there is to it."""
-        if func is aten._local_scalar_dense.default:
-            return _a_number(args[0].dtype), None
+        """The output that PyTorch computes, and the operation's workspace and work, unless it is a collective."""
+        if func is aten._local_scalar_dense.default:  # a number is read from the device: see the module's docstring
+            dtype = args[0].dtype
+            return (True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1), None
         if func is WAIT:
             return args[0], None
         workspace = workspace_bytes(func, args)
@@ -179,15 +180,9 @@ def _takes_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return func is aten.empty.memory_format or (func is aten.empty_like.default and args[0].is_meta)
 
 
-def _a_number(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 0.5 if dtype.is_floating_point else 1
-
-
 @contextlib.contextmanager
 def _seen_resizes(memory: Memory) -> Iterator[None]:
-    """A storage's `resize_` is no operation of a tensor."""
+    """Context in which `memory` sees a storage's `resize_`, which is no operation of a tensor."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -203,7 +198,9 @@ def _seen_resizes(memory: Memory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cut_for_rank_0() -> Iterator[None]:
-    """FSDP2 makes the shards of all ranks to take its own: with thousands of ranks that takes minutes."""
+    """Context in which FSDP2 makes the shard of rank 0 alone. It makes those of all ranks to take its own: with
+    thousands of ranks that takes minutes.
+    """
     original = _fsdp_param._chunk_with_empty
 
     def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:

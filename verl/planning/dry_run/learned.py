@@ -23,7 +23,8 @@ OF_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a recipe: the input number `same` itself, a view of the input number `view`, or a new one.
+    """How to make one tensor of an output: the input number `same` itself, a view of the input number `view`, or a new
+    tensor.
 
     A view's `offset` is counted from its input's, in bytes.
     """
@@ -48,8 +49,10 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """`container`: None for a single tensor, else list or tuple. `what`: the caller's note on the first operation."""
+class LearnedOutput:
+    """How to make the output of an operation. `container`: None for a single tensor, else list or tuple. `what`: the
+    caller's note on the first such operation.
+    """
 
     outputs: tuple[Output, ...]
     container: type[list[Any]] | type[tuple[Any, ...]] | None
@@ -61,16 +64,16 @@ class Recipe:
 
 
 class UnknownInputError(Exception):
-    """An input for which no recipe can be looked up."""
+    """An input for which no output can be looked up."""
 
 
 class Learned:
-    """Recipes by operation and inputs."""
+    """The outputs that were learned, by operation and inputs."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._takes_host = False  # whether the operation that is looked at may have tensors of the host beside
-        self._recipes: dict[Any, Recipe | None] = {}
+        self._outputs: dict[Any, LearnedOutput | None] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
         """The operation's key, and its tensors in order; None if the output may depend on more than that."""
@@ -87,19 +90,22 @@ class Learned:
             parts.append(tensors[0].storage_offset())
         return (func, *parts), tensors
 
-    def look_up(self, key: Any) -> Recipe | None:
-        return self._recipes.get(key)
+    def look_up(self, key: Any) -> LearnedOutput | None:
+        return self._outputs.get(key)
 
     def learn(self, key: Any, func: Any, inputs: Sequence[FakeTensor], out: Any, what: Any) -> None:
         """Remember `out`, if later outputs can be made like it."""
-        if key in self._recipes:
+        if key in self._outputs:
+            return
+        self._outputs[key] = None
+        container = type(out) if isinstance(out, list | tuple) else None
+        if container not in (None, list, tuple) or not _is_plain(func):
             return
         leaves = list(out) if isinstance(out, list | tuple) else [out]
         outputs = [_output(func, leaf, inputs, self._mode) for leaf in leaves]
-        known = bool(outputs) and None not in outputs and _is_plain(func)
-        container = type(out) if isinstance(out, list | tuple) else None
         found = tuple(output for output in outputs if output is not None)
-        self._recipes[key] = Recipe(found, container, what) if known and container in (None, list, tuple) else None
+        if found and len(found) == len(outputs):
+            self._outputs[key] = LearnedOutput(found, container, what)
 
     def _part(self, value: Any, tensors: list[FakeTensor]) -> Any:
         if type(value) is torch.Tensor and self._takes_host:
@@ -144,5 +150,5 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """In its storage, in bytes."""
+    """Where a tensor begins in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()

@@ -21,7 +21,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in at
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel: `flops` in the format `dtype`, and `num_bytes` read and written."""
+    """The work of one kernel: `flops` in the format `dtype`, and `num_bytes` read and written."""
 
     flops: float
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Operation:
 
 @dataclass
 class Work:
-    """All that happened since the last `restart`. `sent`: bytes of the whole tensor by kind of collective."""
+    """The operations since the last `restart`. `sent`: bytes of the whole tensor by kind of collective."""
 
     operations: list[Operation] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Work:
 
 
 def kind_of(collective: str) -> str:
-    """all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
+    """The kind of a collective: all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
     plain = collective.replace("_", "").lower()
     kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
     kinds["alltoall"] = "all-to-all"
@@ -75,8 +75,8 @@ def kind_of(collective: str) -> str:
 
 
 def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
-    """What the CUDA kernel of an attention's backward takes for itself: the query's gradient in float32, and, with
-    fewer key heads than query heads, gradients of keys and values for every query head.
+    """The bytes that the CUDA kernel of an attention's backward takes for itself: for the query's gradient in float32,
+    and, with fewer key heads than query heads, for gradients of keys and values for every query head.
     """
     name = func._schema.name
     if name not in _ATTENTION or not _ATTENTION[name].backward:
@@ -92,7 +92,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 @dataclass(frozen=True)
 class _Attention:
-    """Where an attention operation has its heads, and which of the arguments is the longest row's length."""
+    """The arguments of an attention operation: the dimension of its heads, and the longest row's length."""
 
     heads: int
     backward: bool
