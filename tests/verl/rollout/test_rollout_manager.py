@@ -24,7 +24,7 @@ from verl.errors import ConfigError, EngineDied, RolloutError, SamplingAbandoned
 from verl.protocol import Prompt, Source, Status, TrainBatch, Trajectory
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
-from verl.rollout.weight_stream import Exported, WeightStream, stream_buckets
+from verl.rollout.weight_stream import ExportCall, WeightStream, stream_buckets
 from verl.rollout.weight_sync import open_weights
 from verl.single_controller import ResourcePool
 from verl.single_controller.sampling_nodes import SamplingNodes
@@ -429,7 +429,7 @@ def test_a_sync_that_breaks_off_half_way_leaves_no_half_new_engine_in_use(
     deaths = list[bool]()
     pids = [pid_of(worker) for worker in actor.group.workers]
 
-    def export(index: int) -> Exported:
+    def export(index: int) -> ExportCall:
         if index == 1:
             deaths.append(True)
             for process in [psutil.Process(pid) for pid in pids]:
