@@ -18,6 +18,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils.logging import disable_progress_bar
 
 from verl.config.sections.model import ModelConfig
+from verl.engine.transformers_private import layer_class_names, mark_parameters_initialized
 from verl.errors import ConfigError, VerlError
 from verl.pretrained import load_model_config
 
@@ -139,8 +140,7 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # which leaves only buffers to initialize
+    mark_parameters_initialized(model)
     model.initialize_weights()
 
 
@@ -168,5 +168,5 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, as the model's own class declares them."""
-    names = set(model._no_split_modules or ())
+    names = layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names]

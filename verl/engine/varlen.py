@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from verl.engine.batching import SharedKeys
 from verl.engine.device.runtime import kind_of
 from verl.engine.device.sequence_parallel import SequenceGroup
+from verl.engine.transformers_private import attention_implementation, keeps_state, lets_attention_be_chosen
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def use_varlen_attention(models: Sequence[PreTrainedModel], keep_flash: bool) ->
     if reasons:
         return False
     for model in models:
-        if not (keep_flash and model.config._attn_implementation == "flash_attention_2"):
+        if not (keep_flash and attention_implementation(model.config) == "flash_attention_2"):
             model.set_attn_implementation(NAME)
     return True
 
@@ -101,13 +102,13 @@ def use_varlen_attention(models: Sequence[PreTrainedModel], keep_flash: bool) ->
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """The reason why the model cannot tell packed rows apart; None if it can."""
     config = model.config
-    if model._is_stateful:
+    if keeps_state(model):
         return "keeps a state that runs through all tokens of a row"
     if other := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps its attention logits"
-    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+    if not lets_attention_be_chosen(model):
         return "does not let its attention be chosen"
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return "does not take the positions of its tokens"

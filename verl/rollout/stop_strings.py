@@ -18,7 +18,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._backend: Any = getattr(tokenizer, "_tokenizer", None)  # of a fast tokenizer: decodes faster
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # of a fast tokenizer: decodes faster
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._endings = self._tokens_that_end_one() if stops else frozenset()
 

@@ -25,6 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from verl.rollout.stop_strings import StopStrings
+from verl.rollout.vllm_private import sampled_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +93,7 @@ class TurnScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if new_token_ids:
             turn = self._turns[request]
-            if stop := turn.stop_in(request._output_token_ids):
+            if stop := turn.stop_in(sampled_ids(request)):
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, stop, True
             elif turn.is_interrupted and not stopped:
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, INTERRUPT, True
@@ -118,7 +119,7 @@ class TurnScheduler(Scheduler):
         if output.new_logprobs is not None:
             turn.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finished:
-            ids = output.new_token_ids = list(request._output_token_ids)
+            ids = output.new_token_ids = list(sampled_ids(request))
             output.new_logprobs = None
             if turn.log_probs:
                 id_N1 = np.asarray(ids, np.int32)[:, None]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
+from verl.engine.device.torch_private import pin_memory, unpin_memory
 from verl.phases import Phase
 from verl.process.inside import inside
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.config.sections.model import FrozenFsdpConfig, FsdpConfig
+from verl.engine.device import torch_private
 from verl.engine.device.memory import DeviceMemory, device_memory
 from verl.engine.device.runtime import kind_of
 from verl.phases import RESIDENT, Part, Phase
@@ -67,7 +68,7 @@ class Movable:
         return any(slot.flat.numel() and not self._in_host_block(slot.flat) for slot in self._slots())
 
     def _in_host_block(self, flat: torch.Tensor) -> bool:
-        return flat.untyped_storage()._cdata == self._host_block.untyped_storage()._cdata
+        return torch_private.share_storage(flat, self._host_block)
 
     def _host_views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Space in host memory for each tensor, in order."""
@@ -138,21 +139,10 @@ def residence(
 
 def parameter_slots(model: nn.Module) -> list[Slot]:
     """The shards of a model, each with the padding that FSDP2 keeps at its end."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    return [_parameter_slot(parameter) for group in groups for parameter in group.fsdp_params]
-
-
-def _parameter_slot(parameter: object) -> Slot:
-    sharded: DTensor = parameter.sharded_param  # type: ignore[attr-defined]
-    length = sharded._local_tensor.shape[0]
-
-    def put(flat: torch.Tensor) -> None:
-        parameter._sharded_param_data = flat  # type: ignore[attr-defined]
-        whole = flat.view(parameter.padded_sharded_param_size)  # type: ignore[attr-defined]
-        sharded._local_tensor = whole.narrow(0, 0, length)
-
-    return Slot(parameter._sharded_param_data, put)  # type: ignore[attr-defined]
+    return [
+        Slot(torch_private.padded_shard(parameter), partial(torch_private.replace_padded_shard, parameter))
+        for parameter in torch_private.fsdp_parameters(model)
+    ]
 
 
 def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
@@ -161,9 +151,10 @@ def tensor_slots(tensors: Sequence[object]) -> list[Slot]:
 
 
 def _tensor_slot(tensor: DTensor) -> Slot:
-    shape = tensor._local_tensor.shape
+    part = torch_private.local_part(tensor)
+    shape = part.shape
 
     def put(flat: torch.Tensor) -> None:
-        tensor._local_tensor = flat.view(shape)
+        torch_private.replace_local_part(tensor, flat.view(shape))
 
-    return Slot(tensor._local_tensor.reshape(-1), put)
+    return Slot(part.reshape(-1), put)

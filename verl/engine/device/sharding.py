@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.engine.device.runtime import Precision
+from verl.engine.device.torch_private import compute_local_shape_and_global_offset
 
 logger = logging.getLogger(__name__)
 

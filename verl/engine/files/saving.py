@@ -23,6 +23,7 @@ from verl.engine.files.streaming import Entry, stream, write_safetensors
 from verl.engine.files.weight_files import weight_files
 from verl.engine.merging import exported
 from verl.engine.model import Decoder, named_tensors
+from verl.engine.transformers_private import has_own_code
 from verl.errors import CheckpointError, ConfigError
 from verl.process.storage import could_not_write, sync
 
@@ -90,7 +91,7 @@ def save_without_weights(model: PreTrainedModel, tokenizer: Any, folder: Path) -
     temperature without do_sample, sampling parameters in config.json), which published models have.
     """
     for custom in (model, model.config):
-        if custom._auto_class is not None:  # its code came with the files it was loaded from
+        if has_own_code(custom):
             custom_object_save(custom, folder, config=model.config)
     model.config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate() and model.generation_config is not None:

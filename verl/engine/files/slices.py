@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from verl.engine.device.sharding import own_index
+from verl.engine.device.torch_private import apply_to_tensors
 from verl.engine.files.weight_files import WeightFiles, weight_files
 from verl.engine.hf_model import weights_of
 from verl.engine.model import Decoder
@@ -103,7 +104,7 @@ def fill_part(tensor: torch.Tensor, files: WeightFiles, stored: str | None) -> N
 
 
 def _give_memory(model: Decoder, device: torch.device) -> None:
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _usable_files(model: PreTrainedModel, source: str) -> WeightFiles:

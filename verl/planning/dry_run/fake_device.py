@@ -15,24 +15,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.fake_collectives import collective_ops
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from verl.engine.device.memory import DeviceMemory, memory_stands_in
 from verl.engine.device.runtime import cpu_stands_for
 from verl.planning.dry_run.learned import Learned
 from verl.planning.dry_run.memory import Memory
+from verl.planning.dry_run.torch_private import (
+    READ_NUMBER,
+    WAIT,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    collective_ops,
+    cut_for_rank_0,
+    tree_leaves,
+)
 from verl.planning.dry_run.work import Operation, Work, workspace_bytes
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Seen(NamedTuple):
@@ -77,7 +81,7 @@ class FakeDevice(TorchDispatchMode):
                 stack.enter_context(cpu_stands_for(self.kind))
                 stack.enter_context(memory_stands_in(_HostBlocks(self)))
                 stack.enter_context(_seen_resizes(self.memory))
-                stack.enter_context(_cut_for_rank_0())
+                stack.enter_context(cut_for_rank_0())
                 stack.enter_context(self)
                 yield
         finally:
@@ -128,7 +132,7 @@ class FakeDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Seen | None]:
         """The output that PyTorch computes, and the operation's workspace and work, unless it is a collective."""
-        if func is aten._local_scalar_dense.default:  # a number is read from the device: see the module's docstring
+        if func is READ_NUMBER:  # a number is read from the device: see the module's docstring
             dtype = args[0].dtype
             return (True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1), None
         if func is WAIT:
@@ -194,20 +198,3 @@ def _seen_resizes(memory: Memory) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _cut_for_rank_0() -> Iterator[None]:
-    """Context in which FSDP2 makes the shard of rank 0 alone. It makes those of all ranks to take its own: with
-    thousands of ranks that takes minutes.
-    """
-    original = _fsdp_param._chunk_with_empty
-
-    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
-
-    _fsdp_param._chunk_with_empty = first_chunk
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = original

@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from verl.planning.dry_run.torch_private import (
+    UNSAFE_VIEW,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    changes_an_input,
+    storage_id,
+)
 
 CPU = torch.device("cpu")
 AS_STRIDED = torch.ops.aten.as_strided.default  # its arguments say where it is in the storage, not in its input
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that is not said to be one
 CHANGES_SHAPE = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
 OF_VALUES = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -78,7 +84,7 @@ class Learned:
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[FakeTensor]] | None:
         """The operation's key, and its tensors in order; None if the output may depend on more than that."""
         tensors: list[FakeTensor] = []
-        self._takes_host = isinstance(func, OpOverload) and not func._schema.is_mutable
+        self._takes_host = isinstance(func, OpOverload) and not changes_an_input(func)
         try:
             parts = [self._part(value, tensors) for value in args]
             parts += [(name, self._part(kwargs[name], tensors)) for name in kwargs]
@@ -140,7 +146,8 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
         if leaf is tensor:
             return Output(same=number)
     shape, stride, storage = tuple(leaf.shape), leaf.stride(), leaf.untyped_storage()
-    owner = [number for number, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata == storage._cdata]
+    own = storage_id(storage)
+    owner = [number for number, tensor in enumerate(inputs) if storage_id(tensor.untyped_storage()) == own]
     if owner:
         view = Output(None, owner[0], shape, stride, _start(leaf) - _start(inputs[owner[0]]), leaf.dtype)
         return view if func.is_view or func is UNSAFE_VIEW else None

@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from verl.planning.dry_run.torch_private import storage_id
+
 UNIT = 512
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
 MEDIUM, MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
@@ -46,22 +48,23 @@ class Memory:
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, unless it is known."""
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
             self._take(key, storage.nbytes())
 
     def hide(self, storage: torch.UntypedStorage) -> None:
         """Do not count a storage, which is host memory."""
-        key = storage._cdata
+        key = storage_id(storage)
         self._watched[key] = weakref.ref(storage, partial(self._gone, key))
         self._take(key, 0)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage's new size: by changing it, FSDP2 frees and takes memory."""
-        if storage._cdata in self._watched:
-            self._give(storage._cdata)
-            self._take(storage._cdata, storage.nbytes())
+        key = storage_id(storage)
+        if key in self._watched:
+            self._give(key)
+            self._take(key, storage.nbytes())
 
     def give_back(self) -> None:
         """Return the allocator's cached memory to the device."""

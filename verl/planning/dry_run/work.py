@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from verl.planning.dry_run.torch_private import CollectiveOp, collective_ops, name_of, sync_ops, tree_leaves
 
 aten = torch.ops.aten
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in attention; the backward makes one again
@@ -78,7 +78,7 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
     """The bytes that the CUDA kernel of an attention's backward takes for itself: for the query's gradient in float32,
     and, with fewer key heads than query heads, for gradients of keys and values for every query head.
     """
-    name = func._schema.name
+    name = name_of(func)
     if name not in _ATTENTION or not _ATTENTION[name].backward:
         return 0
     query, key = args[1], args[2]
@@ -108,16 +108,17 @@ _ATTENTION = {
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    attention = _ATTENTION.get(func._schema.name)
+    name = name_of(func)
+    attention = _ATTENTION.get(name)
     if attention is not None:
         query = args[1 if attention.backward else 0]
         products = BACKWARD_PRODUCTS if attention.backward else FORWARD_PRODUCTS
         return products * query.numel() * attention.longest(args)  # 2 per product and value, half of them masked
-    if func._schema.name == "mkldnn::_linear_pointwise":
+    if name == "mkldnn::_linear_pointwise":
         return 2.0 * out.numel() * args[0].shape[-1]
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0.0
-    if func._schema.name in _PRODUCTS:  # without an `out_dtype`, which the formulas do not know
+    if name in _PRODUCTS:  # without an `out_dtype`, which the formulas do not know
         return float(formula(*(arg for arg in args if isinstance(arg, torch.Tensor)), out_val=out))
     return float(formula(*args, **kwargs, out_val=out))
