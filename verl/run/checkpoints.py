@@ -22,7 +22,7 @@ from verl.run import saved_state
 from verl.run.saved_state import saving
 from verl.single_controller.folder_copies import FolderCopies, nothing_to_bring, require_arrived
 from verl.single_controller.waiting import wait_beside
-from verl.workers.roles import ActorGroup, CriticGroup, Role
+from verl.workers.roles import ActorGroup, CriticGroup, RoleGroup
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Checkpoints:
         """Context in which ranks on all nodes can read the folders."""
         return self.copies.on_all_disks(*folders) if self.copies else nullcontext()
 
-    def _models(self) -> Iterator[tuple[str, Role, str | None]]:
+    def _models(self) -> Iterator[tuple[str, RoleGroup, str | None]]:
         """The models: the folder of each, the role that has it, and its name in that role."""
         yield "actor", self.actor, None
         if self.with_anchor:

@@ -95,11 +95,17 @@ def layout_table(
 
 
 def _lines(place: Placement, nodes: Sequence[Node], sampling_nodes: Sequence[Node]) -> list[str]:
-    ranks, engines = _ranks(place), _count(place.num_engines, "engine")
+    ranks, engines = _count(place.num_ranks, "training rank"), _count(place.num_engines, "engine")
+    if place.critic:
+        ranks = f"{_count(place.num_ranks, 'rank')} of the actor, {place.num_critic_ranks} of the critic"
+
+    # On CPU the nodes have no numbered devices: one line says it all.
     if not nodes or not nodes[0].devices:
         apart = f", {engines} on CPU of {_listed(sampling_nodes)}" if sampling_nodes else ""
         what = ranks if sampling_nodes else f"{ranks} and {engines}"
         return [f"layout: {what} on CPU" + f" of {_listed(nodes)}" * bool(nodes) + apart]
+
+    # On GPUs a title, and a table with a row for each node.
     words = "colocated, taking turns" if place.colocated else "split"
     each = _count(place.gpus_per_engine, "GPU")
     on = _count(place.nnodes, "node") + f" and {_count(place.sampling_nodes, 'node')}" * bool(sampling_nodes)
@@ -136,12 +142,6 @@ def _sampling_row(place: Placement, number: int, node: Node) -> tuple[str, ...]:
 def _sampled(place: Placement, number: int, node: Node) -> tuple[str, str]:
     count = place.engines_per_node
     return _numbers("engine", number * count, count), ",".join(node.devices[: place.sampling])
-
-
-def _ranks(place: Placement) -> str:
-    if not place.critic:
-        return _count(place.num_ranks, "training rank")
-    return f"{_count(place.num_ranks, 'rank')} of the actor, {place.num_critic_ranks} of the critic"
 
 
 def _listed(nodes: Sequence[Node]) -> str:

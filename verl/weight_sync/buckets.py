@@ -24,7 +24,7 @@ ALIGNED = 64  # bytes: alignment of weights in a bucket
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """The place of a weight in its bucket: from byte `start` on, in the engines' number format."""
 
     name: str
@@ -47,12 +47,12 @@ class Version(NamedTuple):
     number: int
 
 
-def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[Place]:
+def places_of(named_tensors: NamedTensors, dtype: torch.dtype) -> list[WeightPlace]:
     """Places for the weights, one after the other."""
-    places: list[Place] = []
+    places: list[WeightPlace] = []
     for name, tensor in named_tensors:
         start = places[-1].end if places else 0
-        places.append(Place(name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape, start))
+        places.append(WeightPlace(name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape, start))
     return places
 
 

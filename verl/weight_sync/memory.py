@@ -26,7 +26,7 @@ from verl.engine.device.sharding import local, own_values, row_shards
 from verl.engine.files.checksum import copy_checked, key_of, require_finite, word_sum
 from verl.errors import WeightSyncError
 from verl.process.storage import OwnedFolder
-from verl.weight_sync.buckets import ExportedWeights, Place, Version, gathered, places_of
+from verl.weight_sync.buckets import ExportedWeights, Version, WeightPlace, gathered, places_of
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only the parent: a private folder is made in it
 FOLDER_PREFIX = "verl-weights-"
@@ -41,7 +41,7 @@ class Located:
     path: str
     capacity: int
     offset: int
-    places: tuple[Place, ...]
+    places: tuple[WeightPlace, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Located:
     def unpacked(cls, packed: bytes) -> Located:
         path, capacity, offset, packed_places = json.loads(packed)
         places = tuple(
-            Place(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
+            WeightPlace(name, getattr(torch, dtype.removeprefix("torch.")), torch.Size(shape), start)
             for name, dtype, shape, start in packed_places
         )
         return cls(path, capacity, offset, places)
@@ -112,7 +112,7 @@ class HostBuckets:
         if self._owned is not None:
             self._owned.remove()
 
-    def _write(self, tensor: torch.Tensor, place: Place, offset: int) -> int:
+    def _write(self, tensor: torch.Tensor, place: WeightPlace, offset: int) -> int:
         """Write this rank's part of a weight; returns the checksum of its own values."""
         # This host has all of the weight: no rank needs the values of others.
         size = place.dtype.itemsize
@@ -214,7 +214,7 @@ def bucket_of(located: Located) -> torch.Tensor:
     return memory_of(located)[located.offset :][: located.num_bytes]
 
 
-def tensors_in(bucket: torch.Tensor, places: Sequence[Place]) -> dict[str, torch.Tensor]:
+def tensors_in(bucket: torch.Tensor, places: Sequence[WeightPlace]) -> dict[str, torch.Tensor]:
     """The weights of a bucket, which is uint8 on any device, as views of it."""
     found = {}
     for place in places:

@@ -32,7 +32,7 @@ CLOSE_S = 2.0
 SCORED = ("ids", "loss_mask")  # the columns that log-probs and values are computed from
 
 
-class Role:
+class RoleGroup:
     """A trained role on all ranks of a pool."""
 
     name: str
@@ -111,7 +111,7 @@ class Role:
         self.group.shutdown()
 
 
-class ActorGroup(Role):
+class ActorGroup(RoleGroup):
     """The actor and its anchor on all ranks."""
 
     name = "actor"
@@ -160,7 +160,7 @@ class ActorGroup(Role):
         self._weights.remove()
 
 
-class CriticGroup(Role):
+class CriticGroup(RoleGroup):
     """The critic on all ranks. `apart`: on GPUs of its own, so that it works beside the actor."""
 
     name = "critic"
@@ -184,12 +184,12 @@ class CriticGroup(Role):
         return merged(batch, begun())["value"]
 
 
-def spans_of(roles: Sequence[Role | None]) -> dict[str, list[Span]]:
+def spans_of(roles: Sequence[RoleGroup | None]) -> dict[str, list[Span]]:
     """The spans of what all ranks of the existing roles did since the last call, by rank name."""
     return {name: spans for role in filter(None, roles) for name, spans in role.take_spans().items()}
 
 
-def memory_metrics(roles: Sequence[Role | None]) -> dict[str, float]:
+def memory_metrics(roles: Sequence[RoleGroup | None]) -> dict[str, float]:
     """The memory metrics of a run: the maximum over all existing roles."""
     most: dict[str, float] = {}
     for role in filter(None, roles):

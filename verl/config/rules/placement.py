@@ -113,7 +113,9 @@ def fits_on_nodes(config: Config, gpus: Sequence[int], reward_server: int) -> bo
 
 def placement_problems(config: Config) -> Iterator[str]:
     """What the nodes cannot hold as it is configured, one message each."""
-    problems = [*(_sampling_node_problems(config) if _sampling_nodes_are_set(config) else _split_problems(config))]
+    rollout = config.actor_rollout_ref.rollout
+    has_sampling_nodes = rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes
+    problems = [*(_sampling_node_problems(config) if has_sampling_nodes else _split_problems(config))]
     if not problems:
         problems += _critic_problems(config)
     if not problems and config.trainer.device != "cpu":
@@ -126,11 +128,6 @@ def fewer_nodes_problems(config: Config) -> Iterator[str]:
     fewest, nnodes = config.trainer.min_nnodes, config.trainer.nnodes
     if fewest is not None and fewest > nnodes:
         yield f"trainer.min_nnodes={fewest} is more than trainer.nnodes={nnodes}: lower it, or leave it at null"
-
-
-def _sampling_nodes_are_set(config: Config) -> bool:
-    rollout = config.actor_rollout_ref.rollout
-    return bool(rollout.nnodes or rollout.n_gpus_per_node or rollout.max_nnodes)
 
 
 def _split_problems(config: Config) -> Iterator[str]:

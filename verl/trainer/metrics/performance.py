@@ -41,7 +41,7 @@ class Performance:
         self.utilisation = Utilisation.of(config, policy, actor.device_name(), num_ranks(config, "actor"))
         self._spans: dict[str, list[Span]] = {}
 
-    def metrics(self, timer: Timer, work: Work, trained: TrainBatch) -> dict[str, float]:
+    def metrics(self, timer: Timer, work: SampledWork, trained: TrainBatch) -> dict[str, float]:
         """The metrics of a step that has ended, in which `work` was sampled."""
         engines, ranks = self.rollouts.take_spans(), spans_of(self.roles)
         self._spans = engines | ranks
@@ -60,7 +60,7 @@ class Performance:
         self._spans = {}
 
 
-class Work(NamedTuple):
+class SampledWork(NamedTuple):
     """The tokens and searches that were added to trajectories."""
 
     num_tokens: int  # with prompts and retrieved text
@@ -75,17 +75,17 @@ class WorkOfStep:
         """`begun`: the former, as they are when the step begins."""
         self._before = {key: _work_on(trajectory) for key, trajectory in _numbered(begun)}
 
-    def on(self, groups: Sequence[Group]) -> Work:
+    def on(self, groups: Sequence[Group]) -> SampledWork:
         """The work that has been added to `groups` since. A trajectory that is sampled anew after a failure is new from
         its first token.
         """
         num_tokens, num_policy_tokens, search_ms = 0, 0, list[float]()
         for key, trajectory in _numbered(groups):
-            now, before = _work_on(trajectory), self._before.get(key, Work(0, 0, ()))
+            now, before = _work_on(trajectory), self._before.get(key, SampledWork(0, 0, ()))
             num_tokens += now.num_tokens - before.num_tokens
             num_policy_tokens += now.num_policy_tokens - before.num_policy_tokens
             search_ms += now.search_ms[len(before.search_ms) :]
-        return Work(num_tokens, num_policy_tokens, search_ms)
+        return SampledWork(num_tokens, num_policy_tokens, search_ms)
 
 
 def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int], Trajectory]]:
@@ -95,10 +95,10 @@ def _numbered(groups: Sequence[Group]) -> Iterator[tuple[tuple[Group, int, int],
             yield (group, index, group.attempts.get(index, 0)), trajectory
 
 
-def _work_on(trajectory: Trajectory) -> Work:
+def _work_on(trajectory: Trajectory) -> SampledWork:
     times = [event.get("milliseconds") for event in trajectory.events]
     search_ms = [float(ms) for ms in times if isinstance(ms, int | float)]
-    return Work(trajectory.num_tokens, trajectory.num_policy_tokens, search_ms)
+    return SampledWork(trajectory.num_tokens, trajectory.num_policy_tokens, search_ms)
 
 
 def throughput_metrics(num_tokens: int, seconds: float, num_devices: int) -> dict[str, float]:

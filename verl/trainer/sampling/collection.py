@@ -21,7 +21,7 @@ from verl.errors import WeightSyncError
 from verl.protocol import TrainBatch, Trajectory, reward_rows
 from verl.rollout.groups import Group, groups_of
 from verl.rollout.manager import RolloutManager
-from verl.trainer.metrics.performance import Work, WorkOfStep
+from verl.trainer.metrics.performance import SampledWork, WorkOfStep
 from verl.trainer.sampling.scoring import Scorer
 from verl.trainer.sampling.selection import Selection, in_order_of_beginning
 
@@ -37,7 +37,7 @@ class Collected:
     trained: list[Trajectory]
     batch: TrainBatch
     metrics: dict[str, float] = field(default_factory=dict)
-    work: Work = Work(0, 0, ())
+    work: SampledWork = SampledWork(0, 0, ())
 
 
 class Collector:
