@@ -15,8 +15,8 @@ import torch
 
 from verl.engine.files.checksum import NamedTensors, differing, sums_of
 from verl.errors import WeightSyncError
+from verl.process.child import end_with_parent
 from verl.process.heap import RETURN_EVERY_S, collect_rarely, keep_freed_memory, return_free_memory
-from verl.process.parent import end_with_parent
 from verl.process.stacks import offer_stacks
 from verl.rollout.seed_draws import draw_ahead
 from verl.weight_sync.adapters import are_adapters, with_adapters

@@ -16,11 +16,11 @@ from verl.errors import EngineDied, EnvironmentUnavailable, RolloutError, VerlEr
 from verl.phases import Phase
 from verl.pretrained import load_policy_tokenizer
 from verl.process.by_name import in_words
+from verl.process.child import enter_working_dir
 from verl.process.event_loop import end_all
 from verl.process.heap import collect_rarely
 from verl.process.stacks import offer_stacks
 from verl.process.threads import engine_threads
-from verl.process.working_dir import enter_working_dir
 from verl.protocol import Prompt, Trajectory
 from verl.rollout.engine_settings import EngineSettings
 from verl.tracking.spans import OverlapRecorder, Span, gaps

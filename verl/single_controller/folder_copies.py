@@ -21,9 +21,9 @@ import ray
 from ray.exceptions import RayError
 
 from verl.errors import CheckpointError, StorageError, VerlError, translated
+from verl.process.child import enter_working_dir
 from verl.process.storage import Digests, could_not_write, sync, writing
 from verl.process.watchdog import note_progress
-from verl.process.working_dir import enter_working_dir
 from verl.single_controller.resource_pool import ResourcePool
 from verl.single_controller.waiting import typed
 

@@ -8,8 +8,8 @@ import ray
 
 from verl.config import Config
 from verl.errors import RewardUnavailable, WorkerError
+from verl.process.child import working_dir_variable
 from verl.process.startup import phase, tell
-from verl.process.working_dir import working_dir_variable
 from verl.single_controller import ResourcePool, wait_for
 from verl.single_controller.node_server import Launch, StartedServer, end_servers, start_server
 from verl.single_controller.resource_pool import A_BIT, JOINING_S
