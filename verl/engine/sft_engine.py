@@ -32,8 +32,10 @@ class SftEngine:
                 "fsdp_config.*_offload frees a device between the phases of RL, but supervised training has only one: "
                 "set it to False; to save memory, lower trainer.max_token_len_per_gpu or use more devices"
             )
+        # Settings of the process come before the model takes memory.
         set_threads(trainer.num_threads)
         keep_freed_memory()
+
         self.num_steps_done = 0
         self.model = load_sharded(
             config.model.path,
@@ -45,6 +47,8 @@ class SftEngine:
             trained=True,
             seed=trainer.seed,
         )
+
+        # The optimizer comes after sharding, since it holds this rank's shards.
         self.schedule = Schedule.from_config(config.optim, trainer.total_training_steps)
         optimizer = build_adamw(self.model.parameters(), config.optim)
         layout = layout_of([self.model.model], config.model.use_remove_padding)

@@ -81,6 +81,7 @@ class Checkpoints:
         `score`: validation score of the saved weights, if they were validated. Raises CheckpointError, also when the
         state before this one could not be written.
         """
+        # The state before must be complete: the progress says which states there are.
         self.settle(wait=True)
         if score is not None:
             self.scores[step] = score
@@ -94,6 +95,8 @@ class Checkpoints:
             "scores": sorted(self.scores.items()),
             "kl_weights": sorted(self.kl_weights.items()),
         }
+
+        # Every role begins to write into a temporary folder, which `settle` renames when all have written.
         target = saved_state.state_path(self.run_dir, step)
         temporary = saved_state.begin(target, list(self._groups()), progress | own_progress)
         try:

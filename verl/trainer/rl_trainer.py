@@ -108,17 +108,21 @@ class RLTrainer:
 
     def train_step(self, step: int) -> tuple[Collected, TrainBatch, dict[str, float]]:
         """Collect, estimate, update, sync. Returns what was sampled, what of it was trained on, and metrics."""
+        # Sampled trajectories become a batch with advantages; the losses read only those rows that an update keeps.
         run, timed = self.run, self.timer
         collected = run.source.take(step, timed)
         batch = collected.batch
         metrics = run.estimator.prepare(batch, run.actor, run.critic, timed)
         trained = for_losses(batch, run.updates.kept(collected.trained))
 
+        # The engines get the new weights as soon as the policy has them, while the critic may still train.
         def sync() -> None:
             policy_is_due, anchor_is_due = self._due(step)
             run.source.renew(step, timed, hold=policy_is_due or anchor_is_due)
 
         metrics |= run.updates.run(trained, step, timed, sync)
+
+        # Metrics, and the files of the step, which nothing of the training waits for.
         metrics |= step_metrics(
             collected.sampled,
             trained,

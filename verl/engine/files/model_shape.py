@@ -55,6 +55,7 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
     """Shape of a language model, or of a critic made from one, with adapters if `lora` is given; a folder needs only a
     config.json. Raises ConfigError.
     """
+    # What the configs of some architectures lack has the usual value.
     model = hf.on_meta()
     config = model.config
     heads = config.num_attention_heads
@@ -72,6 +73,8 @@ def model_shape(hf: HfModel, lora: Lora | None = None) -> ModelShape:
         num_key_heads=key_heads,
         num_embeddings=model.get_input_embeddings().weight.shape[0],
     )
+
+    # The adapters' parameters are counted in the model itself: which layers have some is decided there.
     if lora is None:
         return shape
     add_adapters(model, lora, torch.float32)

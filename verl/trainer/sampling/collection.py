@@ -125,10 +125,12 @@ class Collector:
         """A selection that begins with the groups that were carried over. They are due when their oldest ids may not be
         a version older.
         """
+        # Dynamic sampling may need several rounds of groups until enough are useful; without it one round is enough.
         groups, self.carried = self.carried, []
         rounds = self.config.algorithm.filter_groups.max_num_gen_batches if self._filtering else 1
         numbers = count()
 
+        # Prompts are taken from the dataset only when their groups begin: its position is saved with the run.
         def draw(number: int) -> list[Group]:
             return [
                 group
