@@ -211,7 +211,7 @@ def _formed(store: dist.Store, rendezvous: Rendezvous, rank: int, device: torch.
         with _failures_are_ours():
             return dist.ProcessGroupNCCL(store, rank, rendezvous.size, dist.ProcessGroupNCCL.Options())
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    options = gloo._Options()  # private, but `init_process_group` lets nobody choose the address
     options._timeout = timedelta(seconds=BROADCAST_S)
     # This host's address, as the sender's host sees it. By default gloo resolves the host's own name, which is the
     # loopback address on Debian and Ubuntu.
