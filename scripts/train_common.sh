@@ -100,7 +100,7 @@ given() {
 only_prints() {
   local argument
   for argument in "$@"; do
-    case "$argument" in --cfg | --cfg=* | -c | --help | -h) return 0 ;; esac
+    case "$argument" in --cfg | --cfg=* | -c | --info | --help | -h) return 0 ;; esac
   done
   return 1
 }

@@ -117,25 +117,12 @@ def test_data_files_of_the_packages_are_shipped() -> None:
     assert others == shipped
 
 
-def test_walls_name_every_room() -> None:
-    rooms = {
-        f"verl.{path.stem}"
-        for path in (ROOT / "verl").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    } - {"verl.__init__"}
-    by_id = {contract["id"]: contract for contract in CONTRACTS}
-    algorithms = set(by_id["algorithms-are-pure"]["forbidden_modules"])
-    assert rooms - {"verl.algorithms"} <= algorithms
-    ray_users = {"verl.single_controller", "verl.workers", "verl.rollout", "verl.trainer"}
-    assert set(by_id["who-may-import-ray"]["source_modules"]) == rooms - ray_users | {"search_r1"}
-    assert set(by_id["who-may-import-vllm"]["source_modules"]) == rooms - {"verl.rollout"} | {"search_r1"}
-
-
 BREACHES = {
     "verl never imports search_r1": ("verl.data", "search_r1.rewards"),
-    "verl.algorithms imports torch and nothing else of ours": ("verl.algorithms", "verl.protocol"),
-    "verl.engine imports neither ray nor vllm": ("verl.engine", "verl.workers.breach"),  # which imports ray
-    "only single_controller, workers, rollout and trainer import ray": ("verl.agent", "ray"),
+    "the rooms of verl import downwards only": ("verl.algorithms", "verl.protocol"),
+    "verl.algorithms imports torch and nothing else of ours": ("verl.algorithms.kl", "transformers"),
+    "verl.engine and verl.weight_sync never reach ray or vllm": ("verl.engine", "verl.workers.breach"),  # has ray
+    "only single_controller, rollout, workers and trainer import ray": ("verl.agent", "ray"),
     "only rollout imports vllm": ("verl.trainer", "vllm"),
     "search_r1.search imports neither verl nor ray": ("search_r1.search", "verl.errors"),
     "search_r1.viewer imports neither torch nor vllm nor ray": ("search_r1.viewer", "verl.engine.model"),

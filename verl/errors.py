@@ -86,5 +86,9 @@ class StorageError(VerlError):
     """A file of the run could not be written: the disk is full, read-only or gone."""
 
 
+class SweepIncomplete(VerlError):
+    """Some runs of a sweep did not finish."""
+
+
 class TrainingCollapsed(VerlError):
     """The collapse guard ended the run."""

@@ -39,8 +39,10 @@ from search_r1.search import retrieval_server
 from search_r1.serve.__main__ import ROUTE, checked_config, parse_arguments
 from search_r1.serve.wire import parse_chat
 from verl.config import check_supported, load_config, load_config_from_argv
-from verl.config.loading.command_line import load_from_argv
+from verl.config.loading.command_line import is_sweep, load_from_argv
+from verl.config.loading.command_line import parse_arguments as training_arguments
 from verl.config.loading.run import load_sft_config
+from verl.config.loading.sweep import combinations
 from verl.config.rules.format_reward import with_format_reward
 from verl.config.sections.sft import SftConfig
 from verl.planning.dry_run.place import parse_gpus
@@ -181,6 +183,10 @@ def make_run(folder: Path) -> None:
 
 
 def composes_training(arguments: list[str]) -> None:
+    if is_sweep(arguments, "ppo_trainer"):
+        for run in combinations(training_arguments(arguments, "ppo_trainer").overrides):
+            composes_training(list(run.overrides))
+        return
     config = load_config_from_argv(arguments)
     check_supported(config)
     make_reward(config, config.reward.function, config.reward.kwargs)
@@ -346,7 +352,7 @@ OPTIONS_ONLY = (
     r"-m search_r1\.search\.(rerank_server|retrieval_rerank_server|google_search_server|serp_search_server|mcp_tool)",
     r"-m search_r1\.search\.corpus_tool .*--url",
     r"scripts/data_process/(qa_search_\w+_merge\.py(?!.*(=(example|mine)/|--input_dir))|nq_rag\.py)",
-    r"scripts/(download|experiments/collect)\.py",
+    r"scripts/(download|experiments/collect|gpu/engine_step)\.py",
     r"scripts/bench/(retrieval_\w+|published_server|soak|chunked_head|packing|\w+_mode|dry_run_table)\.py",
     r"scripts/bench/(weight_sync|parallel_efficiency|update|prefixes|viewer)\.py",
     r"scripts/bench/(rollouts|async_rollout|collect|step_growth|sampling_growth)\.py",

@@ -28,11 +28,31 @@ This page lists every setting of a run with its default, type, unit and meaning.
 ```
 
 - `key=value` sets a key; `+key=value` and `++key=value` do the same. If a key is given twice, the last value wins.
+  `~key` gives it its default again.
 - An unknown key is an error that suggests the nearest one. A value of the wrong type or out of range is an error, too.
 - `--config-name NAME` starts from another file in `configs/`, or in the folder `--config-dir DIR`, which is searched
   first. Such a file lists only what it changes, below `defaults: [ppo_trainer, _self_]`.
-- `--cfg job` prints the composed settings, `--help` all keys.
+- `--cfg job` prints the composed settings, `--cfg job --package trainer` those of a section, `--info` the files that
+  they come from, `--help` all keys.
 - A default `${...}` is the value of another key.
+- Of Hydra's own settings, `hydra.run.dir` is `trainer.default_local_dir`; the others are errors that say what to use.
+
+## Several runs: seeds and sweeps
+
+```bash
+.venv/bin/python -m verl.trainer.main_ppo -m trainer.seed=0,1,2 actor_rollout_ref.actor.optim.lr=1e-6,5e-7
+```
+
+`-m` (`--multirun`) runs every combination of the values, one run after the other; `range(0,5)` is short for
+`0,1,2,3,4`. It works for the warm start and the training scripts, too. All settings are checked before the first run
+starts. Each run has a folder of its own in `trainer.default_local_dir`, such as `seed=0,lr=1e-06`, and that name at the
+end of its `trainer.experiment_name`. At the end a table is printed and written to `sweep.md` in
+`trainer.default_local_dir`. It has the last reward, validation score and test score of each run, and their mean over
+seeds with its 95% interval (Student's t).
+
+A run that fails does not keep the others from running. The same command resumes a sweep: it leaves finished runs as
+they are and resumes the others from their last checkpoint. More seeds can be added. A folder that holds a run with
+other settings is refused.
 """
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.config import check_supported, load_config_from_argv
+from verl.config import check_supported, load_config, load_config_from_argv
+from verl.config.loading.command_line import is_sweep
 from verl.config.rules.config_warnings import config_warnings
 from verl.config.rules.placement import devices_of_nodes
 from verl.process.interrupts import heed_interrupts
@@ -27,19 +28,30 @@ from verl.run.saved_state import how_to_resume
 if TYPE_CHECKING:
     from verl.config import Config
 
+CONFIG_NAME = "ppo_trainer"
+SWEEP_INTERRUPTED = "the same command resumes the sweep"
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
-    """Returns the exit status, as `exit_status` says. `adapt` changes the config that the command line gave."""
+def main(
+    argv: list[str] | None = None,
+    adapt: Callable[[Config], Config] = lambda config: config,
+    program: str = "verl.trainer.main_ppo",
+) -> int:
+    """Returns the exit status, as `exit_status` says. `adapt` changes the config that the command line gave; `program`
+    is run for each configuration of a sweep.
+    """
     log_to_stderr()
     heed_interrupts()
+    arguments = sys.argv[1:] if argv is None else argv
+    if is_sweep(arguments, CONFIG_NAME):
+        return exit_status(lambda: run_sweep(program, arguments, adapt), SWEEP_INTERRUPTED)
 
     run_dir: Path | None = None
 
     def train() -> None:
         nonlocal run_dir
-        config = adapt(load_config_from_argv(sys.argv[1:] if argv is None else argv, default_name="ppo_trainer"))
+        config = adapt(load_config_from_argv(arguments, CONFIG_NAME))
         check_supported(config)
         tell("the config is valid")
         for doubt in config_warnings(config):
@@ -48,6 +60,18 @@ def main(argv: list[str] | None = None, adapt: Callable[[Config], Config] = lamb
         run(config)
 
     return exit_status(train, lambda: how_to_resume(run_dir) if run_dir else "nothing was started")
+
+
+def run_sweep(program: str, arguments: list[str], adapt: Callable[[Config], Config]) -> None:
+    """Run `program` for every combination of the values that `-m` asks for."""
+    from verl.trainer.sweep import sweep
+
+    def load(name: str, overrides: list[str], config_dir: str | None) -> Config:
+        config = adapt(load_config(name, overrides, config_dir))
+        check_supported(config)
+        return config
+
+    print(f"table: {sweep(program, arguments, CONFIG_NAME, load)}")
 
 
 def run(config: Config) -> None:

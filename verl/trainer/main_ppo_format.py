@@ -12,4 +12,4 @@ from verl.config.rules.format_reward import with_format_reward
 from verl.trainer.main_ppo import main
 
 if __name__ == "__main__":
-    sys.exit(main(adapt=with_format_reward))
+    sys.exit(main(adapt=with_format_reward, program="verl.trainer.main_ppo_format"))

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from long_task import Progress
-from verl.config.loading.command_line import load_from_argv
+from verl.config.loading.command_line import is_sweep, load_from_argv
 from verl.config.loading.run import load_sft_config
 from verl.config.sections.sft import SftConfig
 from verl.data.sft_rows import PHASES, Row, TokenisedRow, read_rows, tokenise
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.pretrained import load_tokenizer
 from verl.process import startup
+from verl.process.interrupts import heed_interrupts
 from verl.process.storage import append, writing
 from verl.run.exit_status import exit_status
 from verl.run.run_folder import archive, check_new_run, check_not_in_use, run_lock
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from verl.protocol import TrainBatch
 
+CONFIG_NAME = "sft"
 log = logging.getLogger(__name__)
 
 
@@ -46,14 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     first_rank = int(os.environ.get("RANK", "0")) == 0
     if not first_rank:
         logging.getLogger("verl").setLevel(logging.WARNING)
+    arguments = sys.argv[1:] if argv is None else argv
+    if is_sweep(arguments, CONFIG_NAME):
+        return exit_status(lambda: run_sweep(arguments), "the same command resumes the sweep")
 
     def warm_start() -> None:
-        config = load_from_argv(SftConfig, load_sft_config, sys.argv[1:] if argv is None else argv, "sft")
+        config = load_from_argv(SftConfig, load_sft_config, arguments, CONFIG_NAME)
         target = run(config)
         if first_rank:
             print(f"model: {target}")
 
     return exit_status(warm_start, when_interrupted="nothing was saved")
+
+
+def run_sweep(arguments: Sequence[str]) -> None:
+    """A warm start for every combination of the values that `-m` asks for."""
+    from verl.trainer.sweep import sweep
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("-m starts processes of its own, so it does not go with torchrun: start each run by itself")
+    heed_interrupts()
+    print(f"table: {sweep('verl.trainer.sft', arguments, CONFIG_NAME, load_sft_config)}")
 
 
 def run(config: SftConfig) -> Path:
@@ -69,8 +84,8 @@ def run(config: SftConfig) -> Path:
         import torch.distributed as dist
 
         from verl.engine.device.runtime import init_process_group, resolve_device
+        from verl.trainer.start_checks.disk import check_folder
         from verl.trainer.start_checks.finding import require
-        from verl.trainer.start_checks.machine import check_folder
 
     require(check_folder(run_dir))
 

@@ -404,9 +404,8 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 def test_same_as_public(name: str, public: dict[str, Answer]) -> None:
     theirs, ours = COMPARISONS[name].theirs(public[name]), COMPARISONS[name].ours()
     assert ours
-    # without AVX-512 a gradient in float32 differs by 5e-6
-    rtol = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5
-    torch.testing.assert_close(ours, {key: theirs[key] for key in ours}, atol=1e-6, rtol=rtol, check_dtype=False)
+    # in float32 the order of sums depends on the processor: an entropy differed by 1.3e-6, a gradient by 5e-6 of itself
+    torch.testing.assert_close(ours, {key: theirs[key] for key in ours}, atol=2e-6, rtol=1e-5, check_dtype=False)
 
 
 def ours_without_std(reward_BL: Tensor, mask_BL: Tensor) -> list[float]:

@@ -50,9 +50,9 @@ def test_cfg_job_prints_what_would_run(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        load_config_from_argv(["--multirun"])
+        load_config_from_argv(["--multiruns"])
     assert exit_.value.code == 2
-    assert "--multirun" in capsys.readouterr().err
+    assert "--multiruns" in capsys.readouterr().err
 
 
 ANSWERS = [

@@ -256,3 +256,22 @@ def test_adapters_learn_beside_a_frozen_base(model_path: str, tmp_path: Path) ->
     assert len(changed) == 2 * 7 and (tmp_path / "saved" / "adapter" / "adapter_config.json").is_file()
     with pytest.raises(ConfigError, match="model.lora_alpha has no effect with lora_rank=0"):
         sft_config(model_path, tmp_path, "model.lora_alpha=3")
+
+
+def test_a_sweep_over_seeds(word_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = f"-m model.path={word_model} data.train_files={write_rows(tmp_path / 'rows.parquet')} trainer.device=cpu"
+    words += (
+        f" hydra.sweep.dir={tmp_path / 'seeds'} trainer.seed=0,1 trainer.total_training_steps=2 trainer.num_threads=1"
+    )
+    assert main(words.split()) == 0
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capfd.readouterr().out.splitlines()]
+    table = [line for line in lines if len(line) == 4]
+    assert table[0] == ["run", "step", "warm start loss", "status"]
+    assert [line[0] for line in table[2:]] == ["seed=0", "seed=1", "mean of 2 seeds"]
+    losses = []
+    for seed in (0, 1):
+        folder = tmp_path / f"seeds/seed={seed}"
+        losses.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["sft/loss"])
+        assert (folder / "global_step_2/model.safetensors").is_file()
+        assert float(table[2 + seed][2]) == pytest.approx(losses[-1], rel=1e-3)
+    assert losses[0] != losses[1]

@@ -1,4 +1,4 @@
-"""The command line of an entry point: `key=value ... [--config-name NAME] [--config-dir DIR] [--help] [--cfg job]`."""
+"""The command line of an entry point: `key=value ...` and Hydra's options, as far as they have a meaning here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from verl.config.loading.compose import shown
+from verl.config.loading.compose import described, shown
 from verl.config.loading.run import load_config
 from verl.config.sections.keys import Key, leaves, type_name
 from verl.config.sections.schema import Config
+from verl.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -20,7 +21,8 @@ T = TypeVar("T")
 def load_config_from_argv(argv: Sequence[str], default_name: str = "ppo_trainer") -> Config:
     """The configuration of an RL run from its arguments (without the program's name).
 
-    `--help` and `--cfg job` print and exit with status 0, a malformed option exits with status 2. Raises ConfigError.
+    `--help`, `--cfg job` and `--info` print and exit with status 0, a malformed option exits with status 2. Raises
+    ConfigError, also for `-m`: a program that can run a sweep asks `is_sweep` first.
     """
     return load_from_argv(Config, load_config, argv, default_name)
 
@@ -28,16 +30,37 @@ def load_config_from_argv(argv: Sequence[str], default_name: str = "ppo_trainer"
 def load_from_argv(
     schema: type[T], loader: Callable[[str, list[str], str | None], T], argv: Sequence[str], default_name: str
 ) -> T:
-    """The same for any schema; `loader(config_name, overrides, config_dir)` composes and checks it."""
-    arguments = _parser(default_name).parse_intermixed_args(list(argv))
+    """The configuration of any schema; `loader(config_name, overrides, config_dir)` composes and checks it."""
+    arguments = parse_arguments(argv, default_name)
+    given = arguments.config_name, arguments.overrides, arguments.config_dir
     if arguments.help:
         sys.stdout.write(f"{_parser(default_name).format_help()}\nKeys:\n{key_list(schema)}")
         sys.exit(0)
-    config = loader(arguments.config_name, arguments.overrides, arguments.config_dir)
+    if arguments.multirun:
+        raise ConfigError(f"{_program()} takes one configuration: leave out -m, and give one value for each key")
+    if arguments.info:
+        sys.stdout.write(described(schema, *given))
+        sys.exit(0)
+    config = loader(*given)
     if arguments.cfg:
-        sys.stdout.write(shown(config))
+        sys.stdout.write(shown(config, arguments.package))
         sys.exit(0)
     return config
+
+
+def parse_arguments(argv: Sequence[str], default_name: str) -> argparse.Namespace:
+    """The arguments by name: `overrides`, `config_name`, `config_dir`, `multirun`, and what is to be printed."""
+    parser = _parser(default_name)
+    arguments = parser.parse_intermixed_args(list(argv))
+    if (arguments.resolve or arguments.package) and not arguments.cfg:
+        parser.error("--resolve and --package go with --cfg job")
+    return arguments
+
+
+def is_sweep(argv: Sequence[str], default_name: str) -> bool:
+    """Whether the arguments ask for several runs (`-m`), and not for something to be printed."""
+    arguments = parse_arguments(argv, default_name)
+    return arguments.multirun and not arguments.help
 
 
 def _program() -> str:
@@ -57,8 +80,15 @@ def _parser(default_name: str) -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="overrides; if a key is given twice, the last one wins"
     )
     parser.add_argument("--config-name", "-cn", default=default_name, help="YAML file to start from (%(default)s)")
-    parser.add_argument("--config-dir", "-cd", help="folder that is searched for that file first")
+    for_folder = ("--config-dir", "-cd", "--config-path", "-cp")
+    parser.add_argument(*for_folder, metavar="DIR", help="folder that is searched for that file first")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed settings as YAML, and exit")
+    parser.add_argument("--package", "-p", metavar="SECTION", help="with --cfg job: print this section only")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg job: resolve interpolations (as always)")
+    parser.add_argument("--info", action="store_true", help="print which YAML files the settings come from, and exit")
+    parser.add_argument(
+        "--multirun", "-m", action="store_true", help="a run for each combination of values, as in trainer.seed=0,1,2"
+    )
     parser.add_argument("--help", "-h", action="store_true", help="print this help and all keys, and exit")
     return parser
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.loading.convert import build
-from verl.config.loading.foreign import unknown_key
+from verl.config.loading.foreign import of_hydra, unknown_key
 from verl.config.sections.keys import is_known, leaves, sections
 from verl.errors import ConfigError
 from verl.process.secrets import mask_secrets
@@ -30,7 +34,8 @@ def load(schema: type[T], config_name: str, overrides: Iterable[str] = (), confi
 
     Files are looked for in `config_dir`, then in the repository's configs folder, so that a recipe anywhere may start
     from a tree there (`defaults: [ppo_trainer, _self_]`). An override is `key=value`; a leading `+` or `++` changes
-    nothing, and of several for one key the last one wins. Raises ConfigError naming the key.
+    nothing, and of several for one key the last one wins. `~key` gives a setting its default again, or takes an entry
+    out of a mapping. Raises ConfigError naming the key.
     """
     return typed(schema, compose_tree(schema, config_name, overrides, config_dir), f"config '{config_name}'")
 
@@ -48,33 +53,87 @@ def overridden(schema: type, tree: DictConfig, overrides: Iterable[str]) -> Dict
     """A copy of a tree with `overrides`, as `load` understands them. Raises ConfigError naming the key."""
     tree = tree.copy()
     for text in normalise_overrides(schema, overrides):
-        override = _parse(text)
-        OmegaConf.update(tree, override.key_or_group, override.value())
+        override = parsed(text)
+        if not override.is_delete():
+            OmegaConf.update(tree, override.key_or_group, override.value())
+            continue
+        above, _, name = override.key_or_group.rpartition(".")
+        if name not in (entries := OmegaConf.select(tree, above)):
+            raise ConfigError(f"override '{text}': there is no such entry")
+        del entries[name]
     return tree
 
 
 def compose_tree(schema: type, config_name: str, overrides: Iterable[str], config_dir: str | None = None) -> DictConfig:
     """The composed tree before interpolations are resolved. Raises ConfigError."""
+    with _composing(config_name, config_dir) as (name, search_path):
+        return compose(name, [search_path, *normalise_overrides(schema, overrides)])
+
+
+def described(schema: type, config_name: str, overrides: Iterable[str], config_dir: str | None = None) -> str:
+    """The folders that are searched for YAML files, and the files that a tree is made of, each with its folder."""
+    with _composing(config_name, config_dir) as (name, search_path):
+        wanted = [search_path, *normalise_overrides(schema, overrides)]
+        loader = GlobalHydra.instance().config_loader()
+        files = loader.compute_defaults_list(name, wanted, RunMode.RUN).defaults
+        folders = [path.path.removeprefix("file://") for path in loader.get_search_path().get_path()]
+    folders = [folder for folder in dict.fromkeys([*folders, str(CONFIG_DIR)]) if "://" not in folder]
+    lines = ["Folders that are searched for YAML files:", *(f"  {folder}" for folder in folders)]
+    lines.append("Files of this configuration; a later one wins:")
+    for path in (file.config_path for file in files):
+        home = next((folder for folder in folders if (Path(folder) / f"{path}.yaml").is_file()), "")
+        if home:
+            lines.append(f"  {Path(home) / path}.yaml")
+    return "\n".join([*lines, "Overrides:", *(f"  {text}" for text in wanted[1:] or ["none"])]) + "\n"
+
+
+@contextmanager
+def _composing(config_name: str, config_dir: str | None) -> Iterator[tuple[str, str]]:
+    """The file's name without suffix, and the override that adds the repository's folder. Raises ConfigError."""
     folder = Path(config_dir).expanduser().resolve() if config_dir else CONFIG_DIR
     name = config_name.removesuffix(".yaml")
     _check_exists(folder, name)
-    wanted = normalise_overrides(schema, overrides)
     try:
         with initialize_config_dir(config_dir=str(folder), version_base=None):
-            return compose(name, [f"hydra.searchpath=[{_in_quotes(f'file://{CONFIG_DIR}')}]", *wanted])
+            yield name, f"hydra.searchpath=[{in_quotes(f'file://{CONFIG_DIR}')}]"
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config '{name}' in {folder}: {_first_line(error)}") from error
 
 
 def normalise_overrides(schema: type, overrides: Iterable[str]) -> list[str]:
-    """Each override as `++key=value`, the last one of each key, after checking that its key exists."""
+    """Each override as `++key=value`, the last one of each key, after checking that its key exists.
+
+    `~key` is `++key=DEFAULT`, and stays as it is for an entry of a mapping.
+    """
     by_key: dict[str, str] = {}
-    for text in map(_grammatical, overrides):
-        override = _parse(text)
+    for text in map(_grammatical, of_hydra(overrides)):
+        override = parsed(text)
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(f"override '{text}' has several values: a run for each needs -m; a list is key=[a,b]")
         _check_key(schema, override)
-        by_key.pop(override.key_or_group, None)
-        by_key[override.key_or_group] = f"++{text.lstrip('+')}"
+        by_key.pop(key, None)
+        by_key[key] = _deletion(schema, override) if override.is_delete() else f"++{text.lstrip('+')}"
     return list(by_key.values())
+
+
+def _deletion(schema: type, override: Override) -> str:
+    key = override.key_or_group
+    if override.value() is not None:
+        raise ConfigError(f"override '{override.input_line}': write ~{key}, without a value")
+    if key not in leaves(schema):
+        return f"~{key}"
+    setting = leaves(schema)[key]
+    return f"++{key}={setting.shown or _literal(setting.default)}"
+
+
+def _literal(value: Any) -> str:
+    """A default as Hydra's grammar has it."""
+    if isinstance(value, str):
+        return in_quotes(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_literal, value))}]"
+    return json.dumps(value)
 
 
 def to_yaml(config: Any) -> str:
@@ -82,9 +141,15 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
 
 
-def shown(config: Any) -> str:
-    """The YAML text without secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(dataclasses.asdict(config))))
+def shown(config: Any, section: str | None = None) -> str:
+    """The YAML text without secrets, of all settings or of a section. Raises ConfigError for one that is not there."""
+    tree = OmegaConf.create(mask_secrets(dataclasses.asdict(config)))
+    if section is None:
+        return OmegaConf.to_yaml(tree)
+    part = OmegaConf.select(tree, section)
+    if not isinstance(part, DictConfig):
+        raise ConfigError(f"--package {section}: there is no such section; there are {', '.join(map(str, tree))}")
+    return f"# @package {section}\n{OmegaConf.to_yaml(part)}"
 
 
 def _plain(value: Any) -> Any:
@@ -96,27 +161,24 @@ def _plain(value: Any) -> Any:
 def _grammatical(text: str) -> str:
     """With quotes where Hydra's grammar demands them and nobody expects it: around a path with an é, say."""
     key, equals, value = text.partition("=")
-    return text if value.isascii() or value[0] in "'\"[{" else f"{key}{equals}{_in_quotes(value)}"
+    return text if value.isascii() or value[0] in "'\"[{" else f"{key}{equals}{in_quotes(value)}"
 
 
-def _in_quotes(value: str) -> str:
+def in_quotes(value: str) -> str:
+    """A string as Hydra's grammar has it."""
     escaped = value.replace("'", r"\'")
     return f"'{escaped}'"
 
 
-def _parse(text: str) -> Override:
+def parsed(text: str) -> Override:
+    """An override, which may have several values. Raises ConfigError if it cannot be read."""
     try:
-        override = OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(_grammatical(text))
     except HydraException as error:
         raise ConfigError(
             f"override '{text}' cannot be read ({_first_line(error)}): write key=value, "
             "and quote a value with special characters, as in \"key='a<b'\""
         ) from error
-    if override.is_delete():
-        raise ConfigError(f"override '{text}': keys cannot be deleted; set a value instead (null where allowed)")
-    if override.is_sweep_override():
-        raise ConfigError(f"override '{text}' has several values; write a list as key=[a,b]")
-    return override
 
 
 def _check_key(schema: type, override: Override) -> None:

