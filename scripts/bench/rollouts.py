@@ -295,7 +295,7 @@ class OverSampled:
         wanted, step = len(requests) // len(self._hows), self._next_step()
         numbers = itertools.count()
 
-        def draw(number: int) -> list[Group]:
+        def new_groups(number: int) -> list[Group]:
             return [
                 group
                 for prompt in self._prompts.next(number)
@@ -304,8 +304,8 @@ class OverSampled:
 
         most = wanted + math.ceil(self._share * wanted)
         due = [group for group in self._carried if step - group.step >= self._max_staleness]
-        groups = self._carried + draw(most - len(self._carried))
-        selection = Selection(wanted, most, draw, lambda new, wait: [True] * len(new), groups, due)
+        groups = self._carried + new_groups(most - len(self._carried))
+        selection = Selection(wanted, most, new_groups, lambda new, wait: [True] * len(new), groups, due)
         await self._play(EpisodeQueue(self._config, groups, step, selection.next_groups))
         self._carried = selection.left
         self._ages += [step - group.step for group in selection.taken]

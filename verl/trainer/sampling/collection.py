@@ -76,7 +76,7 @@ class Collector:
         work = WorkOfStep(self.carried)
         selection = self._selection(step)
         num_carried = len(selection.groups)
-        selection.groups += selection.draw(self._wanted + self._num_extra(step) - num_carried)
+        selection.groups += selection.new_groups(self._wanted + self._num_extra(step) - num_carried)
         self.rollouts.collect_groups(list(selection.groups), step, selection.next_groups)
         self.carried = selection.left
         done = work.on([*selection.taken, *selection.useless, *selection.left])
@@ -131,7 +131,7 @@ class Collector:
         numbers = count()
 
         # Prompts are taken from the dataset only when their groups begin: its position is saved with the run.
-        def draw(number: int) -> list[Group]:
+        def new_groups(number: int) -> list[Group]:
             return [
                 group
                 for prompt in self.prompts.next(max(0, number))
@@ -143,7 +143,7 @@ class Collector:
         return Selection(
             self._wanted,
             rounds * self._wanted + self._num_extra(step),
-            draw,
+            new_groups,
             self._are_useful,
             groups,
             due=[group for group, version in versions.items() if version is not None and step - version > bound],
