@@ -41,7 +41,7 @@ import psutil
 import servers
 import torch
 
-from verl.agent.environment import Generation, How, Sampling, sampling_of
+from verl.agent.environment import Generation, Sampling, SamplingMode, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.config import Config, load_config
 from verl.data.prompts import PromptSource
@@ -289,17 +289,17 @@ class OverSampled:
         self._ages: list[int] = []
         data, rollout = config.data, config.actor_rollout_ref.rollout
         self._prompts = PromptSource(data.train_files, worker.tokenizer, max_start_length=data.max_start_length)
-        self._hows: list[How] = ["train"] * rollout.n_agent
+        self._modes: list[SamplingMode] = ["train"] * rollout.n_agent
 
     async def __call__(self, requests: Sequence[EpisodeRequest]) -> list[Trajectory]:
-        wanted, step = len(requests) // len(self._hows), self._next_step()
+        wanted, step = len(requests) // len(self._modes), self._next_step()
         numbers = itertools.count()
 
         def new_groups(number: int) -> list[Group]:
             return [
                 group
                 for prompt in self._prompts.next(number)
-                for group in groups_of([prompt], self._hows, step, next(numbers))
+                for group in groups_of([prompt], self._modes, step, next(numbers))
             ]
 
         most = wanted + math.ceil(self._share * wanted)

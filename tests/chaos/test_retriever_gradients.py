@@ -80,7 +80,7 @@ class Episodes:
         self.stats: dict[str, float] = {}
 
     def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups) -> None:
-        slots = [(group.number, sample) for group in groups for sample in range(len(group.hows))]
+        slots = [(group.number, sample) for group in groups for sample in range(len(group.modes))]
         scripts = [
             lines_about(f"river {RIVERS[group]}", query_of(group, sample), answer="xy"[1 - REWARDS[group][sample]])
             for group, sample in slots

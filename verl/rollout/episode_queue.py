@@ -77,7 +77,7 @@ class EpisodeQueue:
     def request(self, slot: int) -> EpisodeRequest:
         group, index = self.slots[slot]
         seed, begun = group.seed(self.config, index), group.begun.get(index)
-        return EpisodeRequest(slot, group.prompt, group.id, seed, group.hows[index], begun)
+        return EpisodeRequest(slot, group.prompt, group.id, seed, group.modes[index], begun)
 
     def record(self, slot: int, trajectory: Trajectory, engine: str = "") -> None:
         """Record a result. Raises RolloutError once the share of failures is sure to exceed its limit."""

@@ -11,7 +11,7 @@ from functools import partial
 import ray
 from ray.exceptions import RayError
 
-from verl.agent.environment import How
+from verl.agent.environment import SamplingMode
 from verl.config import Config
 from verl.errors import EngineDied, WorkerError
 from verl.phases import Phase
@@ -71,16 +71,16 @@ class RolloutManager:
         """Raise `EnvironmentUnavailable` when an engine cannot reach the environment's infrastructure."""
         self._surviving(partial(self._fleet.ask, "check"))
 
-    def collect(self, prompts: Sequence[Prompt], n: int, step: int, how: How = "train") -> list[Trajectory]:
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int, mode: SamplingMode = "train") -> list[Trajectory]:
         """`n` trajectories of each prompt, in prompt order. Prompts wait in one queue for the engines.
 
         A trajectory that failed (infrastructure) is retried with another seed, at most `agent.max_redraws` times; if it
         still fails, it is returned with status `FAILED`. Raises `RolloutError` with the first failure's text when more
         than `agent.max_failed_ratio` of all attempts failed, or are sure to fail.
         """
-        groups = groups_of(prompts, [how] * n, step)
+        groups = groups_of(prompts, [mode] * n, step)
         self.collect_groups(groups, step)
-        return [trajectory for group in groups for trajectory in group.trajectories(how)]
+        return [trajectory for group in groups for trajectory in group.trajectories(mode)]
 
     def collect_groups(self, groups: Sequence[Group], step: int, next_groups: NextGroups | None = None) -> None:
         """Complete `groups`, and those that `next_groups` adds as others are completed, until it has enough.

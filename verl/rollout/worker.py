@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.agent.environment import Generation, How, Sampler, Sampling, make_environment, sampling_of
+from verl.agent.environment import Generation, Sampler, Sampling, SamplingMode, make_environment, sampling_of
 from verl.agent.episode import EpisodeLimits, run_episode
 from verl.agent.pause import Interrupted, OpenAnswers, Pause
 from verl.config import Config
@@ -46,7 +46,7 @@ class EpisodeRequest:
     prompt: Prompt
     group_id: str
     seed: int | None
-    how: How = "train"
+    mode: SamplingMode = "train"
     begun: Trajectory | None = None
 
 
@@ -209,7 +209,7 @@ class RolloutWorker:
 
     async def _run(self, request: EpisodeRequest, pause: Pause) -> Trajectory:
         sampler = WatchedSampler(self.engine, self._in_engine)
-        sampling = sampling_of(self.config, request.how)
+        sampling = sampling_of(self.config, request.mode)
         among = (sampler, self.environment, self.tokenizer, sampling, self.limits)
         place = f"group {request.group_id} ({request.prompt.data_source})"
         try:

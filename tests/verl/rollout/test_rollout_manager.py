@@ -183,9 +183,9 @@ def test_enough_groups_that_were_complete_before_need_no_engine(manager: Rollout
 
 def test_validation_is_greedy(manager: RolloutManager) -> None:
     prompts = prompts_of(1)
-    first, second = manager.collect(prompts, n=2, step=1, how="val")
+    first, second = manager.collect(prompts, n=2, step=1, mode="val")
     assert first.ids == second.ids
-    assert sampled(manager.collect(prompts, n=1, step=9, how="val")) == sampled([first])
+    assert sampled(manager.collect(prompts, n=1, step=9, mode="val")) == sampled([first])
 
 
 def test_context_is_what_was_sampled_and_what_the_environment_answered(

@@ -51,12 +51,12 @@ class Rollouts:
         waiting = list(groups)
         while waiting:
             group = waiting.pop()
-            group.results = {index: self.play(group, how, index) for index, how in enumerate(group.hows)}
+            group.results = {index: self.play(group, mode, index) for index, mode in enumerate(group.modes)}
             waiting += next_groups([group], not waiting) or []
 
-    def play(self, group: Group, how: str, index: int) -> Trajectory:
+    def play(self, group: Group, mode: str, index: int) -> Trajectory:
         number = group.prompt.row["number"]
-        reward = self.greedy[number] if how == "greedy" else self.rewards[number][index]
+        reward = self.greedy[number] if mode == "greedy" else self.rewards[number][index]
         segments = [Segment(Source.PROMPT, (1,)), Segment(Source.POLICY, (2,), (-1.0,))]
         status = Status.FAILED if reward is None else Status.ANSWERED
         return Trajectory(group.id, group.prompt, segments, status, events=[{"reward": reward}])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.agent.environment import How
+from verl.agent.environment import SamplingMode
 from verl.algorithms.selection import informative_rows
 from verl.config import Config
 from verl.config.rules.asynchronous import max_staleness
@@ -66,13 +66,13 @@ class Collector:
         self._wanted = config.data.train_batch_size
         self._filtering = config.algorithm.filter_groups.enable
         self._needs_greedy = estimator_traits(config).needs_greedy
-        train: list[How] = ["train"] * (trajectories_per_step(config) // self._wanted)
-        self._hows: list[How] = [*train, "greedy"] if self._needs_greedy else train
+        train: list[SamplingMode] = ["train"] * (trajectories_per_step(config) // self._wanted)
+        self._modes: list[SamplingMode] = [*train, "greedy"] if self._needs_greedy else train
 
     def collect(self, step: int) -> Collected:
         """Collect a step. Raises RolloutError when too many trajectories failed (see `RolloutManager.collect`)."""
         # Sample: groups that were carried over, and new ones up to what is to be in progress.
-        self.scorer.begin([one for how in set(self._hows) for one in _trajectories(self.carried, how)])
+        self.scorer.begin([one for mode in set(self._modes) for one in _trajectories(self.carried, mode)])
         work = WorkOfStep(self.carried)
         selection = self._selection(step)
         num_carried = len(selection.groups)
@@ -135,7 +135,7 @@ class Collector:
             return [
                 group
                 for prompt in self.prompts.next(max(0, number))
-                for group in groups_of([prompt], self._hows, step, next(numbers))
+                for group in groups_of([prompt], self._modes, step, next(numbers))
             ]
 
         bound = max_staleness(self.config)
@@ -160,13 +160,13 @@ class Collector:
         only when the step trains.
         """
         if not self._filtering:
-            for how in sorted(set(self._hows)):
-                self.scorer.score_ahead(_trajectories(groups, how))
+            for mode in sorted(set(self._modes)):
+                self.scorer.score_ahead(_trajectories(groups, mode))
             return [True] * len(groups)
         self.scorer.score_ahead(_trajectories(groups))
         known = [group for group in groups if wait or self.scorer.can_score_now(group.trajectories("train"))]
         self.scorer.score_some([one for one in _trajectories(known) if one.reward is None])
-        self.scorer.require_enough_so_far(self._wanted * self._hows.count("train"))
+        self.scorer.require_enough_so_far(self._wanted * self._modes.count("train"))
         return [_is_informative(group.trajectories("train")) if group in known else None for group in groups]
 
     def _carrying(self, taken: Sequence[Group], step: int) -> dict[str, float]:
@@ -183,8 +183,8 @@ class Collector:
         return {group: answer.reward for group, answer in answers.items() if answer.reward is not None}
 
 
-def _trajectories(groups: Sequence[Group], how: How = "train") -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories(how)]
+def _trajectories(groups: Sequence[Group], mode: SamplingMode = "train") -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories(mode)]
 
 
 def _is_informative(trajectories: Sequence[Trajectory]) -> bool:
