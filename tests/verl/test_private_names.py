@@ -62,9 +62,9 @@ def test_gloo_groups_take_the_devices_and_the_limit_in_their_options() -> None:
 
 
 def test_operations_have_the_expected_names() -> None:
-    found = {planning_torch.name_of(func) for func in (planning_torch.READ_NUMBER, planning_torch.UNSAFE_VIEW)}
+    found = {planning_torch.operation_name(func) for func in (planning_torch.READ_NUMBER, planning_torch.UNSAFE_VIEW)}
     assert found == {"aten::_local_scalar_dense", "aten::_unsafe_view"}
-    assert planning_torch.name_of(planning_torch.WAIT) == "_c10d_functional::wait_tensor"
+    assert planning_torch.operation_name(planning_torch.WAIT) == "_c10d_functional::wait_tensor"
     assert planning_torch.changes_an_input(torch.ops.aten.add_.Tensor)
     assert not planning_torch.changes_an_input(torch.ops.aten.add.Tensor)
 

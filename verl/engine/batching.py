@@ -247,7 +247,7 @@ def merge_rows(
     return merged_T
 
 
-def own_values(
+def values_of_own_rows(
     lengths_B: torch.Tensor, micro_batches: Sequence[Sequence[int]], tokens: Mapping[str, torch.Tensor]
 ) -> RankValues:
     """The part of the whole batch's `tokens` [T, ...] that belongs to the rows of this rank's micro-batches."""

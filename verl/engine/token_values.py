@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl.engine.anchor import ReferencePolicy
-from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, own_values
+from verl.engine.batching import Layout, ModelInput, RankValues, flat_positions, model_input, values_of_own_rows
 from verl.engine.model import CausalModel
 from verl.protocol import TrainBatch
 
@@ -71,7 +71,7 @@ class TokenScores:
         columns = {name: torch.zeros(int(self.lengths_B.sum())) for name in self.names}
         for rows, token_N, scores in self._parts:
             _place(columns, self.lengths_B, rows, token_N, scores)
-        return own_values(self.lengths_B, [rows for rows, _, _ in self._parts], columns)
+        return values_of_own_rows(self.lengths_B, [rows for rows, _, _ in self._parts], columns)
 
 
 def _place(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl.config import ActorConfig, Config, CriticConfig, FsdpConfig
 from verl.config.sections.model import FrozenFsdpConfig
-from verl.engine.batching import Layout, RankValues, own_values, trained_rows
+from verl.engine.batching import Layout, RankValues, trained_rows, values_of_own_rows
 from verl.engine.device.residence import residence
 from verl.engine.device.sharding import reshard
 from verl.engine.files.resumable import Resumable
@@ -111,7 +111,7 @@ class TrainedEngine(ABC):
             release()
         if not all(value_T.isfinite().all() for value_T in values.values()):
             raise NumericalError(f"step {self.step}: {what} are not finite; its weights have diverged")
-        return own_values(batch.lengths_B, micro_batches, values)
+        return values_of_own_rows(batch.lengths_B, micro_batches, values)
 
     def take_steps(
         self,

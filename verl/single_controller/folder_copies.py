@@ -25,7 +25,7 @@ from verl.process.child import enter_working_dir
 from verl.process.storage import Digests, could_not_write, sync, writing
 from verl.process.watchdog import note_progress
 from verl.single_controller.resource_pool import ResourcePool
-from verl.single_controller.waiting import typed
+from verl.single_controller.waiting import as_verl_error
 
 CHUNK = 64 * 2**20
 REMOVE_S = 10.0  # at most, to remove a copy: its node may be lost without Ray's knowing it yet
@@ -249,7 +249,7 @@ def _answers(references: list[Any], method: str, timeout_s: float) -> list[Any]:
     try:
         return ray.get(references, timeout=timeout_s)
     except RayError as error:
-        if known := typed(error, f"copying between run folders ('{method}')", timeout_s):
+        if known := as_verl_error(error, f"copying between run folders ('{method}')", timeout_s):
             raise known from error
         raise
 

@@ -65,7 +65,7 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
         return ray.get(references, timeout=max(FETCH_S, timeout_s - passed_s))
     except RayError as error:
         # When a worker dies, or fails with a typed error, the others' collectives fail: the cause is what to report.
-        known = typed(error, phase, timeout_s) or _cause_among(references, phase, timeout_s)
+        known = as_verl_error(error, phase, timeout_s) or _cause_among(references, phase, timeout_s)
         if known is None:
             raise
         raise known from error
@@ -73,14 +73,14 @@ def wait_for(references: list[Any], phase: str, timeout_s: float, since: float |
         note_progress()
 
 
-def typed(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
+def as_verl_error(error: RayError, phase: str, timeout_s: float) -> VerlError | None:
     """The error that `wait_for` raises for one of Ray. None: the worker's own code raised one that is not typed."""
     if isinstance(error, GetTimeoutError):
         return _stalled(phase, timeout_s)
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, VerlError):
             return error.cause
-        return typed(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
+        return as_verl_error(error.cause, phase, timeout_s) if isinstance(error.cause, RayError) else None
     told = " ".join(str(error).partition("Some common causes")[0].split())
     if isinstance(error, OutOfMemoryError):
         told = told.partition(" Object store memory usage")[0]
@@ -135,7 +135,7 @@ def put(value: Any, what: str) -> ray.ObjectRef:
     try:
         return ray.put(value)
     except RayError as error:
-        raise typed(error, what, 0.0) or error from None
+        raise as_verl_error(error, what, 0.0) or error from None
 
 
 def wait_for_any(references: list[Any], phase: str, timeout_s: float, since: float) -> list[Any]:
@@ -170,5 +170,5 @@ def _stalled(phase: str, timeout_s: float) -> Stalled:
 def _cause_among(references: list[Any], phase: str, timeout_s: float) -> VerlError | None:
     ready, _ = ray.wait(references, num_returns=len(references), timeout=OTHERS_S)
     failures = (_failure(reference) for reference in ready)
-    known = (typed(failure, phase, timeout_s) for failure in failures if failure)
+    known = (as_verl_error(failure, phase, timeout_s) for failure in failures if failure)
     return next((error for error in known if error), None)

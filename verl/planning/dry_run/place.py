@@ -203,7 +203,7 @@ class Groups:
         return size, size <= self.per_node
 
 
-def groups_of(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
+def rank_groups(config: Config, fsdp_size: int, role: RoleName = "actor") -> Groups:
     """The groups of a role with that `fsdp_size`."""
     ranks = num_ranks(config, role)
     shard = ranks if fsdp_size == -1 else fsdp_size

@@ -22,7 +22,7 @@ from verl.phases import Phase
 from verl.planning.dry_run.fake_device import FakeDevice
 from verl.planning.dry_run.memory import Peak
 from verl.planning.dry_run.passes import LargestPass, LargestPasses
-from verl.planning.dry_run.place import Groups, groups_of
+from verl.planning.dry_run.place import Groups, rank_groups
 from verl.planning.dry_run.work import Work
 from verl.weight_sync.adapters import adapters_of
 from verl.weight_sync.buckets import gathered, plan_buckets
@@ -110,7 +110,7 @@ class _Dry:
             return self._role(engine.model, idle, self.config.critic.model.fsdp_config, largest)
 
     def _role(self, model: Decoder, idle: Peak, fsdp: FsdpConfig, largest: LargestPasses) -> Role:
-        groups = groups_of(self.config, fsdp.fsdp_size, self.name)
+        groups = rank_groups(self.config, fsdp.fsdp_size, self.name)
         num_params = sum(tensor.numel() for name, tensor in model.named_parameters() if not is_adapter(name))
         num_trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
         num_adapted = num_trained if any(adapted_layers(model)) else 0

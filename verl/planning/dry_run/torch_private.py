@@ -38,7 +38,7 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that is not said to 
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective
 
 
-def name_of(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """The operation's name without its overload, which the public `name()` adds."""
     return str(func._schema.name)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from verl.planning.dry_run.torch_private import CollectiveOp, collective_ops, name_of, sync_ops, tree_leaves
+from verl.planning.dry_run.torch_private import CollectiveOp, collective_ops, operation_name, sync_ops, tree_leaves
 
 aten = torch.ops.aten
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # products of [L, L] by [L, D] in attention; the backward makes one again
@@ -61,12 +61,12 @@ class Work:
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if func not in sync_ops:
-            name = kind_of(str(func))
+            name = collective_kind(str(func))
             self.sent[name] += CollectiveOp.get_comm_tensor_size(func, out, args, kwargs)
             self.calls[name] += 1
 
 
-def kind_of(collective: str) -> str:
+def collective_kind(collective: str) -> str:
     """The kind of a collective: all-gather, reduce-scatter, all-reduce, all-to-all, or the operation's own name."""
     plain = collective.replace("_", "").lower()
     kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
@@ -78,7 +78,7 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
     """The bytes that the CUDA kernel of an attention's backward takes for itself: for the query's gradient in float32,
     and, with fewer key heads than query heads, for gradients of keys and values for every query head.
     """
-    name = name_of(func)
+    name = operation_name(func)
     if name not in _ATTENTION or not _ATTENTION[name].backward:
         return 0
     query, key = args[1], args[2]
@@ -108,7 +108,7 @@ _ATTENTION = {
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    name = name_of(func)
+    name = operation_name(func)
     attention = _ATTENTION.get(name)
     if attention is not None:
         query = args[1 if attention.backward else 0]

@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{args.output}: {described(machine)}")
+    print(f"{args.output}: {rates_in_words(machine)}")
     return 0
 
 
-def described(machine: Machine) -> str:
+def rates_in_words(machine: Machine) -> str:
     """The rates of a machine in readable units."""
     return (
         f"{machine.name}: {machine.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {machine.float_flops / 1e12:.3g} in "
@@ -104,7 +104,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+def seconds_per_call(run: Callable[[], object], device: torch.device) -> float:
     """Seconds on the device: the median of some rounds, after a warm-up round."""
     found = []
     for _ in range(TIMES + 1):
@@ -128,14 +128,14 @@ def _wait_for(device: torch.device) -> None:
 def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
     side = ON_DEVICE[device.type].side
     one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / seconds_of(lambda: matmul(one, other), device)
+    return 2 * side**3 / seconds_per_call(lambda: matmul(one, other), device)
 
 
 def _memory_bytes(device: torch.device) -> float:
     """The bytes a second that go through memory, by the sum of two tensors."""
     num_bytes = ON_DEVICE[device.type].activation
     one, other = (torch.randn(num_bytes // 4, device=device) for _ in range(2))
-    return 3 * num_bytes / seconds_of(lambda: one + other, device)
+    return 3 * num_bytes / seconds_per_call(lambda: one + other, device)
 
 
 class _Counted(TorchDispatchMode):
@@ -162,7 +162,7 @@ def _launch_s(device: torch.device) -> float:
 
     with _Counted() as counted:
         small()
-    return seconds_of(small, device) / counted.number
+    return seconds_per_call(small, device) / counted.number
 
 
 Collective = Callable[[torch.Tensor, torch.Tensor], None]
@@ -212,7 +212,7 @@ def _collective_s(run: Collective, values: int, num_ranks: int, device: torch.de
         for _ in range(CALLS):
             run(whole, part)
 
-    return seconds_of(several, device) / CALLS
+    return seconds_per_call(several, device) / CALLS
 
 
 if __name__ == "__main__":
