@@ -18,7 +18,7 @@ def asks_for_format_reward(config: Config) -> bool:
 
 
 def with_format_reward(config: Config) -> Config:
-    """The same run, scored by the format reward. Raises ConfigError when the config names another reward."""
+    """A copy of `config` that the format reward scores. Raises ConfigError when `config` names another reward."""
     if config.reward != RewardConfig():
         raise ConfigError("main_ppo_format brings its own reward: leave out reward.*, or use verl.trainer.main_ppo")
     coefficients = {name: getattr(config.reward_model, name) for name in COEFFICIENTS}

@@ -157,5 +157,5 @@ def _output(func: Any, leaf: Any, inputs: Sequence[FakeTensor], mode: FakeTensor
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """Where a tensor begins in its storage, in bytes."""
+    """The number of bytes of a tensor's storage that lie before it."""
     return int(tensor.storage_offset()) * tensor.element_size()
